@@ -1,0 +1,1 @@
+"""The training program that runs on every node; it works alone, typed by hand."""

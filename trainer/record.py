@@ -1,0 +1,432 @@
+"""The record of a run: event schema, event writer and the layout of the run directory.
+
+Torch-free, because the console reads with the same definitions that the ranks write with.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed")
+"""The states of a rank, in the order in which a healthy run passes through them."""
+
+RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
+RunStatusName = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
+
+
+class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type", tag="event"):
+    """What every line of the record has. A value that was not measured is absent, never 0."""
+
+    time: float
+    """Unix seconds."""
+
+
+class RunStarted(Event, kw_only=True, tag="run_started"):
+    """The run exists and its ranks are about to be launched."""
+
+    run: str
+    """Run id."""
+    recipe: str
+    """Name of the recipe."""
+    world_size: int
+    run_dir: str
+
+
+class RankState(Event, kw_only=True, tag="rank_state"):
+    """A rank entered a state."""
+
+    rank: int
+    state: RankStateName
+    local_rank: int | None = None
+    node: int | None = None
+    """Index of the node in the plan."""
+    host: str | None = None
+    device: str | None = None
+    """``cpu`` or ``cuda:<local index> <UUID or name>``."""
+    pid: int | None = None
+    message: str | None = None
+
+
+class Joining(Event, kw_only=True, tag="joining"):
+    """Who has reached the process group while others are awaited; written by rank 0."""
+
+    joined: list[int]
+    missing: list[int]
+    waited_ms: float
+
+
+class Step(Event, kw_only=True, tag="step"):
+    """One optimizer step of one rank, or several when steps are faster than about 20 a second.
+
+    Durations and losses are means over the covered steps; ``samples`` and ``tokens`` are totals.
+    """
+
+    rank: int
+    step: int
+    """Optimizer steps done, from 1; the last one when several are covered."""
+    epoch: int
+    """From 1."""
+    steps: int
+    """How many optimizer steps this event covers."""
+    samples: int
+    """Samples that this rank read in the covered steps."""
+    loss: float | None = None
+    """This rank's mean loss, in nats."""
+    tokens: int | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    """Global norm of the gradient after the reduction, before clipping."""
+    local_grad_norm: float | None = None
+    """Norm of this rank's own gradient, before the reduction."""
+    step_ms: float | None = None
+    """From the end of the previous step to the end of this one."""
+    data_ms: float | None = None
+    """Waiting for the data loader."""
+    h2d_ms: float | None = None
+    """Copying the batch to the device."""
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    """Backward computation until the last bucket was ready, without the exposed synchronisation."""
+    optimizer_ms: float | None = None
+    """Clipping and the optimizer's step."""
+    gc_ms: float | None = None
+    """Time in Python's garbage collector within the step."""
+    sync_ms: float | None = None
+    """First bucket launched to all reduced."""
+    sync_exposed_ms: float | None = None
+    """Last bucket ready to all reduced: what this rank waited."""
+    sync_bytes: int | None = None
+    """Bytes reduced in one step."""
+    sync_buckets: int | None = None
+    bucket_ms: list[float] | None = None
+    """Time of each bucket from ready to reduced, in launch order."""
+
+
+class Validation(Event, kw_only=True, tag="validation"):
+    """One evaluation, exact over all ranks."""
+
+    step: int
+    epoch: int
+    split: Literal["valid", "test"]
+    loss: float
+    """Mean over every example of the split, in nats."""
+    metrics: dict[str, float] = {}
+
+
+class Checkpoint(Event, kw_only=True, tag="checkpoint"):
+    """A checkpoint is complete on disk."""
+
+    step: int
+    path: str
+    bytes: int
+    write_ms: float
+
+
+class Checksum(Event, kw_only=True, tag="checksum"):
+    """A fingerprint of a rank's parameters and buffers; equal on all ranks of a healthy run."""
+
+    rank: int
+    step: int
+    parameters: str
+    buffers: str
+
+
+class Sample(Event, kw_only=True, tag="sample"):
+    """A piece of the model's output that a person can read, written by rank 0."""
+
+    step: int
+    text: str
+
+
+class NodeSample(Event, kw_only=True, tag="node_sample"):
+    """The machine as one process per node sees it, at most once a second."""
+
+    node: int
+    host: str
+    cpu_percent: float | None = None
+    """Use of all cores together, 0 to 100."""
+    steal_percent: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    ranks: list[RankSample] = []
+    gpus: list[GpuSample] = []
+
+
+class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One rank's process on its machine."""
+
+    rank: int
+    cpu_percent: float | None = None
+    """Of one core: 200 means two cores busy."""
+    rss_bytes: int | None = None
+    wait_percent: float | None = None
+    """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
+
+
+class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One GPU of a node."""
+
+    index: int
+    uuid: str
+    rank: int | None = None
+    utilization_percent: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    throttle_reasons: list[str] = []
+
+
+class Finding(Event, kw_only=True, tag="finding"):
+    """A diagnosis with its evidence, raised or cleared."""
+
+    kind: str
+    state: Literal["raised", "cleared"] = "raised"
+    severity: Literal["info", "warning", "critical"] = "warning"
+    rank: int | None = None
+    host: str | None = None
+    device: str | None = None
+    step: int | None = None
+    cause: str | None = None
+    message: str = ""
+    evidence: dict[str, float] = {}
+    advice: str = ""
+
+
+class Failure(Event, kw_only=True, tag="failure"):
+    """Why a rank, a node or the run failed."""
+
+    kind: str
+    """``exception``, ``out_of_memory``, ``signal``, ``exit``, ``join_timeout``, ``non_finite``, ``lost_peer``,
+    ``request``, ``launch``."""
+    message: str
+    """One line."""
+    rank: int | None = None
+    host: str | None = None
+    step: int | None = None
+    traceback: str | None = None
+
+
+class Lost(Event, kw_only=True, tag="lost"):
+    """Events that could not be written, because the disk was full or stalled."""
+
+    rank: int | None = None
+    events: int
+    message: str
+
+
+class RunEnded(Event, kw_only=True, tag="run_ended"):
+    """The last event of a run."""
+
+    status: Literal["finished", "failed", "stopped"]
+    exit_code: int
+    message: str | None = None
+
+
+AnyEvent = (
+    RunStarted
+    | RankState
+    | Joining
+    | Step
+    | Validation
+    | Checkpoint
+    | Checksum
+    | Sample
+    | NodeSample
+    | Finding
+    | Failure
+    | Lost
+    | RunEnded
+)
+
+_encode = msgspec.json.Encoder()
+_decode = msgspec.json.Decoder(AnyEvent)
+
+
+def encode_event(event: Event) -> bytes:
+    """Return the event as one JSON line with its newline. Non-finite numbers become null."""
+    return _encode.encode(event) + b"\n"
+
+
+def decode_events(lines: bytes) -> Iterator[AnyEvent]:
+    """Yield the events of complete lines; a line that is torn, foreign or of an unknown type is passed over."""
+    try:
+        yield from _decode.decode_lines(lines)
+    except msgspec.MsgspecError:
+        for line in lines.splitlines():
+            try:
+                yield _decode.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+
+
+class RunDir:
+    """Names every file of a run directory; creating one is the caller's business."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.toml"
+        self.plan = self.path / "plan.json"
+        self.status = self.path / "status.json"
+        self.events = self.path / "events"
+        self.run_events = self.events / "run.ndjson"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.nodes = self.path / "nodes"
+        """What each node's parent reports when it ends, ``<node>.json``."""
+        self.tmp = self.path / "tmp"
+        """The ranks' temporary folder, deleted when the run ends."""
+
+    def rank_events(self, rank: int) -> Path:
+        """Events of one rank."""
+        return self.events / f"{rank}.ndjson"
+
+    def node_events(self, node: int) -> Path:
+        """Events of a node's parent process: machine samples and how its ranks ended."""
+        return self.events / f"node-{node}.ndjson"
+
+    def rank_log(self, rank: int) -> Path:
+        """What one rank printed, both streams."""
+        return self.logs / f"{rank}.log"
+
+    def node_log(self, node: int) -> Path:
+        """What a node's parent process printed."""
+        return self.logs / f"node-{node}.log"
+
+    def node_result(self, node: int) -> Path:
+        """How a node ended; written atomically before its parent process leaves."""
+        return self.nodes / f"{node}.json"
+
+
+class EventWriter:
+    """Appends events to one file without ever making the caller wait for the disk.
+
+    A thread encodes and writes what has gathered, at most ten times a second. When the disk is full or stalled
+    the newest events are dropped and counted; the count is written as a ``lost`` event once writing works again.
+    Without a path every call returns at once.
+    """
+
+    interval_s = 0.1
+    capacity = 100_000
+    """Events held in memory while the disk does not take them."""
+
+    def __init__(self, path: Path | None, *, rank: int | None = None, now: Callable[[], float] = time.time) -> None:
+        self._rank = rank
+        self._now = now
+        self._pending: list[Event] = []
+        self._lost = 0
+        self._reason = ""
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._fd: int | None = None
+        self._thread: threading.Thread | None = None
+        self._torn = False
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
+            self._thread.start()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded at all."""
+        return self._thread is not None
+
+    @property
+    def lost(self) -> int:
+        """Events lost and not yet reported."""
+        return self._lost
+
+    def write(self, event: Event) -> None:
+        """Queue one event; never blocks on the disk."""
+        if self._thread is None:
+            return
+        with self._lock:
+            if len(self._pending) >= self.capacity:
+                self._lost += 1
+                self._reason = "the disk does not keep up"
+            else:
+                self._pending.append(event)
+
+    def flush(self, timeout_s: float = 2.0) -> bool:
+        """Wait until all that was queued is written, or the time is over; True when nothing is pending."""
+        deadline = time.monotonic() + timeout_s
+        while self._thread is not None and self._thread.is_alive():
+            with self._lock:
+                if not self._pending:
+                    return True
+            self._wake.set()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return not self._pending
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is left and end the thread; a stalled disk cannot hold the caller longer than the time-out."""
+        if self._thread is None:
+            return
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive() and self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
+        self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            closing = self._closing
+            self._drain()
+            if closing:
+                return
+            self._wake.wait(self.interval_s)
+            self._wake.clear()
+
+    def _drain(self) -> None:
+        with self._lock:
+            batch = self._pending[:]
+        if not batch and not self._lost:
+            return
+        lost, reason = self._lost, self._reason
+        lines = [encode_event(event) for event in batch]
+        if lost:
+            lines.append(encode_event(Lost(time=self._now(), rank=self._rank, events=lost, message=reason)))
+        failed = self._append(b"".join(lines))
+        with self._lock:
+            del self._pending[: len(batch)]
+            if failed:
+                self._lost += len(batch)
+                self._reason = failed
+            else:
+                self._lost -= lost
+
+    def _append(self, data: bytes) -> str:
+        """Write whole lines; return why not, or an empty string."""
+        assert self._fd is not None
+        try:
+            if self._torn:
+                data = b"\n" + data
+            written = 0
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+                self._torn = written < len(data)
+        except OSError as error:
+            return error.strerror or "the disk refused the write"
+        return ""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a small file so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

@@ -1,0 +1,73 @@
+"""What the trainer asks of a task; a user's own task is a subclass in a file of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+
+class SizedDataset(Protocol):
+    """A map-style dataset: samples by index. ``__getitems__(indices)``, where present, fetches a whole batch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class NoOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A task without options of its own."""
+
+
+class Task:
+    """A model, its data and its loss. Subclasses give at least ``model``, ``datasets`` and ``loss``."""
+
+    Options: ClassVar[type[Any]] = NoOptions
+    """A ``msgspec.Struct`` or dataclass; its fields become flags and the keys of a recipe's ``[task]`` table."""
+
+    count_per_sample: int | None = None
+    """How much every sample adds to ``count`` in ``loss``, where that is the same for all of them (1 for a
+    classifier, the window's length for a language model). The global count is then known without asking the
+    other ranks; None means that it is summed over the ranks at each step."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        """Return ``train`` and, where there are any, ``valid`` and ``test``; called on every rank, before ``model``."""
+        raise TypeError(f"{type(self).__name__} has no datasets()")
+
+    def model(self) -> nn.Module:
+        """Return the model on the CPU; the random seed is the same on all ranks."""
+        raise TypeError(f"{type(self).__name__} has no model()")
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Turn a list of samples into a batch: a tensor, or tuples, lists and dicts of tensors."""
+        return default_collate(samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
+        """Return the summed loss in nats, how many items it sums over, and sums of further metrics.
+
+        A metric is reported as its sum over the same count: the number of correct labels becomes the accuracy.
+        """
+        raise TypeError(f"{type(self).__name__} has no loss()")
+
+    def lengths(self, split: str) -> Sequence[int] | None:
+        """Return a length per sample to group samples of alike length into batches, or None for no grouping."""
+        return None
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """Return an optimizer of the task's own, or None for the one that the options name."""
+        return None
+
+    def metrics(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
+        """Turn sums over a whole split into the metrics of a validation."""
+        return {name: total / count for name, total in totals.items()}
+
+    def sample(self, model: nn.Module) -> str | None:
+        """Return a piece of output that shows a person what the model learned, or None; called on rank 0."""
+        return None
