@@ -15,25 +15,29 @@ from msgspec import Meta
 class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Which ranks to start here and how they meet: the flags of the seeds, with their names and meaning."""
 
-    distributed_init_method: Annotated[
-        str | None, Meta(description="where ranks meet: tcp://HOST:PORT, file:///PATH or env://")
-    ] = None
-    distributed_world_size: Annotated[
-        int | None, Meta(ge=1, description="ranks on all nodes together; default: the devices of this node")
-    ] = None
-    distributed_gpus: Annotated[
-        int | None, Meta(ge=1, description="ranks on this node; default: its devices, at most the world size")
-    ] = None
+    distributed_init_method: (
+        Annotated[str, Meta(description="where ranks meet: tcp://HOST:PORT, file:///PATH or env://")] | None
+    ) = None
+    distributed_world_size: (
+        Annotated[int, Meta(ge=1, description="ranks on all nodes together; default: the devices of this node")] | None
+    ) = None
+    distributed_gpus: (
+        Annotated[int, Meta(ge=1, description="ranks on this node; default: its devices, at most the world size")]
+        | None
+    ) = None
     distributed_rank: Annotated[
         int, Meta(ge=0, description="first rank of this node; with --distributed-no-spawn the rank itself")
     ] = 0
     distributed_backend: Annotated[
         Literal["auto", "nccl", "gloo"], Meta(description="auto is nccl on GPUs and gloo on CPUs")
     ] = "auto"
-    distributed_port: Annotated[
-        int | None,
-        Meta(ge=1, le=65535, description="port on the first node when the init method is inferred"),
-    ] = None
+    distributed_port: (
+        Annotated[
+            int,
+            Meta(ge=1, le=65535, description="port on the first node when the init method is inferred"),
+        ]
+        | None
+    ) = None
     distributed_timeout: Annotated[
         float,
         Meta(gt=0, description="seconds that a collective may take before it fails; hangs are found earlier"),
@@ -42,14 +46,17 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float, Meta(gt=0, description="seconds to wait until all ranks have joined the process group")
     ] = 300.0
     distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
-    device_id: Annotated[
-        int | None,
-        Meta(
-            ge=0,
-            description="the GPU of a rank that is not spawned; default: its local rank",
-            extra={"aliases": ["--local_rank", "--local-rank"]},
-        ),
-    ] = None
+    device_id: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                description="the GPU of a rank that is not spawned; default: its local rank",
+                extra={"aliases": ["--local_rank", "--local-rank"]},
+            ),
+        ]
+        | None
+    ) = None
     cpu: Annotated[bool, Meta(description="train on CPUs with gloo even where GPUs are present")] = False
     share_devices: Annotated[bool, Meta(description="allow two ranks on one GPU")] = False
     start_method: Annotated[
@@ -59,7 +66,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         # thread, tensor or CUDA context to inherit: ranks start in half the time of spawn, which imports it
         # in the parent and again in every rank.
     ] = "forkserver"
-    run_dir: Annotated[str | None, Meta(description="folder for events, logs and checkpoints; default: no record")] = (
+    run_dir: Annotated[str, Meta(description="folder for events, logs and checkpoints; default: no record")] | None = (
         None
     )
     node: Annotated[int, Meta(ge=0, description="index of this node in the plan, for the record")] = 0
@@ -79,14 +86,17 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             extra={"group": "Data", "aliases": ["--max-sentences"]},
         ),
     ] = (32,)
-    valid_batch_size: Annotated[
-        int | None,
-        Meta(
-            ge=1,
-            description="samples per rank in validation; default: the largest batch size",
-            extra={"group": "Data"},
-        ),
-    ] = None
+    valid_batch_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="samples per rank in validation; default: the largest batch size",
+                extra={"group": "Data"},
+            ),
+        ]
+        | None
+    ) = None
     num_workers: Annotated[int, Meta(ge=0, description="data loading processes per rank", extra={"group": "Data"})] = 0
     shuffle: Annotated[
         bool,
@@ -235,13 +245,16 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             extra={"group": "Validation"},
         ),
     ] = "loss"
-    maximize_best_metric: Annotated[
-        bool | None,
-        Meta(
-            description="whether more is better; default: yes for every metric but loss",
-            extra={"group": "Validation"},
-        ),
-    ] = None
+    maximize_best_metric: (
+        Annotated[
+            bool,
+            Meta(
+                description="whether more is better; default: yes for every metric but loss",
+                extra={"group": "Validation"},
+            ),
+        ]
+        | None
+    ) = None
     test: Annotated[
         bool,
         Meta(
@@ -336,17 +349,23 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, description="checkpoints to keep besides the best", extra={"group": "Checkpoints"}),
     ] = 2
-    save_dir: Annotated[
-        str | None,
-        Meta(
-            description="folder for checkpoints; default: checkpoints/ of the run directory",
-            extra={"group": "Checkpoints"},
-        ),
-    ] = None
-    resume: Annotated[
-        str | None,
-        Meta(
-            description="checkpoint file, or folder whose newest good one is taken",
-            extra={"group": "Checkpoints"},
-        ),
-    ] = None
+    save_dir: (
+        Annotated[
+            str,
+            Meta(
+                description="folder for checkpoints; default: checkpoints/ of the run directory",
+                extra={"group": "Checkpoints"},
+            ),
+        ]
+        | None
+    ) = None
+    resume: (
+        Annotated[
+            str,
+            Meta(
+                description="checkpoint file, or folder whose newest good one is taken",
+                extra={"group": "Checkpoints"},
+            ),
+        ]
+        | None
+    ) = None

@@ -50,8 +50,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         """What values are allowed, for messages and forms."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        kind = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
-        text = kind.get(self.kind) or f"a list of {kind.get(self.item_kind or '', 'values')}".replace(" an ", " ")
+        one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
+        many = {"int": "integers", "float": "numbers", "str": "texts"}
+        text = one[self.kind] if self.kind != "list" else f"a list of {many.get(self.item_kind or '', 'values')}"
         if self.minimum is not None:
             text += f" {'>' if self.exclusive_minimum else '>='} {self.minimum:g}"
         if self.maximum is not None:
@@ -68,10 +69,12 @@ def describe(schema: type[Any]) -> list[Option]:
 
 
 def _meta(hint: Any) -> Meta:
+    """Find the ``Meta`` of a hint; ``Annotated[int, Meta(...)] | None`` keeps it inside the union."""
     if get_origin(hint) is Annotated:
-        for note in get_args(hint)[1:]:
-            if isinstance(note, Meta):
-                return note
+        return next((note for note in get_args(hint)[1:] if isinstance(note, Meta)), Meta())
+    for member in get_args(hint):
+        if get_origin(member) is Annotated:
+            return _meta(member)
     return Meta()
 
 
@@ -83,6 +86,8 @@ def _option(field: mi.Field, meta: Meta) -> Option:
     if isinstance(node, mi.UnionType):
         optional = any(isinstance(member, mi.NoneType) for member in node.types)
         node = next(member for member in node.types if not isinstance(member, mi.NoneType))
+        if isinstance(node, mi.Metadata):
+            node = node.type
     item: Any = None
     if isinstance(node, mi.ListType | mi.VarTupleType):
         item = node.item_type
