@@ -62,6 +62,24 @@ class Joining(Event, kw_only=True, tag="joining"):
     waited_ms: float
 
 
+class TrainingPlan(Event, kw_only=True, tag="training_plan"):
+    """How much there is to do, once the data is known; written by rank 0 before the first step."""
+
+    world_size: int
+    updates_per_epoch: int
+    """Optimizer steps in one epoch."""
+    samples_per_epoch: int
+    """Over all ranks."""
+    max_updates: int = 0
+    """Optimizer steps after which the training stops; 0: no limit."""
+    max_epochs: int = 0
+    """0: no limit."""
+    first_update: int = 0
+    """Optimizer steps done before this start, when it resumes."""
+    parameters: int | None = None
+    """Trainable numbers of the model."""
+
+
 class Step(Event, kw_only=True, tag="step"):
     """One optimizer step of one rank, or several when steps are faster than about 20 a second.
 
@@ -236,6 +254,7 @@ AnyEvent = (
     RunStarted
     | RankState
     | Joining
+    | TrainingPlan
     | Step
     | Validation
     | Checkpoint
