@@ -1,0 +1,145 @@
+"""The ``gputrain`` command: finds the command's module by name, parses its flags and turns errors into one line.
+
+Help and version import no command, so that they answer at once; a command imports only what it needs itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+
+from gputrain_tui import VERSION
+from trainer.errors import ExitCode, RequestError, nearest
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
+    "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
+    "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine"),
+    "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
+    "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
+    "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
+    "stop": ("gputrain_tui.commands.stop", "stop a run everywhere"),
+}
+"""Name to module and one-line help; a command whose module is not installed is not offered."""
+
+CONSOLE = "gputrain_tui.console.app"
+"""What ``gputrain`` alone starts; its ``main() -> int`` runs until the person leaves."""
+
+SIGPIPE_STATUS = 141
+"""What a shell sees of a program whose reader went away: 128 + SIGPIPE."""
+
+
+class Command(Protocol):
+    """What a command's module offers."""
+
+    NAME: str
+    HELP: str
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the command's flags."""
+
+    def run(self, args: Namespace) -> int:
+        """Do it; return the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except RequestError as error:
+        print(f"gputrain: {error}", file=sys.stderr)
+        return ExitCode.BAD_REQUEST
+    except KeyboardInterrupt:
+        return ExitCode.STOPPED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it ends; that must not fail, nor say anything.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGPIPE_STATUS
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        return _console()
+    name, *rest = words
+    if name in ("-h", "--help", "help"):
+        print(help_text())
+        return ExitCode.FINISHED
+    if name == "--version":
+        print(f"gputrain {VERSION}")
+        return ExitCode.FINISHED
+    if name not in available():
+        kind = "option" if name.startswith("-") else "command"
+        known = [*available(), "--help", "--version"]
+        raise RequestError(f"{name!r} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
+    command = cast(Command, importlib.import_module(COMMANDS[name][0]))
+    return command.run(parse(command, name, rest))
+
+
+def _console() -> int:
+    if importlib.util.find_spec("gputrain_tui.console") is None or importlib.util.find_spec(CONSOLE) is None:
+        print(help_text(), file=sys.stderr)
+        return ExitCode.BAD_REQUEST
+    return int(importlib.import_module(CONSOLE).main())
+
+
+def available() -> list[str]:
+    """The commands whose modules are there, found without importing them."""
+    return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module) is not None]
+
+
+def help_text() -> str:
+    """What ``gputrain --help`` prints."""
+    lines = [f"  {name:<8} {COMMANDS[name][1]}" for name in available()]
+    return "\n".join(
+        [
+            "Plan, launch, watch and diagnose distributed PyTorch training.",
+            "",
+            "usage: gputrain [COMMAND] [OPTIONS]      without a command: the console",
+            "",
+            *lines,
+            "",
+            "`gputrain COMMAND --help` shows a command's options; --version the version.",
+            "RUN is a run id, a unique prefix of one, or `last`. Exit codes: 0 finished, 1 the training",
+            "failed, 2 the request was wrong, 3 preflight refused it, 130 stopped by the user.",
+        ]
+    )
+
+
+def parse(command: Command, name: str, words: Sequence[str]) -> Namespace:
+    """Parse a command's flags.
+
+    Raises:
+        RequestError: a flag that the command does not have, a missing or a surplus word.
+    """
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise RequestError(f"{name}: {message}; see `gputrain {name} --help`")
+
+    parser = Parser(prog=f"gputrain {name}", description=_sentence(command.HELP), allow_abbrev=False)
+    command.add_arguments(parser)
+    args, surplus = parser.parse_known_args(list(words))
+    if surplus:
+        word = surplus[0]
+        if not word.startswith("-"):
+            raise RequestError(f"{name}: {word!r} is one word too many; see `gputrain {name} --help`")
+        flag = word.partition("=")[0]
+        known = [text for action in parser._actions for text in action.option_strings]
+        guess = nearest(flag, known) or f"; see `gputrain {name} --help`"
+        raise RequestError(f"{name}: {flag} is not a known option{guess}")
+    return args
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
