@@ -1,0 +1,61 @@
+"""Names a process so that it can be recognised later: a pid alone is given to somebody else sooner or later."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+PROC = Path("/proc")
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of a certain machine since a certain boot. What is not known (no ``/proc``) is empty or 0."""
+
+    pid: int
+    start_ticks: int
+    """Clock ticks from boot to the start of the process: field 22 of ``/proc/PID/stat``."""
+    boot_id: str
+    """``/proc/sys/kernel/random/boot_id``."""
+    host: str
+
+
+def identify(pid: int | None = None, *, proc: Path = PROC) -> ProcessIdentity:
+    """Name a living process of this machine; by default this one."""
+    chosen = os.getpid() if pid is None else pid
+    started = _started(chosen, proc)
+    return ProcessIdentity(pid=chosen, start_ticks=started or 0, boot_id=_boot_id(proc), host=socket.gethostname())
+
+
+def is_alive(process: ProcessIdentity, *, proc: Path = PROC, host: str | None = None) -> bool | None:
+    """Whether that very process still runs; None when this machine cannot tell.
+
+    A zombie counts as ended: it does nothing any more, its parent just has not asked yet.
+    """
+    if process.host != (socket.gethostname() if host is None else host) or not process.boot_id:
+        return None
+    if process.boot_id != _boot_id(proc):
+        return False
+    return _started(process.pid, proc) == process.start_ticks
+
+
+def _started(pid: int, proc: Path) -> int | None:
+    """Start time of a running process in ticks, or None when there is none of that number."""
+    try:
+        stat = (proc / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # The name stands in parentheses and may hold spaces and parentheses itself, so count from its end: fields 3 on.
+    fields = stat[stat.rfind(b")") + 2 :].split()
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return int(fields[19])
+
+
+def _boot_id(proc: Path) -> str:
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
