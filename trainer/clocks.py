@@ -1,0 +1,127 @@
+"""How time is read without making the training wait: the host's clock for CPU ranks, CUDA events for GPU ranks.
+
+A mark is a point in time on the rank's own timeline. On the host it is known at once; on a GPU it lies in the
+future, when the device has done what was queued before it, so readers ask ``ready`` first and never wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Mark = Any
+"""Seconds of the host's clock, or a recorded CUDA event: opaque to everyone but its clock."""
+
+Scalar = Tensor | float | None
+
+
+class Clock(Protocol):
+    """Marks points in time and fetches numbers, both without waiting."""
+
+    def mark(self) -> Mark:
+        """Return a mark for now: after all that was asked of the device so far."""
+        ...
+
+    def ready(self, marks: Sequence[Mark]) -> bool:
+        """Tell whether all marks have been reached."""
+        ...
+
+    def elapsed_ms(self, start: Mark, end: Mark) -> float:
+        """Return the milliseconds between two marks that are ready."""
+        ...
+
+    def release(self, marks: Sequence[Mark]) -> None:
+        """Say that these marks are not read any more."""
+        ...
+
+    def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
+        """Start bringing numbers to the host; the result may be called once a later mark is ready."""
+        ...
+
+
+class HostClock:
+    """The clock of a CPU rank: everything has happened by the time it is asked."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.mark = clock
+
+    def ready(self, marks: Sequence[float]) -> bool:
+        """Tell that they are."""
+        return True
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        """Return the milliseconds between two marks."""
+        return (end - start) * 1e3
+
+    def release(self, marks: Sequence[float]) -> None:
+        """Forget nothing: a number needs no returning."""
+
+    def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
+        """Read the numbers now; they are in the host's memory."""
+        numbers = [float(value.detach()) if isinstance(value, Tensor) else value for value in values]
+        return lambda: numbers
+
+
+class CudaClock:
+    """The clock of a GPU rank: pooled events on the current stream, numbers copied to pinned memory.
+
+    Laps are measured on the device's timeline, on which a wait for data shows only as far as it left the device
+    idle. Nothing here waits for the device; an event is reused, never destroyed, since destroying one can block.
+    """
+
+    def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
+        self._device = device
+        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._events: list[Any] = []
+        self._pinned: list[Tensor] = []
+
+    def mark(self) -> Any:
+        """Record an event on the current stream."""
+        event = self._events.pop() if self._events else self._event()
+        event.record()
+        return event
+
+    def ready(self, marks: Sequence[Any]) -> bool:
+        """Ask each event whether the device has reached it."""
+        return all(mark.query() for mark in marks)
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Return the device's milliseconds between two events."""
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds
+
+    def release(self, marks: Sequence[Any]) -> None:
+        """Put events back into the pool."""
+        self._events.extend(marks)
+
+    def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
+        """Queue one copy of all device numbers behind the work that computes them."""
+        on_device = [isinstance(value, Tensor) and value.device.type == self._device.type for value in values]
+        queued = [value for value, there in zip(values, on_device, strict=True) if there and isinstance(value, Tensor)]
+        numbers = [
+            None if there else float(value.detach()) if isinstance(value, Tensor) else value
+            for value, there in zip(values, on_device, strict=True)
+        ]
+        if not queued:
+            return lambda: numbers
+        pinned = self._take_pinned(len(queued))
+        stacked = torch.stack([value.detach().to(torch.float32).reshape(()) for value in queued])
+        pinned[: len(queued)].copy_(stacked, non_blocking=True)
+
+        def read() -> list[float | None]:
+            arrived = iter(pinned.tolist())
+            self._pinned.append(pinned)
+            return [next(arrived) if there else number for number, there in zip(numbers, on_device, strict=True)]
+
+        return read
+
+    def _take_pinned(self, size: int) -> Tensor:
+        while self._pinned:
+            pinned = self._pinned.pop()
+            if pinned.numel() >= size:
+                return pinned
+        return torch.empty(max(4, size), dtype=torch.float32, pin_memory=self._device.type == "cuda")

@@ -1,0 +1,326 @@
+"""Measures each training step of one rank: its parts, and what gradient synchronisation makes it wait.
+
+The loop says where a part ends; everything else (clocks, DDP's logger, the bucket hook, merging, the record) is
+here and in the modules this one wires. Nothing here waits for a device, and with no record nothing is measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.bucket_hook import BucketHook, Buckets, CommHook
+from trainer.clocks import Clock, CudaClock, HostClock, Mark, Scalar
+from trainer.ddp_log import DdpLog, SyncTimes
+from trainer.record import EventWriter, Finding, Step
+from trainer.step_events import StepMerger
+
+Part = Literal["data", "h2d", "forward", "backward", "optimizer"]
+
+WARM_UP = 2
+"""Synchronisations before bucket times mean anything: DDP starts with one bucket and arranges them after the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A step that is over for the host, and perhaps not yet for the device."""
+
+    event: Step
+    marks: list[Mark]
+    parts: list[Part]
+    """What lies between two consecutive marks; after the last part there is one more interval, of no part."""
+    numbers: Callable[[], list[float | None]]
+    """Loss, gradient norm and, at sampled steps, the local gradient norm."""
+    log: SyncTimes | None
+    buckets: Buckets | None
+    grad_scale: float
+    settled: bool
+
+    def all_marks(self) -> list[Mark]:
+        return self.marks if self.buckets is None else [*self.marks, *self.buckets.marks()]
+
+
+class StepMeter:
+    """Measures steps; see ``start``, ``lap`` and ``end`` for what belongs to a step.
+
+    Args:
+        model: The model that is trained, wrapped in DistributedDataParallel or not.
+        device: Where this rank computes; decides between the host's clock and CUDA events.
+        writer: Where events go. When it is not enabled, nothing is measured and every call returns at once.
+        rank: For the events.
+        detail_every: Measure each bucket and the local gradient norm every so many steps; 0 installs no comm hook.
+            On a GPU the comm hook is what measures synchronisation at all, so with 0 it is absent there.
+        now: Unix seconds, for the events.
+        clock: Seconds, for durations on the host.
+        comm_hook: A hook that reduces the gradients, and its state, to be registered in any case and measured when
+            measuring; None for DDP's own averaging.
+        wire_ratio: Bytes that ``comm_hook`` sends per byte of gradient; None where it cannot be told.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        writer: EventWriter,
+        rank: int,
+        detail_every: int = 10,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.perf_counter,
+        comm_hook: tuple[object, CommHook] | None = None,
+        wire_ratio: float | None = 1.0,
+    ) -> None:
+        self._on = writer.enabled
+        self._now = now
+        self._rank = rank
+        self._writer = writer
+        self._detail_every = detail_every
+        self._wire_ratio = wire_ratio
+        self._hook: BucketHook | None = None
+        self._log: DdpLog | None = None
+        ddp = ddp_of(model)
+        if not self._on:
+            if ddp is not None and comm_hook is not None:
+                ddp.register_comm_hook(*comm_hook)
+            return
+
+        self._cuda = device.type == "cuda"
+        self._clock: Clock = CudaClock(device) if self._cuda else HostClock(clock)
+        self._synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
+        if ddp is not None and self._synchronised:
+            if not self._cuda:
+                self._log = DdpLog(ddp)
+            if detail_every or comm_hook:
+                state, inner = comm_hook or (None, None)
+                self._hook = BucketHook(ddp, self._clock, inner=inner, state=state)
+        self._told: set[str] = set()
+        self._layout: int | None = None
+        self._count = 0
+        self._marks: list[Mark] = []
+        self._parts: list[Part] = []
+        self._pending: deque[_Taken] = deque()
+        self._merger = StepMerger(writer)
+        self._gc_started = 0.0
+        self._gc_s = 0.0
+        self._gc_clock = clock
+        gc.callbacks.append(self._on_gc)
+        self._tell()
+
+    def start(self) -> None:
+        """The next step begins now.
+
+        ``end`` starts the next step by itself, so this is called once before the first step and again after
+        whatever must not count as a step's time: a validation, a checkpoint.
+        """
+        if not self._on:
+            return
+        # The old mark is not released: it is also the end of the last step, which may still be under way.
+        self._marks = [self._clock.mark()]
+        self._parts = []
+        self._gc_s = 0.0
+
+    def lap(self, part: Part) -> None:
+        """The time since the last mark belongs to this part; micro-steps add up."""
+        if not self._on:
+            return
+        self._parts.append(part)
+        self._marks.append(self._clock.mark())
+
+    def end(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        loss: Scalar = None,
+        samples: int,
+        tokens: int | None = None,
+        lr: float | None = None,
+        grad_norm: Scalar = None,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """The step is over, and the next one begins.
+
+        Args:
+            step: Optimizer steps done, from 1.
+            epoch: From 1.
+            loss: This rank's mean loss in nats; a tensor on the device is fetched without waiting for it.
+            samples: Samples that this rank read in the step.
+            tokens: Tokens that this rank read in the step.
+            lr: Learning rate of the step.
+            grad_norm: Global norm of the gradient after the reduction, before clipping.
+            grad_scale: What the gradients were multiplied with during backward and are not afterwards (a loss scale,
+                a normalisation after the reduction); the local gradient norm is divided by it.
+        """
+        if not self._on:
+            return
+        log = self._log.read() if self._log is not None else None
+        buckets = self._hook.take() if self._hook is not None else None
+        local = _norm(buckets.norms) if buckets is not None and buckets.norms else None
+        numbers = self._clock.fetch([loss, grad_norm, local])
+        end = self._clock.mark()
+        self._marks.append(end)
+        event = Step(
+            time=self._now(),
+            rank=self._rank,
+            step=step,
+            epoch=epoch,
+            steps=1,
+            samples=samples,
+            tokens=tokens,
+            lr=lr,
+            gc_ms=self._gc_s * 1e3,
+        )
+        self._pending.append(
+            _Taken(
+                event=event,
+                marks=self._marks,
+                parts=self._parts,
+                numbers=numbers,
+                log=log,
+                buckets=buckets,
+                grad_scale=grad_scale,
+                settled=self._settled(log, buckets),
+            )
+        )
+        self._count += 1
+        self._marks = [end]
+        self._parts = []
+        self._gc_s = 0.0
+        self._arm()
+        self._complete()
+        self._tell()
+
+    def pause(self) -> None:
+        """Write what is merged but not yet written, before something that may take long; ``start`` goes on."""
+        if self._on:
+            self._complete()
+            self._merger.flush()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write the last steps; a device that hangs cannot hold the caller longer than the time-out."""
+        if not self._on:
+            return
+        deadline = time.monotonic() + timeout_s
+        self._complete()
+        while self._pending and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self._complete()
+        self._merger.flush()
+        gc.callbacks.remove(self._on_gc)
+        self._on = False
+
+    def _arm(self) -> None:
+        """Decide what the next step measures; all ranks count alike, so they sample the same steps."""
+        if self._hook is None or not self._detail_every or self._count < WARM_UP:
+            return
+        sampled = self._count == WARM_UP or self._count % self._detail_every == 0
+        # On a GPU these events are the only source of synchronisation times and cost little beside the hook.
+        if sampled or self._cuda:
+            self._hook.measure(norms=sampled)
+
+    def _settled(self, log: SyncTimes | None, buckets: Buckets | None) -> bool:
+        if log is not None:
+            return log.settled
+        layout = None if buckets is None else len(buckets.ready)
+        settled = layout is not None and layout == self._layout
+        self._layout = layout
+        return settled
+
+    def _complete(self) -> None:
+        """Turn steps that the device has finished into events, in order."""
+        while self._pending and self._clock.ready(self._pending[0].all_marks()):
+            self._merger.add(self._finish(self._pending.popleft()))
+
+    def _finish(self, taken: _Taken) -> Step:
+        event, clock, marks = taken.event, self._clock, taken.marks
+        event.loss, event.grad_norm, local = taken.numbers()
+        event.step_ms = clock.elapsed_ms(marks[0], marks[-1])
+        milliseconds: dict[Part, float] = {}
+        for index, part in enumerate(taken.parts):
+            milliseconds[part] = milliseconds.get(part, 0.0) + clock.elapsed_ms(marks[index], marks[index + 1])
+        event.data_ms = milliseconds.get("data")
+        event.h2d_ms = milliseconds.get("h2d")
+        event.forward_ms = milliseconds.get("forward")
+        event.optimizer_ms = milliseconds.get("optimizer")
+        sync, exposed = self._sync(taken)
+        backward = milliseconds.get("backward")
+        if backward is not None and not self._synchronised:
+            event.backward_ms = backward
+        elif backward is not None and exposed is not None:
+            event.backward_ms = max(0.0, backward - exposed)
+        if taken.settled:
+            event.sync_ms, event.sync_exposed_ms = sync, exposed
+            self._describe_buckets(event, taken)
+        if local is not None:
+            event.local_grad_norm = local / taken.grad_scale
+        clock.release(marks[:-1])  # the last one is the first of the next step
+        if taken.buckets is not None:
+            clock.release(taken.buckets.marks())
+        return event
+
+    def _sync(self, taken: _Taken) -> tuple[float | None, float | None]:
+        if taken.log is not None:
+            return taken.log.sync_ms, taken.log.exposed_ms
+        if taken.buckets is not None:
+            return taken.buckets.sync_ms(self._clock), taken.buckets.exposed_ms(self._clock)
+        return None, None
+
+    def _describe_buckets(self, event: Step, taken: _Taken) -> None:
+        if taken.buckets is not None:
+            event.bucket_ms = taken.buckets.milliseconds(self._clock)
+            sizes: Sequence[int] | None = taken.buckets.sizes
+        else:
+            sizes = taken.log.bucket_bytes if taken.log is not None else None
+        if sizes is not None:
+            event.sync_buckets = len(sizes)
+            if self._wire_ratio is not None:
+                event.sync_bytes = int(sum(sizes) * self._wire_ratio)
+
+    def _on_gc(self, phase: str, info: Any) -> None:
+        if phase == "start":
+            self._gc_started = self._gc_clock()
+        else:
+            self._gc_s += self._gc_clock() - self._gc_started
+
+    def _tell(self) -> None:
+        """Say once why something is not measured."""
+        for source in (self._log, self._hook):
+            if source is not None and source.fault is not None and source.fault not in self._told:
+                self._told.add(source.fault)
+                self._writer.write(
+                    Finding(
+                        time=self._now(),
+                        kind="not_measured",
+                        severity="info",
+                        rank=self._rank,
+                        message=source.fault,
+                    )
+                )
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP wrapper inside a model that may be compiled around it, or None."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model
+
+
+def _norm(norms: Sequence[Tensor]) -> Tensor | float:
+    """Norm of the whole from the norms of its parts, on the device where they are."""
+    if norms[0].device.type == "cpu":
+        return math.hypot(*(float(norm) for norm in norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm
