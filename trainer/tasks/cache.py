@@ -1,0 +1,118 @@
+"""Prepared text on disk: made once, memory-mapped by every rank and every later run.
+
+An entry is a folder named by a digest of what it was made from. It appears by one rename, so that a reader sees all
+of it or nothing, and a file lock lets the ranks of a node wait for the first one instead of doing its work again.
+The folder may be deleted whenever no run is starting.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+from torch import Tensor
+
+from trainer.errors import RequestError
+
+
+def folder() -> Path:
+    """Return ``$GPUTRAIN_CACHE``, or the platform's folder for a user's caches."""
+    chosen = os.environ.get("GPUTRAIN_CACHE")
+    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("gputrain")
+
+
+def fingerprint(files: Sequence[Path]) -> list[list[Any]]:
+    """Identify files without reading them: path, size in bytes, and time of change in nanoseconds."""
+    return [[str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
+
+
+def entry(kind: str, made_from: Any, build: Callable[[Path], None]) -> Path:
+    """Return the folder of prepared data, and prepare it first where it is not there.
+
+    Args:
+        kind: what the entry is and the version of its layout; part of its name.
+        made_from: all that decides the content, as JSON values.
+        build: writes the files of the entry into the empty folder that it is given.
+
+    Raises:
+        RequestError: the cache cannot be written; errors of ``build`` pass through.
+    """
+    digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
+    root = folder()
+    final = root / f"{kind}-{digest}"
+    if final.is_dir():
+        return final
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{final.name}.lock"):
+            if not final.is_dir():
+                _build(final, build)
+    except OSError as error:
+        raise RequestError(
+            f"the text cache {root} cannot be written: {error.strerror or error}; GPUTRAIN_CACHE names another folder"
+        ) from error
+    return final
+
+
+def _build(final: Path, build: Callable[[Path], None]) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f"{final.name}.", suffix=".tmp", dir=final.parent))
+    try:
+        build(scratch)
+        scratch.rename(final)
+    except OSError:
+        # Where locks do not work (some network file systems) somebody else may have been first: theirs is as good.
+        if not final.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file, and remove it at the end, so that none is left beside the entry."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError:
+                yield  # no locks here; the rename alone keeps entries whole
+                return
+            if not _still_there(descriptor, path):
+                continue  # its last holder removed the file that this process was waiting for
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _still_there(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def mapped(path: Path, dtype: torch.dtype) -> Tensor:
+    """Map a file of numbers into memory, privately and without reading it.
+
+    Returns:
+        A tensor ``[N]``; N is the file's size divided by the size of a number.
+    """
+    count = path.stat().st_size // dtype.itemsize
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype)

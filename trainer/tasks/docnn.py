@@ -1,0 +1,154 @@
+"""PyText's DocNN: a sentence's class from convolutions over its words (Kim 2014).
+
+Shapes: B sentences, L words of the longest one, E width of an embedding, K filters per kernel size, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from trainer.errors import RequestError, nearest
+from trainer.tasks.options import DocNNOptions
+from trainer.tasks.task import SizedDataset, Task
+from trainer.tasks.tsv import Row, read_tsv
+
+UNKNOWN, PAD = 0, 1
+
+
+class Vocabulary(NamedTuple):
+    """The words and labels of the training file."""
+
+    words: dict[str, int]
+    """Lower-cased word to index, in order of appearance; 0 and 1 are unknown words and padding."""
+    labels: dict[str, int]
+    """Label to class, in alphabetical order."""
+
+    @property
+    def size(self) -> int:
+        """Rows of the embedding."""
+        return len(self.words) + 2
+
+
+class Sentences:
+    """Encoded sentences and their classes."""
+
+    def __init__(self, rows: Sequence[Row], vocabulary: Vocabulary) -> None:
+        words = [[vocabulary.words.get(word, UNKNOWN) for word in split_words(row.text)] for row in rows]
+        self.lengths = [len(sentence) for sentence in words]
+        flat = torch.tensor([word for sentence in words for word in sentence])
+        self.sentences = torch.split(flat, self.lengths)
+        """Per sentence its words ``[length]``, views of one tensor."""
+        self.classes = [vocabulary.labels[row.label] for row in rows]
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        return self.sentences[index], self.classes[index]
+
+
+class DocNN(nn.Module):
+    """Embedding, convolutions, maximum over time, dropout, and one linear layer."""
+
+    def __init__(self, options: DocNNOptions, *, words: int, classes: int) -> None:
+        super().__init__()
+        # Padding is the zero vector and stays it. The convolutions themselves pad with zeros by their kernel size,
+        # so a window of zeros alone is part of every maximum: a sentence's class is then the same in any batch.
+        self.embedding = nn.Embedding(words, options.embedding_dim, padding_idx=PAD)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        with torch.no_grad():
+            self.embedding.weight[[UNKNOWN, PAD]] = 0.0
+        self.convolutions = nn.ModuleList(
+            nn.Conv1d(options.embedding_dim, options.kernel_num, size, padding=size) for size in options.kernel_sizes
+        )
+        self.dropout = nn.Dropout(options.dropout)
+        self.output = nn.Linear(options.kernel_num * len(options.kernel_sizes), classes)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Map words ``[B, L]`` to logits ``[B, C]``."""
+        x = self.embedding(words).transpose(1, 2)  # [B, E, L]
+        pooled = [F.relu(convolution(x)).amax(dim=2) for convolution in self.convolutions]  # each [B, K]
+        logits: Tensor = self.output(self.dropout(torch.cat(pooled, dim=1)))
+        return logits
+
+
+class DocNNTask(Task):
+    """``--task docnn``: classify the sentences of TSV files."""
+
+    Options = DocNNOptions
+    options: DocNNOptions
+    count_per_sample = 1
+
+    def __init__(self, options: DocNNOptions) -> None:
+        super().__init__(options)
+        self._splits: dict[str, Sentences] = {}
+        self._vocabulary: Vocabulary | None = None
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        """Read the files; words and labels are those of the training file."""
+        paths = {
+            "train": self.options.train_path,
+            "valid": self.options.eval_path,
+            "test": self.options.test_path,
+        }
+        rows = {split: read_tsv(path, self.options.format) for split, path in paths.items() if path is not None}
+        vocabulary = read_vocabulary(rows["train"])
+        if len(vocabulary.labels) < 2:
+            raise RequestError(f"{self.options.train_path}: every row has the label {rows['train'][0].label!r}")
+        for split, held_out in rows.items():
+            _refuse_unseen_labels(paths[split] or "", held_out, vocabulary)
+        self._vocabulary = vocabulary
+        self._splits = {split: Sentences(found, vocabulary) for split, found in rows.items()}
+        return self._splits
+
+    def model(self) -> nn.Module:
+        """Return the network for the words and labels that were read."""
+        assert self._vocabulary is not None, "datasets() comes before model()"
+        return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
+
+    def lengths(self, split: str) -> Sequence[int]:
+        """Return the number of words per sentence: alike ones share a batch, as in PyText's pooling batcher."""
+        return self._splits[split].lengths
+
+    def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
+        """Return words ``[B, L]``, padded at the end, and classes ``[B]``."""
+        words = pad_sequence([words for words, _ in samples], batch_first=True, padding_value=PAD)
+        return words, torch.tensor([label for _, label in samples])
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
+        """Return the summed cross-entropy in nats and the number of correct classes."""
+        words, classes = batch
+        logits = model(words)
+        correct = (logits.detach().argmax(dim=1) == classes).sum()
+        return F.cross_entropy(logits, classes, reduction="sum"), len(classes), {"accuracy": correct}
+
+
+def split_words(text: str) -> list[str]:
+    """Split at white space, in lower case."""
+    return text.lower().split()
+
+
+def read_vocabulary(rows: Sequence[Row]) -> Vocabulary:
+    """Collect the words and labels of the training rows; no word is too rare."""
+    words: dict[str, int] = {}
+    for row in rows:
+        for word in split_words(row.text):
+            words.setdefault(word, len(words) + 2)
+    labels = {label: index for index, label in enumerate(sorted({row.label for row in rows}))}
+    return Vocabulary(words, labels)
+
+
+def _refuse_unseen_labels(path: str, rows: Sequence[Row], vocabulary: Vocabulary) -> None:
+    for row in rows:
+        if row.label not in vocabulary.labels:
+            known = ", ".join(list(vocabulary.labels)[:10])
+            raise RequestError(
+                f"{path}, line {row.line}: label {row.label!r} does not occur in the training file, which has "
+                f"{known}{nearest(row.label, vocabulary.labels)}"
+            )

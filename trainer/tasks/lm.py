@@ -1,0 +1,192 @@
+"""Byte-level language model: a Transformer decoder that predicts the next byte of any text.
+
+Shapes: B samples, T bytes of context, D width, H heads, V = 256 byte values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import RequestError
+from trainer.tasks import cache
+from trainer.tasks.options import LmOptions
+from trainer.tasks.sources import Piece, read_pieces, split_tail, text_files
+from trainer.tasks.task import SizedDataset, Task
+
+BYTES = 256
+
+
+class Windows:
+    """Consecutive windows of a text; each is fetched with the byte that follows it."""
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        assert len(text) > context
+        # Neighbours share one byte: the last target of one window is the first input of the next.
+        self.windows = text.unfold(0, context + 1, context)
+        """A view ``[N, T + 1]`` of the mapped file: making it reads nothing."""
+
+    def __len__(self) -> int:
+        return self.windows.shape[0]
+
+    def __getitem__(self, index: int, /) -> Tensor:
+        return self.windows[index]
+
+    def __getitems__(self, indices: Sequence[int], /) -> Tensor:
+        """Return ``[B, T + 1]`` with one gather instead of B small copies."""
+        return self.windows[torch.as_tensor(indices)]
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.attention_out = nn.Linear(dim, dim, bias=False)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp_in = nn.Linear(dim, 4 * dim)
+        self.mlp_out = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``."""
+        batch, length, dim = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, T, D / H]
+        drop = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop, is_causal=True)
+        mixed = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        x = x + F.dropout(mixed, self.dropout, self.training)
+        hidden = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + F.dropout(hidden, self.dropout, self.training)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, and an output that shares the embedding's weights (Press and Wolf 2017)."""
+
+    def __init__(self, options: LmOptions) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, options.dim)
+        self.position = nn.Parameter(torch.empty(options.context, options.dim))
+        self.blocks = nn.ModuleList(Block(options.dim, options.heads, options.dropout) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.dim)
+        self._initialise(options.layers)
+
+    def _initialise(self, layers: int) -> None:
+        """GPT-2's: N(0, 0.02), and less for what is added to the residual stream, once per sublayer.
+
+        The logits of the tied output then start near 0, so that the first loss is near ln 256 = 5.55 nats.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+            nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Map bytes ``[B, T]`` to logits ``[B, T, V]`` of the byte that follows each."""
+        x = self.embedding(text) + self.position[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+class LanguageModel(Task):
+    """``--task lm``: next-byte prediction on any text."""
+
+    Options = LmOptions
+    options: LmOptions
+
+    def __init__(self, options: LmOptions) -> None:
+        super().__init__(options)
+        self.count_per_sample = options.context
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        """Return the windows of the text, and those of its held-out end or of the validation text."""
+        options = self.options
+        files = text_files(options.data, options.pattern)
+        train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
+        if options.valid_data:
+            valid, _ = split_tail(text_files(options.valid_data, options.pattern), 0.0)
+        splits = {"train": train, "valid": valid} if valid else {"train": train}
+        texts = byte_tensors(splits)
+        for split, text in texts.items():
+            if len(text) <= options.context:
+                self._refuse(split, len(text))
+        return {split: Windows(text, options.context) for split, text in texts.items()}
+
+    def _refuse(self, split: str, found: int) -> None:
+        options = self.options
+        needed = f"a window needs {options.context + 1} (context {options.context} and the byte to predict)"
+        if split == "valid" and options.valid_data is None:
+            raise RequestError(
+                f"{options.data}: its held-out end has {found} bytes, but {needed}; "
+                f"raise valid_fraction (0: no validation) or lower context"
+            )
+        where = options.data if split == "train" else options.valid_data
+        raise RequestError(f"{where}: {found} bytes to {'learn' if split == 'train' else 'validate on'}, but {needed}")
+
+    def model(self) -> nn.Module:
+        """Return the decoder."""
+        return Decoder(self.options)
+
+    def collate(self, samples: Any) -> Tensor:
+        """Return bytes ``[B, T + 1]``; they stay bytes until they are on the device."""
+        return samples if isinstance(samples, Tensor) else torch.stack(samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
+        """Return the summed cross-entropy in nats over all bytes of the batch ``[B, T + 1]``."""
+        text = batch.long()
+        logits = model(text[:, :-1])
+        total = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+        return total, batch.shape[0] * (batch.shape[1] - 1), {}
+
+    def sample(self, model: nn.Module) -> str | None:
+        """Return text that the model continues from the prompt."""
+        if not self.options.sample_bytes:
+            return None
+        device = next(model.parameters()).device
+        # A generator of its own: the training's random numbers are not touched.
+        generator = torch.Generator().manual_seed(0)
+        text = list(self.options.prompt.encode() or b"\n")
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            for _ in range(self.options.sample_bytes):
+                seen = torch.tensor([text[-self.options.context :]], device=device)
+                logits = model(seen)[0, -1].float().cpu() / self.options.temperature
+                text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
+        model.train(training)
+        return printable(bytes(text))
+
+
+def byte_tensors(splits: Mapping[str, Sequence[Piece]]) -> dict[str, Tensor]:
+    """Join the pieces of each split into one mapped tensor of bytes ``[N]``, uint8."""
+    files = sorted({piece.path for pieces in splits.values() for piece in pieces})
+    cuts = {split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()}
+
+    def build(folder: Path) -> None:
+        for split, pieces in splits.items():
+            with (folder / f"{split}.bin").open("wb") as file:
+                file.writelines(read_pieces(pieces))
+
+    folder = cache.entry("bytes1", {"files": cache.fingerprint(files), "cuts": cuts}, build)
+    return {split: cache.mapped(folder / f"{split}.bin", torch.uint8) for split in splits}
+
+
+def printable(text: bytes) -> str:
+    """Decode what a model wrote; control bytes, which would play with a terminal, become dots."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else "·" for char in text.decode("utf-8", errors="replace")
+    )

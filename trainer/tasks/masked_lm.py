@@ -1,0 +1,223 @@
+"""BERT's masked language model (Devlin et al. 2019), without next-sentence prediction, as RoBERTa trains it.
+
+Shapes: B samples, L tokens, D width, H heads, V words of the vocabulary, P predicted positions per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import RequestError
+from trainer.tasks import wordpiece
+from trainer.tasks.options import MaskedLmOptions
+from trainer.tasks.sources import split_tail, text_files
+from trainer.tasks.task import SizedDataset, Task
+
+
+class Shape(NamedTuple):
+    """The size of an encoder."""
+
+    layers: int
+    dim: int
+    heads: int
+
+
+PRESETS = {"tiny": Shape(2, 128, 2), "base": Shape(12, 768, 12)}
+POSITIONS = 512
+"""Rows of BERT's position embedding, whatever length is trained."""
+
+
+class Sequences:
+    """Consecutive stretches of a tokenised text, each between [CLS] and [SEP]."""
+
+    def __init__(self, tokens: Tensor, length: int, vocabulary: wordpiece.Vocabulary) -> None:
+        self.inner = tokens.unfold(0, length - 2, length - 2)
+        """A view ``[N, L - 2]`` of the mapped file."""
+        self.vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return self.inner.shape[0]
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        tokens, indices = self.__getitems__([index])
+        return tokens[0], indices[0]
+
+    def __getitems__(self, indices: Sequence[int], /) -> tuple[Tensor, Tensor]:
+        """Return tokens ``[B, L]``, int32, and the samples' indices ``[B]``."""
+        chosen = torch.as_tensor(indices)
+        return F.pad(
+            F.pad(self.inner[chosen], (1, 0), value=self.vocabulary.cls), (0, 1), value=self.vocabulary.sep
+        ), chosen
+
+
+class Layer(nn.Module):
+    """BERT's encoder layer: normalisation comes after each sublayer's sum."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
+        self.attention_out = nn.Linear(shape.dim, shape.dim)
+        self.attention_norm = nn.LayerNorm(shape.dim, eps=1e-12)
+        self.mlp_in = nn.Linear(shape.dim, 4 * shape.dim)
+        self.mlp_out = nn.Linear(4 * shape.dim, shape.dim)
+        self.mlp_norm = nn.LayerNorm(shape.dim, eps=1e-12)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``; every sample is full, so there is nothing to hide from attention."""
+        batch, length, dim = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, L, D / H]
+        drop = self.dropout.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop)
+        mixed = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        x = self.attention_norm(x + self.dropout(mixed))
+        x = self.mlp_norm(x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(x)))))
+        return x
+
+
+class Bert(nn.Module):
+    """BERT's encoder and masked-word head; its parameters are those of BERT, one for one."""
+
+    def __init__(self, shape: Shape, *, vocabulary: int, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, shape.dim)
+        self.positions = nn.Embedding(POSITIONS, shape.dim)
+        # Without sentence pairs all tokens are of the first segment; the table keeps BERT's shape.
+        self.segments = nn.Embedding(2, shape.dim)
+        self.norm = nn.LayerNorm(shape.dim, eps=1e-12)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.layers))
+        self.head = nn.Linear(shape.dim, shape.dim)
+        self.head_norm = nn.LayerNorm(shape.dim, eps=1e-12)
+        self.head_bias = nn.Parameter(torch.zeros(vocabulary))
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+        """Return logits ``[B, P, V]`` at the predicted positions ``[B, P]`` of the tokens ``[B, L]``.
+
+        Only those positions go through the head: for BERT-base that saves most of its memory.
+        """
+        x = self.words(tokens) + self.positions.weight[: tokens.shape[1]] + self.segments.weight[0]
+        x = self.dropout(self.norm(x))
+        for layer in self.layers:
+            x = layer(x)
+        x = x.gather(1, predicted.unsqueeze(2).expand(-1, -1, x.shape[2]))  # [B, P, D]
+        x = self.head_norm(F.gelu(self.head(x)))
+        return F.linear(x, self.words.weight, self.head_bias)
+
+
+class MaskedLanguageModel(Task):
+    """``--task masked_lm``: BERT pretraining on any text."""
+
+    Options = MaskedLmOptions
+    options: MaskedLmOptions
+
+    def __init__(self, options: MaskedLmOptions) -> None:
+        super().__init__(options)
+        # As in BERT every sample has the same number of predictions, so shapes are fixed and no device has to be
+        # asked how many there were.
+        self.predictions = max(1, round(options.mask_fraction * (options.sequence_length - 2)))
+        self.count_per_sample = self.predictions
+        self._vocabulary: wordpiece.Vocabulary | None = None
+
+    @property
+    def vocabulary(self) -> wordpiece.Vocabulary:
+        """The vocabulary that ``datasets`` trained or loaded."""
+        assert self._vocabulary is not None, "datasets() comes first"
+        return self._vocabulary
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        """Tokenise the text, or map what was tokenised before."""
+        options = self.options
+        files = text_files(options.data, options.pattern)
+        train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
+        if options.valid_data:
+            valid, _ = split_tail(text_files(options.valid_data, options.pattern), 0.0)
+        splits = {"train": train, "valid": valid} if valid else {"train": train}
+        self._vocabulary, texts = wordpiece.token_tensors(
+            splits, vocab=options.vocab, vocab_size=options.vocab_size, lowercase=options.lowercase
+        )
+        needed = options.sequence_length - 2
+        for split, tokens in texts.items():
+            if len(tokens) < needed:
+                where = options.valid_data if split == "valid" and options.valid_data else options.data
+                raise RequestError(
+                    f"{where}: {len(tokens)} tokens in the {split} split, but one sample needs {needed}; "
+                    f"lower sequence_length{' or change valid_fraction' if split == 'valid' else ''}"
+                )
+        return {split: Sequences(tokens, options.sequence_length, self.vocabulary) for split, tokens in texts.items()}
+
+    def model(self) -> nn.Module:
+        """Return BERT in the chosen size."""
+        return Bert(PRESETS[self.options.preset], vocabulary=self.vocabulary.size, dropout=self.options.dropout)
+
+    def collate(self, samples: Any) -> tuple[Tensor, Tensor]:
+        """Return tokens ``[B, L]`` and the samples' indices ``[B]``."""
+        if isinstance(samples, tuple):
+            return samples
+        return torch.stack([tokens for tokens, _ in samples]), torch.stack([index for _, index in samples])
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
+        """Mask the batch; return the summed cross-entropy in nats over the predicted words, and the correct ones."""
+        tokens, indices = batch
+        tokens = tokens.long()
+        inputs, predicted = self.mask(tokens, indices, training=model.training)
+        targets = tokens.gather(1, predicted).flatten()
+        logits = model(inputs, predicted).flatten(0, 1)  # [B * P, V]
+        correct = (logits.detach().argmax(dim=1) == targets).sum()
+        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), {"accuracy": correct}
+
+    def mask(self, tokens: Tensor, indices: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+        """Choose positions and hide their words: 80 % become [MASK], 10 % another word, 10 % stay.
+
+        In training the choice comes from the device's random state, as dropout does: each epoch has new masks, and
+        a checkpoint, which keeps that state, resumes them exactly, with or without loader processes. In
+        evaluation it depends on the sample alone: the same words are asked every time, on any number of ranks.
+
+        Args:
+            tokens: ``[B, L]``, int64.
+            indices: ``[B]``, which samples of the split they are.
+            training: which of the two.
+
+        Returns:
+            The tokens with some hidden ``[B, L]`` and the positions to predict ``[B, P]``.
+        """
+        choice, action, word = (
+            torch.rand(3, *tokens.shape, device=tokens.device) if training else _fixed_noise(indices, tokens.shape[1])
+        )
+        # [CLS] and [SEP] come last in the order of choice: they are predicted only where nothing else is left.
+        fixed = (tokens == self.vocabulary.cls) | (tokens == self.vocabulary.sep)
+        predicted = choice.masked_fill(fixed, -1.0).topk(self.predictions, dim=1).indices
+        action, word = action.gather(1, predicted), word.gather(1, predicted)
+        hidden = torch.where(action < 0.8, self.vocabulary.mask, tokens.gather(1, predicted))
+        hidden = torch.where(action >= 0.9, (word * self.vocabulary.size).long(), hidden)
+        return tokens.scatter(1, predicted, hidden), predicted
+
+
+def _fixed_noise(indices: Tensor, length: int) -> Tensor:
+    """Return uniform numbers ``[3, B, L]`` in 0…1 that depend on the samples' indices ``[B]`` alone.
+
+    Steele et al. 2014 (SplitMix64): a counter, mixed; int64 products wrap as they should.
+    """
+    counter = indices[:, None] * length + torch.arange(length, device=indices.device)
+    counter = torch.stack([counter * 3 + draw for draw in range(3)])
+    z = (counter + 1) * -7046029254386353131
+    z = (z ^ _shifted(z, 30)) * -4658895280553007687
+    z = (z ^ _shifted(z, 27)) * -7723592293110705685
+    return _shifted(z ^ _shifted(z, 31), 40).float() / 2**24
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros; torch's own shift of int64 repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,134 @@
+"""Finds a task by name: built in, ``package.module:Class``, or ``path/to/file.py:Class``.
+
+Torch-free until it loads one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import RequestError, nearest
+from trainer.tasks import options
+
+if TYPE_CHECKING:
+    from trainer.tasks.task import Task
+
+BUILT_IN: dict[str, str] = {
+    "lm": "trainer.tasks.lm:LanguageModel",
+    "docnn": "trainer.tasks.docnn:DocNNTask",
+    "mnist": "trainer.tasks.mnist:MnistTask",
+    "masked_lm": "trainer.tasks.masked_lm:MaskedLanguageModel",
+}
+
+_OPTIONS: dict[str, type[Any]] = {
+    "lm": options.LmOptions,
+    "docnn": options.DocNNOptions,
+    "mnist": options.MnistOptions,
+    "masked_lm": options.MaskedLmOptions,
+}
+
+
+def options_schema(name: str) -> type[Any] | None:
+    """Return the options of a built-in task, or None for a task that only its own module knows.
+
+    Raises:
+        RequestError: the name is neither built in nor of the form ``module:Class``.
+    """
+    if name not in BUILT_IN and ":" not in name:
+        raise _unknown(name)
+    return _OPTIONS.get(name)
+
+
+def _unknown(name: str) -> RequestError:
+    names = ", ".join(BUILT_IN)
+    own = "your own as package.module:Class or path/to/file.py:Class"
+    if not name:
+        return RequestError(f"no task is named; choose one of {names}, or {own}")
+    return RequestError(f"task {name!r} is not known: {names}, or {own}{nearest(name, BUILT_IN)}")
+
+
+def check_data(task_options: Any) -> None:
+    """Refuse data that is not there before anything is started; for tasks that can say so without torch.
+
+    Raises:
+        RequestError: missing, unreadable or empty data.
+    """
+    check = getattr(task_options, "check_data", None)
+    if check is not None:
+        check()
+
+
+def load_task(name: str) -> type[Task]:
+    """Import a task's class.
+
+    Raises:
+        RequestError: no such name, file, module or class, or the class is not a ``Task``.
+    """
+    target = BUILT_IN.get(name, name)
+    place, colon, attribute = target.rpartition(":")
+    if not colon or not place or not attribute:
+        raise _unknown(name)
+    module = _from_file(Path(place).expanduser()) if place.endswith(".py") else _from_module(place)
+
+    from trainer.tasks.task import Task
+
+    found = getattr(module, attribute, None)
+    tasks = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)]
+    own = [key for key in tasks if key != "Task"]
+    if found is None:
+        listed = f"; its tasks are {', '.join(own)}" if own else ""
+        raise RequestError(f"{place} has no {attribute!r}{listed}{nearest(attribute, own)}")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise RequestError(f"{name} is not a task: it must be a subclass of trainer.tasks.task.Task")
+    return found
+
+
+def _from_module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name and (place == error.name or place.startswith(error.name + ".")):
+            raise RequestError(
+                f"task module {place!r} is not found in {Path.cwd()} or among the installed packages"
+            ) from error
+        raise RequestError(f"task module {place!r} cannot be imported: {error}") from error
+    except SyntaxError as error:
+        raise _broken(error) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RequestError(f"task file {path} does not exist")
+    path = path.resolve()
+    # The path is part of the name, so that two files called task.py are two modules.
+    name = "task_file" + "".join(char if char.isalnum() else "_" for char in str(path.with_suffix("")))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # as for a script: the file may import its neighbours
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        del sys.modules[name]
+        raise RequestError(f"task file {path} cannot be imported: {error}") from error
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise _broken(error) from error
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _broken(error: SyntaxError) -> RequestError:
+    return RequestError(f"{error.filename}, line {error.lineno}: {error.msg}")

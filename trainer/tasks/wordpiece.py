@@ -1,0 +1,151 @@
+"""WordPiece for the masked language model: trains or loads a vocabulary, and keeps the tokenised text on disk."""
+
+from __future__ import annotations
+
+import importlib.util
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.errors import RequestError
+from trainer.tasks import cache
+from trainer.tasks.sources import Piece, read_pieces, require_file
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+LINES_AT_ONCE = 2048
+
+
+class Vocabulary(NamedTuple):
+    """What the model needs to know of a tokenizer."""
+
+    size: int
+    cls: int
+    sep: int
+    mask: int
+
+
+def token_tensors(
+    splits: Mapping[str, Sequence[Piece]], *, vocab: str | None, vocab_size: int, lowercase: bool
+) -> tuple[Vocabulary, dict[str, Tensor]]:
+    """Tokenise each split, or map what an earlier run left in the cache.
+
+    Returns:
+        The vocabulary, and per split its tokens ``[N]``, int32, with [SEP] between two files.
+
+    Raises:
+        RequestError: the package ``tokenizers`` is missing, or the vocabulary file is not one.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        raise RequestError("task masked_lm needs the package tokenizers: pip install 'gputrain[tokenizers]'")
+    vocab_path = require_file(vocab) if vocab is not None else None
+    files = sorted({piece.path for pieces in splits.values() for piece in pieces})
+    made_from = {
+        "files": cache.fingerprint(files),
+        "cuts": {
+            split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()
+        },
+        "vocab": cache.fingerprint([vocab_path]) if vocab_path else vocab_size,
+        "lowercase": lowercase,
+    }
+
+    def build(folder: Path) -> None:
+        tokenizer = load(vocab_path, lowercase) if vocab_path else train(splits["train"], vocab_size, lowercase)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        for split, pieces in splits.items():
+            _tokenise(tokenizer, pieces, folder / f"{split}.bin")
+
+    folder = cache.entry("wordpiece1", made_from, build)
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words = tokenizer.get_vocab()
+    texts = {split: cache.mapped(folder / f"{split}.bin", torch.int32) for split in splits}
+    return Vocabulary(max(words.values()) + 1, words["[CLS]"], words["[SEP]"], words["[MASK]"]), texts
+
+
+def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
+    """Train a WordPiece vocabulary of at most ``size`` words on the text."""
+    from tokenizers.trainers import WordPieceTrainer
+
+    tokenizer = _untrained(None, lowercase)
+    trainer = WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
+    tokenizer.train_from_iterator(_lines(pieces), trainer)
+    return tokenizer
+
+
+def load(path: Path, lowercase: bool) -> Tokenizer:
+    """Read a ``tokenizer.json`` of the package, or BERT's ``vocab.txt`` with one word per line.
+
+    Raises:
+        RequestError: it is neither, or lacks one of the special words.
+    """
+    from tokenizers import Tokenizer
+
+    if path.suffix == ".json":
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing more precise
+            raise RequestError(f"{path} is not a tokenizer of the package tokenizers: {error}") from error
+    else:
+        try:
+            words = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"{path} is not a vocabulary: not UTF-8 text") from error
+        tokenizer = _untrained({word.strip(): index for index, word in enumerate(words)}, lowercase)
+    missing = [token for token in SPECIAL[1:] if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise RequestError(f"{path} is not a vocabulary of BERT's kind: it lacks {', '.join(missing)}")
+    return tokenizer
+
+
+def _untrained(vocabulary: dict[str, int] | None, lowercase: bool) -> Tokenizer:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordPiece
+    from tokenizers.normalizers import BertNormalizer
+    from tokenizers.pre_tokenizers import BertPreTokenizer
+
+    arguments: dict[str, Any] = {} if vocabulary is None else {"vocab": vocabulary}
+    tokenizer = Tokenizer(WordPiece(unk_token="[UNK]", **arguments))
+    tokenizer.normalizer = BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    return tokenizer
+
+
+def _lines(pieces: Sequence[Piece]) -> Iterator[str]:
+    """Yield the text's lines that are not blank; a byte that is not UTF-8 becomes the replacement character."""
+    rest = b""
+    for block in read_pieces(pieces):
+        *whole, rest = (rest + block).split(b"\n")
+        yield from (text for line in whole if (text := line.decode("utf-8", errors="replace").strip()))
+    if text := rest.decode("utf-8", errors="replace").strip():
+        yield text
+
+
+def _tokenise(tokenizer: Tokenizer, pieces: Sequence[Piece], path: Path) -> None:
+    separator = array("i", [tokenizer.get_vocab()["[SEP]"]])
+    with path.open("wb") as file:
+        for index, piece in enumerate(pieces):
+            if index:
+                separator.tofile(file)
+            for batch in _batches(_lines([piece])):
+                for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+                    array("i", encoding.ids).tofile(file)
+
+
+def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for line in lines:
+        batch.append(line)
+        if len(batch) == LINES_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
