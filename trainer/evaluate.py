@@ -1,0 +1,55 @@
+"""Exact validation: every example of a split once, summed over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer import distributed
+from trainer.batches import EvalBatches
+from trainer.model import to_device
+from trainer.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The result of one pass over a split; equal on all ranks."""
+
+    loss: float
+    """Mean over the split, in nats."""
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task, model: nn.Module, batches: EvalBatches, *, device: torch.device, autocast: torch.autocast
+) -> Evaluation:
+    """Evaluate this rank's share of the split and sum with the others.
+
+    Args:
+        task: gives the loss and the metrics.
+        model: the unwrapped model; its mode is restored afterwards.
+        batches: the split's batches of this rank; dummies do not count.
+        device: where the batches go.
+        autocast: the precision of the forward pass.
+    """
+    training = model.training
+    model.eval()
+    totals: dict[str, float] = {"loss": 0.0, "count": 0.0}
+    try:
+        for micro in batches:
+            weight = 1.0 if micro.samples else 0.0
+            with autocast:
+                loss, count, sums = task.loss(model, to_device(micro.batch, device))
+            totals["loss"] += float(loss) * weight
+            totals["count"] += float(count) * weight
+            for name, value in sums.items():
+                totals[f"metric:{name}"] = totals.get(f"metric:{name}", 0.0) + float(value) * weight
+    finally:
+        model.train(training)
+    totals = {name: float(value) for name, value in distributed.all_reduce_dict(totals, device).items()}
+    count = totals["count"]
+    sums_all = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
+    return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(sums_all, count))

@@ -1,0 +1,464 @@
+"""The training loop: step, accumulate, validate, save, stop.
+
+`Loop.run` is the whole story; `Loop._update` is one optimizer step. What surrounds them (batches, timing, schedule,
+checkpoints, collectives) lives in modules of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import distributed, nonfinite, record
+from trainer.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
+from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
+from trainer.desync import check as check_desync
+from trainer.errors import RequestError, TrainingError
+from trainer.evaluate import Evaluation, evaluate
+from trainer.model import accumulate, clip, compression, shapes, to_device, trainable, unwrap, wrap
+from trainer.optim import Schedule, build_optimizer
+from trainer.options import Training
+from trainer.record import EventWriter, RankStateName
+from trainer.stopping import Best, end_reached, require_an_end
+from trainer.sync import StepMeter
+from trainer.tasks.task import Task
+
+SAY_EVERY_S = 2.0
+"""Seconds between two lines about the loss: rare enough that fetching it from a GPU costs nothing."""
+
+AGREE_EVERY = 10
+"""Updates between two agreements on what only a clock decides: stopping and saving by time."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss or gradient is infinite or not a number."""
+
+
+class OutOfMemoryError(TrainingError):
+    """A rank ran out of memory; the message has the step and the shapes of the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Where this rank runs and whom it tells."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    writer: EventWriter
+    set_state: Callable[[RankStateName], None]
+    say: Callable[[str], None]
+    """Prints a line for people; rank 0 only."""
+    checkpoints: Path | None
+    recipe: str = ""
+    """What a checkpoint keeps of the request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a training ended."""
+
+    updates: int
+    epoch: int
+    reason: str
+    best: Best
+
+
+class Loop:
+    """One rank's training, from a task and options to an outcome."""
+
+    def __init__(self, task: Task, options: Training, here: Surroundings) -> None:
+        """Build model, data, optimizer and schedule; every rank builds the same model.
+
+        Raises:
+            RequestError: the options do not fit the task, the data or the number of ranks.
+        """
+        require_an_end(options)
+        self.task, self.options, self.here = task, options, here
+        self.splits = task.datasets()
+        if "train" not in self.splits:
+            raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
+        self.sizes = sizes = rank_batch_sizes(options.batch_size, here.world_size)
+        self.train_batches = EpochBatches(
+            self.splits["train"],
+            collate=task.collate,
+            batch_sizes=sizes,
+            rank=here.rank,
+            seed=options.seed,
+            shuffle=options.shuffle,
+            num_workers=options.num_workers,
+            lengths=task.lengths("train"),
+            pin_memory=here.device.type == "cuda",
+        )
+        self.eval_batches = {
+            split: EvalBatches(
+                dataset,
+                collate=task.collate,
+                batch_sizes=(options.valid_batch_size or max(sizes),) * here.world_size,
+                rank=here.rank,
+                split=split,
+                lengths=task.lengths(split),
+                pin_memory=here.device.type == "cuda",
+            )
+            for split, dataset in self.splits.items()
+            if split != "train"
+        }
+        torch.manual_seed(options.seed)  # the same initialisation on all ranks
+        self.model = wrap(task.model(), options, device=here.device, world_size=here.world_size)
+        self.raw_model = unwrap(self.model)
+        # Dropout must differ between ranks; the odd multiplier keeps the streams of nearby seeds apart.
+        torch.manual_seed((options.seed * 0x9E3779B1 + here.rank + 1) % 2**63)
+        self.parameters = trainable(self.raw_model)
+        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
+        self.schedule = Schedule(options, self.optimizer)
+        self.scaler = torch.amp.GradScaler(here.device.type, enabled=options.precision == "fp16")
+        self.autocast = torch.autocast(
+            here.device.type,
+            dtype=torch.float16 if options.precision == "fp16" else torch.bfloat16,
+            enabled=options.precision != "fp32",
+        )
+        wire = compression(options)
+        self.meter = StepMeter(
+            self.model,
+            device=here.device,
+            writer=here.writer,
+            rank=here.rank,
+            detail_every=options.sync_detail_every,
+            comm_hook=wire.hook,
+            wire_ratio=wire.wire_ratio,
+        )
+        self.best = Best.of(options)
+        self.updates = 0
+        self.epoch = 1
+        self._count_estimate = 1.0
+        self._last_batch: Any = None
+        self._saved_at_update = self._validated_at = -1
+        self._last_save_time = self._start_time = time.monotonic()
+        self._save_now = self._time_is_up = False
+        self._last_said = 0.0
+        self._checkpoints = (
+            CheckpointWriter(here.checkpoints, keep_last=options.keep_last, on_saved=self._checkpoint_saved)
+            if here.checkpoints is not None and here.rank == 0
+            else None
+        )
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> Outcome:
+        """Train until an end is reached, then validate, test and save what has not been yet.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite.
+            OutOfMemoryError: memory ran out.
+        """
+        self._announce()
+        self.here.set_state("training")
+        self.model.train()
+        self.meter.start()
+        while not (reason := self._end()):
+            self.epoch = epoch = self.train_batches.position.epoch
+            for update in self.train_batches.updates(self._update_freq(epoch)):
+                self._update(update)
+                self._agree()
+                if self._due(self.options.valid_every_updates):
+                    self._validate()
+                if self._due(self.options.save_every_updates) or self._save_now:
+                    self._save()
+                if reason := self._end():
+                    break
+            if not self.train_batches.updates_left(1):
+                self._end_of_epoch(epoch)
+                self.train_batches.next_epoch()
+        self._finish(reason)
+        return Outcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
+
+    def _update(self, update: Update) -> None:
+        """One optimizer step over the update's micro-batches of all ranks.
+
+        The gradient is the exact mean over the items (samples, tokens) of the global batch: DDP averages over the W
+        ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. Where B is not
+        known beforehand, the last known B stands in and the gradients are corrected after the reduction.
+        """
+        options, meter, device = self.options, self.meter, self.here.device
+        self.optimizer.zero_grad(set_to_none=True)
+        per_sample = self.task.count_per_sample
+        denominator = update.global_samples * per_sample if per_sample else self._count_estimate
+        loss_sum = torch.zeros((), device=device)
+        count: Tensor | int = 0
+        samples = 0
+        pending: Any = None
+        for index, micro in enumerate(update):
+            meter.lap("data")
+            batch = to_device(micro.batch, device)
+            meter.lap("h2d")
+            last = index == update.micro_steps - 1
+            self._last_batch = batch
+            try:
+                with accumulate(self.model, last=last):
+                    with self.autocast:
+                        local_sum, local_count, _ = self.task.loss(self.model, batch)
+                    if not micro.samples:  # a dummy keeps the ranks in step and counts for nothing
+                        local_sum, local_count = local_sum * 0.0, 0
+                    count = count + local_count
+                    if last and not per_sample:
+                        pending = distributed.sum_later(count, device)
+                    meter.lap("forward")
+                    self._require_finite_loss(local_sum)
+                    scaled = local_sum * (self.here.world_size / denominator)
+                    self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
+                    meter.lap("backward")
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                raise OutOfMemoryError(self._out_of_memory(batch, error)) from error
+            loss_sum = loss_sum + local_sum.detach()
+            samples += micro.samples
+        if pending is not None:
+            self._correct(pending, denominator)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = clip(self.parameters, options.clip_norm)
+        self._require_finite_gradient(grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.updates += 1
+        lr = self.schedule.lr
+        self.schedule.step(self.updates)
+        meter.lap("optimizer")
+        loss = loss_sum / count if samples else None
+        meter.end(
+            step=self.updates,
+            epoch=self.epoch,
+            loss=loss,
+            samples=samples,
+            tokens=samples * per_sample if per_sample and per_sample > 1 else None,
+            lr=lr,
+            grad_norm=grad_norm,
+        )
+        self._progress(loss, lr)
+
+    def _correct(self, pending: Any, denominator: float) -> None:
+        """Turn gradients that were divided by an estimate of the global count into the exact mean."""
+        true_count = pending()
+        if true_count <= 0:
+            raise TrainingError(f"step {self.updates + 1}: the loss of every rank counts no item")
+        if true_count != denominator:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, denominator / true_count)
+        self._count_estimate = true_count
+
+    def _end(self) -> str:
+        if self._time_is_up:
+            return f"stop_time {self.options.stop_time:g} minutes reached"
+        if self.options.patience and self.best.since >= self.options.patience:
+            return f"no better {self.best.metric} in {self.best.since} validations"
+        epoch = self.train_batches.position.epoch
+        return end_reached(self.options, epoch=epoch, updates=self.updates, lr=self.schedule.lr)
+
+    def _agree(self) -> None:
+        """Let rank 0's clock decide for all ranks whether to stop or save by time."""
+        self._save_now = False
+        options = self.options
+        if not (options.stop_time or options.save_every_minutes) or self.updates % AGREE_EVERY:
+            return
+        now = time.monotonic()
+        stop = bool(options.stop_time) and now - self._start_time >= options.stop_time * 60
+        save = bool(options.save_every_minutes) and now - self._last_save_time >= options.save_every_minutes * 60
+        self._time_is_up, self._save_now = distributed.broadcast_object([stop, save])
+
+    def _end_of_epoch(self, epoch: int) -> None:
+        if self.options.valid_every_epochs and epoch % self.options.valid_every_epochs == 0:
+            self._validate()
+        if self.options.save_every_epochs and epoch % self.options.save_every_epochs == 0:
+            self._save()
+
+    def _finish(self, reason: str) -> None:
+        """Validate, test and save at the end, each only if the last step has not been yet."""
+        self.meter.close()
+        if "valid" in self.splits and self._validated_at != self.updates and self.updates:
+            self._validate()
+        if self._saved_at_update != self.updates and self.updates:
+            self._save()
+        if self.options.test and "test" in self.splits:
+            self._report("test", self._evaluation("test"))
+        self._check_desync()
+        if self.here.rank == 0 and (text := self.task.sample(self.raw_model)):
+            self.here.writer.write(record.Sample(time=time.time(), step=self.updates, text=text))
+            self.here.say(text)
+        if self._checkpoints is not None:
+            self.here.set_state("saving")
+            self._checkpoints.close()
+        self.here.say(f"finished: {reason}")
+
+    # ------------------------------------------------------------------------------------------------ validation
+
+    def _validate(self) -> None:
+        if "valid" not in self.splits:
+            return
+        self.here.set_state("validating")
+        self.meter.pause()
+        result = self._evaluation("valid")
+        self._validated_at = self.updates
+        self._report("valid", result)
+        if self.best.see(result.loss, result.metrics, step=self.updates) and self._keeps_checkpoints:
+            self._save(best=True)
+        self.here.set_state("training")
+        self.meter.start()
+
+    def _evaluation(self, split: str) -> Evaluation:
+        return evaluate(
+            self.task, self.raw_model, self.eval_batches[split], device=self.here.device, autocast=self.autocast
+        )
+
+    def _report(self, split: Any, result: Evaluation) -> None:
+        if self.here.rank != 0:
+            return
+        self.here.writer.write(
+            record.Validation(
+                time=time.time(),
+                step=self.updates,
+                epoch=self.epoch,
+                split=split,
+                loss=result.loss,
+                metrics=result.metrics,
+            )
+        )
+        metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
+        self.here.say(f"{split} at step {self.updates}: loss {result.loss:.4f} nats{metrics}")
+
+    def _check_desync(self) -> None:
+        for event in check_desync(self.raw_model, step=self.updates, rank=self.here.rank, device=self.here.device):
+            self.here.writer.write(event)
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    def _keeps_checkpoints(self) -> bool:
+        return self.here.checkpoints is not None
+
+    def _save(self, *, best: bool = False) -> None:
+        """Write a checkpoint; every rank takes part, because each gives the state of its random numbers."""
+        if not self._keeps_checkpoints or (self._saved_at_update == self.updates and not best):
+            return
+        self._saved_at_update = self.updates
+        self._last_save_time = time.monotonic()
+        self.meter.pause()
+        rng = distributed.all_gather_list(capture_rng())
+        if self._checkpoints is not None:
+            self.here.set_state("saving")
+            self._checkpoints.save(self.state_dict(rng), step=self.updates, best=best)
+            self.here.set_state("training")
+        self.meter.start()
+
+    def _checkpoint_saved(self, saved: Saved) -> None:
+        self.here.writer.write(
+            record.Checkpoint(
+                time=time.time(), step=saved.step, path=str(saved.path), bytes=saved.bytes, write_ms=saved.write_ms
+            )
+        )
+
+    def state_dict(self, rng: list[Any]) -> dict[str, Any]:
+        """All that a resumed run needs; ``rng`` holds the state of every rank's random numbers."""
+        return {
+            "task": self.options.task,
+            "updates": self.updates,
+            "count_estimate": self._count_estimate,
+            "model": self.raw_model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "position": self.train_batches.state_dict(),
+            "best": self.best.state_dict(),
+            "rng": rng,
+            "recipe": self.here.recipe,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, source: str) -> None:
+        """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
+
+        Raises:
+            RequestError: the checkpoint belongs to another task or model.
+        """
+        if state["task"] != self.options.task:
+            raise RequestError(f"{source} is of task {state['task']!r}, but this run trains {self.options.task!r}")
+        try:
+            self.raw_model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise RequestError(f"{source} does not fit this model: {reason}") from None
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.train_batches.load_state_dict(state["position"])
+        self.best.load_state_dict(state["best"])
+        self.updates = self._saved_at_update = self._validated_at = int(state["updates"])
+        self._count_estimate = float(state["count_estimate"])
+        if len(state["rng"]) == self.here.world_size:
+            restore_rng(state["rng"][self.here.rank])
+        position = self.train_batches.position
+        self.here.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
+
+    # ------------------------------------------------------------------------------------------------ small parts
+
+    def _update_freq(self, epoch: int) -> int:
+        return self.options.update_freq[min(epoch, len(self.options.update_freq)) - 1]
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.updates % every == 0
+
+    def _announce(self) -> None:
+        if self.here.rank != 0:
+            return
+        micro_steps = -(-len(self.splits["train"]) // sum(self.sizes))
+        self.here.writer.write(
+            record.TrainingPlan(
+                time=time.time(),
+                world_size=self.here.world_size,
+                updates_per_epoch=-(-micro_steps // self._update_freq(1)),
+                samples_per_epoch=len(self.splits["train"]),
+                max_updates=self.options.max_updates,
+                max_epochs=self.options.max_epochs,
+                parameters=sum(parameter.numel() for parameter in self.parameters),
+            )
+        )
+
+    def _progress(self, loss: Tensor | None, lr: float) -> None:
+        """Check for desynchronisation when due, and say now and then where training is."""
+        if self._due(self.options.desync_every):
+            self._check_desync()
+        now = time.monotonic()
+        if loss is None or now - self._last_said < SAY_EVERY_S:
+            return
+        self._last_said = now
+        self.here.say(f"epoch {self.epoch} step {self.updates}: loss {float(loss):.4f} nats, lr {lr:.3g}")
+
+    def _require_finite_loss(self, loss: Tensor) -> None:
+        """End this rank before its bad loss reaches the others; on a GPU, as soon as the value has been copied."""
+        if loss.device.type == "cpu":
+            if not torch.isfinite(loss):
+                where = nonfinite.locate(self.task, self.raw_model, self._last_batch)
+                raise NonFiniteError(f"non-finite loss at step {self.updates + 1}: first in {where}")
+        elif (latest := self.meter.latest) and not (latest.loss is None or math.isfinite(latest.loss)):
+            where = nonfinite.locate(self.task, self.raw_model, self._last_batch)
+            raise NonFiniteError(f"non-finite loss at step {latest.step}: first in {where}")
+
+    def _require_finite_gradient(self, grad_norm: Tensor) -> None:
+        """Refuse to step on a gradient that is not finite; it is the same on all ranks, so they name the culprit.
+
+        fp16's scaler skips such a step itself. On a GPU the check would stop the queue: the next loss tells.
+        """
+        if self.scaler.is_enabled() or grad_norm.device.type != "cpu" or torch.isfinite(grad_norm):
+            return
+        found = distributed.all_gather_list(nonfinite.locate(self.task, self.raw_model, self._last_batch))
+        culprits = [f"{where} on rank {rank}" for rank, where in enumerate(found) if where != nonfinite.NOT_REPRODUCED]
+        raise NonFiniteError(
+            f"non-finite gradient at step {self.updates + 1}: first in {'; '.join(culprits) or 'an unknown place'}"
+        )
+
+    def _out_of_memory(self, batch: Any, error: BaseException) -> str:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"out of memory at step {self.updates + 1}, batch {shapes(batch)}: {first_line}"
