@@ -80,6 +80,8 @@ class StepMeter:
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
     ) -> None:
+        self.latest: Step | None = None
+        """The last step whose measurements are complete; None while there is none, and without a record."""
         self._on = writer.enabled
         self._now = now
         self._rank = rank
@@ -239,7 +241,8 @@ class StepMeter:
     def _complete(self) -> None:
         """Turn steps that the device has finished into events, in order."""
         while self._pending and self._clock.ready(self._pending[0].all_marks()):
-            self._merger.add(self._finish(self._pending.popleft()))
+            self.latest = self._finish(self._pending.popleft())
+            self._merger.add(self.latest)
 
     def _finish(self, taken: _Taken) -> Step:
         event, clock, marks = taken.event, self._clock, taken.marks
