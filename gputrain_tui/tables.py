@@ -1,0 +1,91 @@
+"""Plain tables and figures for people: aligned by display width, no borders, no colour, fit for a pipe."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    """With the unit, where the cells are numbers."""
+    right: bool = False
+    """Aligned right: numbers."""
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out cells under their titles, two spaces apart; the text has no final newline."""
+    lines = [[column.title for column in columns], *([*row] for row in rows)]
+    widths = [max(width(line[index]) for line in lines) for index in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            _pad(cell, wide, column.right) for cell, wide, column in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def width(text: str) -> int:
+    """Terminal cells that a text takes: wide characters two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+def _pad(text: str, wide: int, right: bool) -> str:
+    space = " " * (wide - width(text))
+    return space + text if right else text + space
+
+
+def size(count: int | None) -> str:
+    """Bytes in binary units with two or three digits: ``80 GiB``, ``1.5 MiB``; empty when unknown."""
+    if count is None:
+        return ""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1000 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value >= 100 or value == int(value) else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """``42 s``, ``3:07``, ``1:02:03`` or ``2 d 03:04``; empty when unknown."""
+    if seconds is None:
+        return ""
+    whole = max(0, int(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02}:{minute:02}"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{minutes}:{second:02}" if minutes else f"{second} s"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A number with so many decimals; empty when it was not measured."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def printable(text: str) -> str:
+    """The text with control characters made visible, so that printing it cannot command the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\t" else _visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)  # the pictures of control characters: ESC becomes ␛
+    if code == 0x7F:
+        return "\u2421"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
