@@ -9,26 +9,19 @@ a dummy batch that counts nothing.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import random
-import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
 
-from trainer.errors import RequestError, TrainingError
+from trainer.errors import RequestError
+from trainer.reading import Collate, MicroBatch, Reader, mixed
 from trainer.tasks.task import SizedDataset
 
 T = TypeVar("T")
-Collate = Callable[[list[Any]], Any]
 
 POOL_BATCHES = 1000
 """Batches whose samples are sorted by length together; as PyText's pooling batcher."""
@@ -172,16 +165,6 @@ class Shares:
         return slice_of
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """What one rank reads in one micro-step."""
-
-    batch: Any
-    """The collated samples; of a dummy, the collated first sample of the dataset."""
-    samples: int
-    """How many samples the batch has; 0 marks a dummy, whose loss counts zero."""
-
-
 @dataclass(frozen=True)
 class Position:
     """Where the training is in its data; means the same on every world size."""
@@ -238,20 +221,19 @@ class EpochBatches:
             pin_memory: put batches into page-locked memory.
 
         Raises:
-            RequestError: too few samples to give every rank a batch.
+            RequestError: too few samples to give every rank a batch, or not one length per sample.
         """
-        self._dataset = dataset
         self._samples = len(dataset)
         self._shares = Shares(tuple(batch_sizes), rank)
         self._check_size()
-        self._lengths = None if lengths is None else torch.as_tensor(lengths)
+        self._lengths = None if lengths is None else _checked_lengths(lengths, self._samples)
         # With equal sizes a chunk is one rank's batch, which makes the order of W ranks with batch B the order of
         # one rank with batch B and W micro-steps. Unequal batches fit into a chunk only all together.
         equal = len(set(batch_sizes)) == 1
         chunk = 0 if lengths is None else batch_sizes[0] if equal else self._shares.total
         self._own_plan = _OrderPlan(seed=seed, shuffle=shuffle, chunk=chunk)
         self._plan = self._own_plan
-        self._reader = _Reader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
+        self._reader = Reader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
         self._position = Position(1, 0)
 
     def _check_size(self) -> None:
@@ -332,8 +314,7 @@ class EpochBatches:
             samples, seed=plan.seed + epoch, shuffle=plan.shuffle, lengths=self._lengths, chunk=plan.chunk
         )
         starts = shares.starts(begin, samples)
-        bounds = shares.bounds(samples)
-        read = self._reader.read(order, map(bounds, starts), seed=_mixed(plan.seed, epoch))
+        read = self._reader.read(order, starts, shares.bounds(samples), seed=mixed(plan.seed, epoch))
         for group in GroupedIterator(starts, update_freq):
             end = min(group[-1] + shares.total, samples)
             yield Update(len(group), end - group[0], end, self._micro_batches(read, len(group), Position(epoch, end)))
@@ -374,7 +355,7 @@ class EvalBatches:
         """Prepare to read; see ``EpochBatches`` for the arguments.
 
         Raises:
-            RequestError: the split is empty.
+            RequestError: the split is empty, or has not one length per sample.
         """
         self.samples = len(dataset)
         """Samples of the split, over all ranks."""
@@ -383,20 +364,26 @@ class EvalBatches:
         self._shares = Shares(tuple(batch_sizes), rank)
         self._order: Tensor | range = range(self.samples)
         if lengths is not None:
-            self._order = torch.argsort(torch.as_tensor(lengths), stable=True)
-        self._reader = _Reader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
+            self._order = torch.argsort(_checked_lengths(lengths, self.samples), stable=True)
+        self._reader = Reader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
 
     def __len__(self) -> int:
         """Micro-steps, the same on all ranks."""
         return len(self._shares.starts(0, self.samples))
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        slices = map(self._shares.bounds(self.samples), self._shares.starts(0, self.samples))
-        return self._reader.read(self._order, slices, seed=0)
+        starts, bounds = self._shares.starts(0, self.samples), self._shares.bounds(self.samples)
+        return self._reader.read(self._order, starts, bounds, seed=0)
 
     def close(self) -> None:
         """End the reading processes."""
         self._reader.close()
+
+
+def _checked_lengths(lengths: Sequence[int], samples: int) -> Tensor:
+    if len(lengths) != samples:
+        raise RequestError(f"the task gives {len(lengths)} lengths for {samples} samples; it must give one each")
+    return torch.as_tensor(lengths)
 
 
 @dataclass(frozen=True)
@@ -406,160 +393,3 @@ class _OrderPlan:
     seed: int
     shuffle: bool
     chunk: int
-
-
-def _mixed(*numbers: int) -> int:
-    """Mix small numbers into a seed, so that neighbours have nothing in common (the finalizer of splitmix64)."""
-    seed = 0
-    for number in numbers:
-        seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        seed ^= seed >> 31
-    return seed
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One batch to read, as a worker gets it."""
-
-    indices: list[int]
-    seed: int
-    """Of the random numbers that reading this batch may draw, whichever worker reads it."""
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """An error for a person, carried from a worker to its rank without the loader's traceback around it."""
-
-    error: RequestError | TrainingError
-
-
-class _Fetch:
-    """Reads and collates a batch."""
-
-    def __init__(self, dataset: SizedDataset, collate: Collate) -> None:
-        self._dataset = dataset
-        self._collate = collate
-        self._getitems: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-
-    def __call__(self, indices: list[int]) -> Any:
-        if self._getitems is not None:
-            return self._collate(self._getitems(indices))
-        dataset = self._dataset
-        return self._collate([dataset[index] for index in indices])
-
-    def __getitem__(self, request: _Request) -> Any:
-        """Read in a worker. Seeding each batch makes its random numbers independent of workers and of resuming."""
-        random.seed(request.seed)
-        torch.manual_seed(request.seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(request.seed & 0xFFFFFFFF)
-        try:
-            return self(request.indices)
-        except (RequestError, TrainingError) as error:
-            return _Refused(error)
-
-
-class _Requests(Sampler[_Request]):
-    """The batches that the workers are to read next; replaced at each epoch, while the workers live on."""
-
-    def __init__(self) -> None:
-        self.requests: Iterable[_Request] = ()
-
-    def __iter__(self) -> Iterator[_Request]:
-        return iter(self.requests)
-
-
-class _Reader:
-    """Reads slices of an order: in this process, or ahead of it in worker processes that live across epochs."""
-
-    def __init__(self, dataset: SizedDataset, collate: Collate, *, num_workers: int, pin_memory: bool) -> None:
-        self._fetch = _Fetch(dataset, collate)
-        self._pin = _pinned if pin_memory else None
-        self._requests = _Requests()
-        self._loader: DataLoader[Any] | None = None
-        if num_workers:
-            self._loader = DataLoader(
-                self._fetch,  # type: ignore[arg-type]  # map-style over requests, which fetches and collates
-                batch_size=None,
-                sampler=self._requests,
-                num_workers=num_workers,
-                collate_fn=_as_it_is,
-                pin_memory=pin_memory,
-                worker_init_fn=partial(_start_worker, os.getpid()),
-                # Without one of its own the loader draws from the generator that dropout uses.
-                generator=torch.Generator(),
-                # A task of the user's own need not be picklable.
-                multiprocessing_context="fork",
-                persistent_workers=True,
-            )
-
-    def read(self, order: Tensor | range, slices: Iterable[tuple[int, int]], *, seed: int) -> Iterator[MicroBatch]:
-        """Yield a micro-batch per slice of the order, a dummy for an empty one."""
-        if self._loader is None:
-            return self._read_here(order, slices)
-        listed = list(slices)
-        self._requests.requests = (
-            _Request(_indices(order, low, high), _mixed(seed, low)) for low, high in listed if low < high
-        )
-        return self._read_ahead(iter(self._loader), listed)
-
-    def _read_here(self, order: Tensor | range, slices: Iterable[tuple[int, int]]) -> Iterator[MicroBatch]:
-        fetch, pin = self._fetch, self._pin
-        for low, high in slices:
-            if low < high:
-                batch = fetch(_indices(order, low, high))
-                yield MicroBatch(batch if pin is None else pin(batch), high - low)
-            else:
-                yield self._dummy()
-
-    def _read_ahead(self, batches: Iterator[Any], slices: Iterable[tuple[int, int]]) -> Iterator[MicroBatch]:
-        for low, high in slices:
-            if low < high:
-                batch = next(batches)
-                if isinstance(batch, _Refused):
-                    raise batch.error
-                yield MicroBatch(batch, high - low)
-            else:
-                yield self._dummy()
-
-    def _dummy(self) -> MicroBatch:
-        return MicroBatch(self._fetch([0]), 0)
-
-    def close(self) -> None:
-        self._loader = None
-
-
-def _indices(order: Tensor | range, low: int, high: int) -> list[int]:
-    part = order[low:high]
-    return part.tolist() if isinstance(part, Tensor) else list(part)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _pinned(batch: Any) -> Any:
-    """Copy the tensors of a batch to page-locked memory."""
-    if hasattr(batch, "pin_memory"):
-        return batch.pin_memory()
-    if isinstance(batch, dict):
-        return {key: _pinned(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_pinned, batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map(_pinned, batch))
-    return batch
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _start_worker(rank_pid: int, worker: int) -> None:
-    """Make a worker end with its rank, however that ends, and leave the rank's signal handlers to the rank."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != rank_pid:  # The rank ended before the request above.
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
