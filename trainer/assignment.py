@@ -1,0 +1,70 @@
+"""What a rank's process is told when it starts, and how it answers; the one thing that crosses from parent to rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal
+
+import msgspec
+
+from trainer.options import Distributed
+from trainer.outcome import RankReport
+from trainer.record import Failure
+
+
+ReportSink = Callable[[RankReport], None]
+"""Takes a rank's reports."""
+
+
+@dataclass(frozen=True)
+class PipeSink:
+    """Sends reports to the node's parent, which is a process of its own."""
+
+    pipe: Connection
+
+    def __call__(self, report: RankReport, /) -> None:
+        """Send it; a parent that is gone has nothing left to learn."""
+        try:
+            self.pipe.send_bytes(msgspec.json.encode(report))
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAssignment:
+    """One rank's place in the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: int
+    """Index of the node in the plan."""
+    host: str
+    device_id: int | None
+    """GPU as an index under CUDA_VISIBLE_DEVICES; None is the CPU."""
+    device: str
+    """For the record: ``cpu`` or ``cuda:<index> <UUID or name>``."""
+    init_method: str | None
+    """None when the world is one rank."""
+    backend: Literal["nccl", "gloo"]
+    parent_pid: int | None
+    """The node's parent, with which the rank dies; None when this process is the rank."""
+    distributed: Distributed
+    words: tuple[str, ...]
+    """The flags that are not ``Distributed``'s: training and task options."""
+    run_dir: str | None
+    run_id: str
+    """Equal on all nodes of a run and on no other's; empty when typed by hand without a run directory."""
+    report: ReportSink
+
+    def finished(self) -> None:
+        """Say, before the teardown, that the training is complete: from here on exit codes do not matter."""
+        self.report(RankReport(finished=True, time_ns=time.time_ns()))
+
+    def failed(self, failure: Failure) -> None:
+        """Say, before the teardown, why this rank failed; the parent prints it once, for the rank that is the cause."""
+        self.report(RankReport(failure=failure, time_ns=time.time_ns()))

@@ -1,0 +1,97 @@
+"""Makes a rank die with its node's parent, answer to signals as the parent expects, and print where it should.
+
+Torch-free, and called before torch does anything in the rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+PARENT_POLL_S = 0.2
+"""How often the parent is looked for on kernels before 5.3, which have no pidfd."""
+
+
+def die_with_parent_process() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends; survives exec, not fork."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make every descendant whose parent dies a child of this process, so that none can escape."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def follow(parent_pid: int) -> None:
+    """Kill this process as soon as ``parent_pid`` is gone, also while it sits in a collective.
+
+    The fork server that forked the rank dies with the node's parent (``trainer.preload``) and takes the rank along by
+    the kernel's hand. The thread covers a rank whose fork server was killed alone.
+    """
+    die_with_parent_process()
+    try:
+        handle = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        _kill_self()
+    except OSError:
+        handle = -1
+    threading.Thread(target=_watch, args=(parent_pid, handle), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent_pid: int, handle: int) -> None:
+    if handle >= 0:
+        # A pidfd becomes readable when its process ends.
+        waiter = select.poll()
+        waiter.register(handle, select.POLLIN)
+        while not waiter.poll():
+            pass
+    else:
+        while Path(f"/proc/{parent_pid}").exists():
+            time.sleep(PARENT_POLL_S)
+    _kill_self()
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def set_signals() -> None:
+    """Leave Ctrl-C to the node's parent, let SIGTERM kill even inside a collective, print stacks on SIGUSR1."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print_stacks_on_signal()
+
+
+def print_stacks_on_signal() -> None:
+    """On SIGUSR1 print the Python stacks of all threads to standard error, also while blocked in C++."""
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
+def redirect_output(log: Path) -> None:
+    """Append everything that this process and its libraries print to a file, line by line."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        # The terminal's encoding has no say over the file's; what cannot be encoded is escaped rather than lost.
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]

@@ -1,0 +1,93 @@
+"""How ranks and nodes ended, and which of several failures is the cause of the others.
+
+Torch-free: a rank reports, its node's parent judges, and the supervisor judges over nodes with the same rules.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from trainer.errors import ExitCode
+from trainer.record import Failure, write_atomically
+
+
+class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a rank says before its teardown: the truth about its training, whatever happens at its exit."""
+
+    finished: bool = False
+    failure: Failure | None = None
+    time_ns: int = 0
+    """When it happened, nanoseconds of the Unix clock."""
+
+
+class RankOutcome(msgspec.Struct, kw_only=True):
+    """How one rank's process ended."""
+
+    exit_code: int | None = None
+    """None while it runs, and when a signal ended it."""
+    signal: str | None = None
+    """Name of the signal that ended it, such as ``SIGKILL``."""
+    finished: bool = False
+    """Whether the rank said that its training was complete; its exit code does not matter then."""
+
+
+class NodeOutcome(msgspec.Struct, kw_only=True):
+    """How a node ended, ``nodes/<i>.json``."""
+
+    node: int
+    host: str
+    exit_code: int
+    ranks: dict[int, RankOutcome] = {}
+    failure: Failure | None = None
+    """The root cause among this node's ranks."""
+
+    def write(self, path: Path) -> None:
+        """Write it so that a reader sees all of it or nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.encode(self))
+
+
+# What gloo, NCCL and the stores say when a peer is gone: the message names the neighbour in the ring, which is often
+# not the culprit, so such a failure is never the cause while there is another one.
+_LOST_PEER = re.compile(
+    r"connection (was likely )?closed|connection reset|connection refused|broken pipe|socket closed|"
+    r"connectfullmesh|failed to recv|sendbytes failed|recvvalue failed|remote process exited|"
+    r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted|another rank|peer.{0,40}(gone|lost|failed)|"
+    r"timed out waiting \d+ms for (recv|send)|wait timeout|watchdog caught collective operation timeout|"
+    r"received errors while waiting for send/recv",
+    re.IGNORECASE,
+)
+
+
+def is_lost_peer(message: str) -> bool:
+    """Whether an error message tells only that another rank is gone."""
+    return _LOST_PEER.search(message) is not None
+
+
+def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
+    """Return the earliest failure that is no consequence of another; consequences only when there is nothing else.
+
+    Args:
+        failures: nanoseconds of the Unix clock, and what failed then.
+    """
+    weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
+    ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
+    return ordered[0][1] if ordered else None
+
+
+def exit_code_of(failure: Failure) -> ExitCode:
+    """A request that only a rank could find wrong is still a wrong request."""
+    return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,29 @@
+"""Imported by the fork server, which then forks ranks that have torch in memory already.
+
+Nothing here starts a thread, makes a tensor or touches CUDA: a process that did could not fork safely. The server
+has OMP_NUM_THREADS=1 in its environment for the same reason; ranks set their threads themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+from trainer import guard
+
+SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
+"""Environment variable: pid of the node's parent whose fork server this is to be."""
+
+if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
+    # The ranks ask the same of the kernel, with the fork server as their parent: the chain ends them all at once.
+    guard.die_with_parent_process()
+
+# A fifth of the import time would go to collecting garbage that there is not.
+gc.disable()
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  (DDP's constructor and optimizers import it on first use)
+import torch.nn.parallel.distributed  # noqa: E402, F401
+
+# Out of the collector's sight, pages with imported objects stay shared between the ranks.
+gc.freeze()
+gc.enable()
