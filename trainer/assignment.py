@@ -14,7 +14,6 @@ from trainer.options import Distributed
 from trainer.outcome import RankReport
 from trainer.record import Failure
 
-
 ReportSink = Callable[[RankReport], None]
 """Takes a rank's reports."""
 
