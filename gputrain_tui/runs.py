@@ -284,7 +284,7 @@ def follow(
     reader = RunReader(run, now=now)
     try:
         while True:
-            over = _is_over(run)  # asked before reading: what was written until then is read
+            over = is_over(run)  # asked before reading: what was written until then is read
             events = reader.poll()
             yield events
             if reader.backlog_bytes:
@@ -296,6 +296,7 @@ def follow(
         reader.close()
 
 
-def _is_over(run: RunDir) -> bool:
+def is_over(run: RunDir) -> bool:
+    """Whether nothing will be appended to this run's record any more."""
     status = read_status(run)
     return status is not None and (status.status in ENDED or state_of(status) == "lost")

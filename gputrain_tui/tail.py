@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 
@@ -71,8 +71,24 @@ class Follower:
     settle_s = 0.1
     """A folder that changed this shortly before it was listed may have changed again within the clock's grain."""
 
-    def __init__(self, folder: Path, suffix: str, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        suffix: str,
+        *,
+        only: Container[str] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Follow a folder.
+
+        Args:
+            folder: it may appear later.
+            suffix: of the files' names, with its dot.
+            only: names without suffix; by default all.
+            now: Unix seconds.
+        """
         self._folder = os.fspath(folder)
+        self._only = only
         self._suffix = suffix
         self._now = now
         self._files: dict[str, AppendedFile] = {}
@@ -122,13 +138,13 @@ class Follower:
         with os.scandir(self._folder) as entries:
             found = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
         known = self._files
-        for name in sorted(found, key=_by_rank):
+        for name in sorted(found, key=by_rank):
             stem = name[: -len(self._suffix)]
-            if stem not in known:
+            if stem not in known and (self._only is None or stem in self._only):
                 known[stem] = AppendedFile(f"{self._folder}/{name}", keep_open=len(known) < self._may_keep)
 
 
-def _by_rank(name: str) -> tuple[bool, int, str]:
+def by_rank(name: str) -> tuple[bool, int, str]:
     """Sort key: the run's file, so that its end is never seen before the ranks' last words; then ranks by number."""
     stem = name.partition(".")[0]
     return stem != "run", int(stem) if stem.isdigit() else -1, name

@@ -1,0 +1,150 @@
+"""``gputrain logs``: what the ranks of a run printed, as they printed it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from gputrain_tui.runs import Run, find, is_over
+from gputrain_tui.tables import printable
+from gputrain_tui.tail import AppendedFile, Follower, by_rank
+from trainer.errors import ExitCode, RequestError
+
+NAME = "logs"
+HELP = "print what the ranks of a run printed"
+
+CHUNK_BYTES = 1 << 20
+"""How much is read and printed at a time."""
+
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+"""Terminal commands: colours, cursor moves, window titles."""
+
+PREFIX_COLOURS = (36, 33, 32, 35, 34, 31)
+"""SGR colours by which neighbouring ranks are told apart, from the terminal's own palette."""
+
+Print = Callable[[str, bytes], None]
+"""Takes the file's name without suffix and whole lines of it."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, or `last`")
+    parser.add_argument(
+        "--rank", type=int, action="append", metavar="N", help="only this rank; may be given several times"
+    )
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
+
+
+def run(args: Namespace) -> int:
+    """Print the logs."""
+    found = find(args.run)
+    ranks = sorted(set(args.rank or ()))
+    for rank in ranks:
+        if not 0 <= rank < found.status.world_size:
+            last = found.status.world_size - 1
+            raise RequestError(f"logs: run {found.id} has no rank {rank}: its ranks are 0 to {last}")
+    only = {str(rank) for rank in ranks} or None
+    out = sys.stdout.buffer
+    on_terminal = out.isatty()
+    show = partial(
+        _show,
+        out=out,
+        several=len(ranks) > 1 or (not ranks and found.status.world_size > 1),
+        on_terminal=on_terminal,
+        colour=on_terminal and not os.environ.get("NO_COLOR"),
+    )
+    printed = (follow_logs if args.follow else print_logs)(found, only, show)
+    if not printed:
+        whose = "rank " + " or ".join(map(str, ranks)) if ranks else "any rank"
+        print(f"nothing was printed by {whose} of {found.id}", file=sys.stderr)
+    return ExitCode.FINISHED
+
+
+def print_logs(run: Run, only: set[str] | None, show: Print) -> bool:
+    """Print what is there now, file after file; return whether there was anything."""
+    printed = False
+    try:
+        names = sorted((entry.name for entry in run.dir.logs.iterdir() if entry.suffix == ".log"), key=by_rank)
+    except FileNotFoundError:
+        return False
+    for name in names:
+        stem = Path(name).stem
+        if only is not None and stem not in only:
+            continue
+        file = AppendedFile(run.dir.logs / name)
+        left = file.unread()
+        printed = printed or left > 0
+        while left > 0:
+            lines = file.lines(min(left, CHUNK_BYTES))
+            left -= min(left, CHUNK_BYTES)
+            if lines:
+                show(stem, lines)
+        rest = file.remainder()
+        if rest:
+            show(stem, rest)
+        file.close()
+    return printed
+
+
+def follow_logs(
+    run: Run,
+    only: set[str] | None,
+    show: Print,
+    *,
+    interval_s: float = 0.1,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Print what is there and what comes, until the run has ended; return whether there was anything."""
+    follower = Follower(run.dir.logs, ".log", only=only)
+    printed = False
+    try:
+        while True:
+            over = is_over(run.dir)  # asked before reading: what was written until then is read
+            for name, lines in follower.poll(CHUNK_BYTES):
+                show(name, lines)
+                printed = True
+            if follower.backlog_bytes:
+                continue
+            if over:
+                for name, rest in follower.remainders():
+                    show(name, rest)
+                    printed = True
+                return printed
+            sleep(interval_s)
+    finally:
+        follower.close()
+
+
+def _show(name: str, lines: bytes, *, out: BinaryIO, several: bool, on_terminal: bool, colour: bool) -> None:
+    label = prefix(name, colour=colour) if several or not name.isdigit() else b""
+    out.write(b"".join(dressed(line, label, on_terminal) for line in lines.removesuffix(b"\n").split(b"\n")))
+    out.flush()
+
+
+def prefix(name: str, *, colour: bool) -> bytes:
+    """``[rank 3] `` or ``[node 0] ``, for lines of several files."""
+    text = f"[rank {name}]" if name.isdigit() else f"[{name.replace('-', ' ')}]"
+    if colour:
+        shade = PREFIX_COLOURS[int(name) % len(PREFIX_COLOURS)] if name.isdigit() else 2
+        text = f"\x1b[{shade}m{text}\x1b[0m"
+    return text.encode() + b" "
+
+
+def dressed(line: bytes, label: bytes, on_terminal: bool) -> bytes:
+    """One line as it is printed: untouched for a file or pipe, harmless for a terminal.
+
+    On a terminal, commands to it are dropped, other control characters and bytes that are no UTF-8 made visible, and
+    of a line that was overwritten in place (progress bars) the last version is kept.
+    """
+    if on_terminal:
+        text = ESCAPES.sub("", line.decode("utf-8", "backslashreplace"))
+        versions = [version for version in text.split("\r") if version]
+        line = printable(versions[-1] if versions else "").encode()
+    return label + line + b"\n"
