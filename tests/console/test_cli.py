@@ -48,8 +48,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_says_of_itself_what_the_help_says_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module, help_line = cli.COMMANDS[name]
     command = importlib.import_module(module)
-    assert command.NAME == name
-    assert command.HELP == help_line
+    assert name == command.NAME
+    assert help_line == command.HELP
     with pytest.raises(SystemExit) as left:
         cli.main([name, "--help"])
     assert left.value.code == 0
