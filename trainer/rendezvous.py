@@ -1,0 +1,183 @@
+"""Turns a decided init method into one that works now: a free port, a fresh file, the counts of uneven nodes.
+
+The acting side of ``trainer.dispatch``: sockets and files, but no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from trainer.decision import Decision, Exchange
+from trainer.errors import RequestError, TrainingError
+
+FIRST_FREE, LAST_FREE = 10_000, 29_999
+"""Where free ports are looked for: below the range that outgoing connections take theirs from, so that none takes
+the port in the seconds between the test and rank 0's listening."""
+
+
+@contextlib.contextmanager
+def meeting(decision: Decision) -> Iterator[str | None]:
+    """Give the init method with which the ranks can meet, checked; a file is cleared away after the last party.
+
+    Raises:
+        RequestError: the port is in use, or the file is left from an earlier run or cannot be written.
+    """
+    url = decision.init_method
+    scheme = "" if url is None else url.partition("://")[0]
+    if url is not None and scheme == "tcp":
+        yield _check_tcp(decision, url)
+    elif url is not None and scheme == "file":
+        with _party(Path(unquote(urlsplit(url).path)), all_here=len(decision.ranks) == decision.world_size):
+            yield url
+    else:
+        yield url
+
+
+def _check_tcp(decision: Decision, url: str) -> str:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    if parts.port == 0:
+        return f"tcp://{parts.hostname}:{free_port()}"
+    assert parts.port is not None
+    try:
+        socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RequestError(f"{url}: the host {parts.hostname!r} cannot be resolved here ({error.strerror})") from None
+    if decision.first_rank == 0 and not can_bind(parts.port):
+        raise RequestError(f"{url}: port {parts.port} is in use on this machine: choose another one")
+    return url
+
+
+def can_bind(port: int) -> bool:
+    """Whether rank 0's store, which listens on all addresses, could listen on the port now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", port))
+        except PermissionError:
+            raise RequestError(f"port {port} needs root: choose one above 1023") from None
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True
+
+
+def free_port() -> int:
+    """Return a port that can be bound now."""
+    # Not the training's random numbers: runs that start together must not try the same ports.
+    source = random.SystemRandom()
+    for _ in range(200):
+        port = source.randint(FIRST_FREE, LAST_FREE)
+        if can_bind(port):
+            return port
+    raise RequestError(f"no port from {FIRST_FREE} to {LAST_FREE} is free: give one with --distributed-port")
+
+
+@contextlib.contextmanager
+def _party(path: Path, *, all_here: bool) -> Iterator[None]:
+    """Take part in a meeting through a file that nobody of an earlier run has left behind.
+
+    A meeting's file is never empty once somebody has come, so its content alone cannot tell a run that is starting
+    from one that failed. Every party holds a shared lock beside it: whoever can lock it exclusively is alone.
+    """
+    lock_path = path.with_name(path.name + ".lock")
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RequestError(
+            f"file://{path}: cannot be written ({error.strerror}): every node needs the folder"
+        ) from None
+    try:
+        alone = all_here or _lock_alone(lock)
+        if alone and path.exists() and path.stat().st_size > 0:
+            lock_path.unlink(missing_ok=True)
+            raise RequestError(
+                f"file://{path} is left from an earlier run: delete it, or choose another name (one for every run)"
+            )
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+        if _lock_alone(lock):
+            path.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+def _lock_alone(lock: int) -> bool:
+    """Whether no other party is there; a file system without locks cannot tell, and is taken to have others."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def exchange_counts(exchange: Exchange, count: int, *, timeout_s: float) -> list[int]:
+    """Tell the other nodes how many ranks start here and return the counts of all, in the order of the nodes.
+
+    Node 0 listens; the others connect until it does.
+
+    Raises:
+        TrainingError: somebody did not come in time; the message names who.
+    """
+    deadline = time.monotonic() + timeout_s
+    if exchange.node == 0:
+        return _collect(exchange, count, deadline, timeout_s)
+    return _tell(exchange, count, deadline, timeout_s)
+
+
+def _collect(exchange: Exchange, count: int, deadline: float, timeout_s: float) -> list[int]:
+    counts = {0: count}
+    peers: list[socket.socket] = []
+    with contextlib.ExitStack() as stack, socket.create_server(("", exchange.port), reuse_port=False) as server:
+        while len(counts) < exchange.nodes:
+            server.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                peer, _ = server.accept()
+                stack.enter_context(peer)
+                peer.settimeout(max(deadline - time.monotonic(), 0.001))
+                node, told = json.loads(peer.makefile("rb").readline())
+            except TimeoutError:
+                missing = sorted(set(range(exchange.nodes)) - set(counts))
+                raise TrainingError(f"nodes {missing} did not come within {timeout_s:g} s to tell their GPUs") from None
+            except (ValueError, TypeError, ConnectionError):
+                # Somebody else's connection, a port scan for instance.
+                continue
+            if isinstance(node, int) and isinstance(told, int) and 0 < node < exchange.nodes and told > 0:
+                counts[node] = told
+                peers.append(peer)
+        ordered = [counts[node] for node in range(exchange.nodes)]
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.sendall(json.dumps(ordered).encode() + b"\n")
+    return ordered
+
+
+def _tell(exchange: Exchange, count: int, deadline: float, timeout_s: float) -> list[int]:
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TrainingError(
+                f"node 0 ({exchange.host}, port {exchange.port}) did not answer within {timeout_s:g} s: "
+                "its task has not started, or the port is blocked"
+            )
+        try:
+            with socket.create_connection((exchange.host, exchange.port), timeout=min(left, 5.0)) as connection:
+                connection.settimeout(left)
+                connection.sendall(json.dumps([exchange.node, count]).encode() + b"\n")
+                counts = json.loads(connection.makefile("rb").readline())
+                return [int(entry) for entry in counts]
+        except (OSError, ValueError):
+            time.sleep(min(0.1, max(left, 0.0)))
