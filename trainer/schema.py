@@ -176,7 +176,9 @@ def _coerce(option: Option, value: Any, where: str) -> Any:
         return None
     if option.kind == "list":
         if isinstance(value, str):
-            value = [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+            text = value.strip()
+            inner = text[1:-1] if text[:1] + text[-1:] in ("[]", "()") else text
+            value = [part.strip() for part in inner.split(",") if part.strip()]
         elif not isinstance(value, list | tuple):
             value = [value]
         return [_coerce_scalar(option, option.item_kind or "str", item, where) for item in value]

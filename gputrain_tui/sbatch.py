@@ -1,0 +1,107 @@
+"""A plan as a batch script for Slurm: pure text, one step with one task per node.
+
+Steps are started one by one because their GPU counts may differ; a plan whose nodes have no names that Slurm knows
+takes its nodes from the allocation instead.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from gputrain_tui.plan import Plan, PlannedNode, is_loopback
+from trainer.errors import RequestError
+
+SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""Which GPUs a step gets is Slurm's decision."""
+
+
+def script(plan: Plan, *, name: str) -> str:
+    """Return the text of a script for ``sbatch``.
+
+    Args:
+        plan: the plan; its interpreter, folder and data must be there on every node.
+        name: names the job.
+
+    Raises:
+        RequestError: nodes without Slurm names that need different numbers of GPUs.
+    """
+    counts = [_gpus(node) for node in plan.nodes]
+    nameless = [node.host for node in plan.nodes if is_loopback(node.host) or _is_address(node.host)]
+    named = not nameless
+    if len({node.host for node in plan.nodes}) < len(plan.nodes) and named:
+        raise RequestError("--sbatch needs a machine per node, but two nodes of the recipe have the same host")
+    if not named and len(set(counts)) > 1:
+        raise RequestError(
+            "--sbatch needs Slurm's node names in the recipe: the nodes have different numbers of GPUs, "
+            f"and {nameless[0]} is no name"
+        )
+    head = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={_job_name(name)}",
+        f"#SBATCH --nodes={len(plan.nodes)}",
+        "#SBATCH --ntasks-per-node=1",
+        "# Whole nodes: all cores and GPUs, also where the nodes have different numbers of them.",
+        "#SBATCH --exclusive",
+    ]
+    if named:
+        head.append(f"#SBATCH --nodelist={','.join(node.host for node in plan.nodes)}")
+    if counts[0] and len(set(counts)) == 1:
+        head.append(f"#SBATCH --gpus-per-node={counts[0]}")
+    lines = [*head, "", "set -u"]
+    if not named:
+        lines.append('nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))')
+    lines += ["", *_steps(plan, counts, named), ""]
+    lines += [
+        "# The first step that fails ends the others: ranks cannot go on without them.",
+        "code=0",
+        'for _ in "${steps[@]}"; do',
+        "  wait -n || { code=$?; break; }",
+        "done",
+        '[ "$code" -eq 0 ] || { kill "${steps[@]}" 2>/dev/null; wait; }',
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
+    lines = ["steps=()"]
+    for node, gpus in zip(plan.nodes, counts, strict=True):
+        place = shlex.quote(node.host) if named else f'"${{nodes[{node.node}]}}"'
+        step = f"srun --nodes=1 --ntasks=1 --nodelist={place} --cpu-bind=none"
+        if gpus:
+            step += f" --gpus-per-node={gpus}"
+        env = {key: value for key, value in node.env.items() if key not in SET_BY_SLURM}
+        words = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
+        lines.append(f"# node {node.node}: ranks {node.ranks[0]} to {node.ranks[-1]} of {plan.world_size}")
+        lines.append(f"{step} {_command(words, plan, named)} &")
+        lines.append("steps+=($!)")
+    return lines
+
+
+def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
+    """Join words for the shell; without names, the first node of the allocation is where the ranks meet."""
+    if named or len(plan.nodes) == 1:
+        return shlex.join(words)
+    first = plan.nodes[0].host.strip("[]")
+    texts = []
+    for word in words:
+        match = re.fullmatch(r"(tcp://|MASTER_ADDR=)(.+?)(:\d+)?", word)
+        if match and (match[2].strip("[]") == first or is_loopback(match[2])):
+            texts.append(f'{match[1]}"${{nodes[0]}}"{match[3] or ""}')
+        else:
+            texts.append(shlex.quote(word))
+    return " ".join(texts)
+
+
+def _gpus(node: PlannedNode) -> int:
+    return 0 if "cpu" in node.devices else len(set(node.devices))
+
+
+def _is_address(host: str) -> bool:
+    return ":" in host or re.fullmatch(r"[\d.]+", host) is not None
+
+
+def _job_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-") or "gputrain"
