@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -273,14 +273,28 @@ _decode = msgspec.json.Decoder(AnyEvent)
 
 def encode_event(event: Event) -> bytes:
     """Return the event as one JSON line with its newline. Non-finite numbers become null."""
-    return _encode.encode(event) + b"\n"
+    try:
+        return _encode.encode(event) + b"\n"
+    except UnicodeEncodeError:  # Such as a message with a file name that is not UTF-8.
+        return _encode.encode(_encodable(msgspec.to_builtins(event))) + b"\n"
+
+
+def _encodable(value: Any) -> Any:
+    """Replace what has no UTF-8 form by question marks."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    return value
 
 
 def decode_events(lines: bytes) -> Iterator[AnyEvent]:
     """Yield the events of complete lines; a line that is torn, foreign or of an unknown type is passed over."""
     try:
         yield from _decode.decode_lines(lines)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         for line in lines.splitlines():
             try:
                 yield _decode.decode(line)
@@ -329,31 +343,41 @@ class RunDir:
 class EventWriter:
     """Appends events to one file without ever making the caller wait for the disk.
 
-    A thread encodes and writes what has gathered, at most ten times a second. When the disk is full or stalled
-    the newest events are dropped and counted; the count is written as a ``lost`` event once writing works again.
+    A thread writes what has gathered, at most ten times a second. While the disk is full or stalled the events wait in
+    memory; when that is full too, further ones are dropped and counted, and a ``lost`` event marks the gap.
     Without a path every call returns at once.
     """
 
     interval_s = 0.1
     capacity = 100_000
     """Events held in memory while the disk does not take them."""
+    lines_per_write = 1000
 
     def __init__(self, path: Path | None, *, rank: int | None = None, now: Callable[[], float] = time.time) -> None:
+        """Open the file and start the thread; a last line that another process left torn is ended first.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
         self._rank = rank
         self._now = now
-        self._pending: list[Event] = []
+        self._pending: list[bytes] = []
+        """Lines to write; the first may be what is left of a line of which a part is written."""
         self._lost = 0
         self._reason = ""
+        """Why the last event was dropped."""
+        self._trouble = ""
+        """Why the last write failed, empty when it did not."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
-        self._fd: int | None = None
         self._thread: threading.Thread | None = None
-        self._torn = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if _is_torn(path):
+                self._pending.append(b"\n")
+            self._thread = threading.Thread(target=self._run, args=(fd,), name="event-writer", daemon=True)
             self._thread.start()
 
     @property
@@ -363,26 +387,29 @@ class EventWriter:
 
     @property
     def lost(self) -> int:
-        """Events lost and not yet reported."""
-        return self._lost
+        """Events dropped and not yet reported; after ``close`` also those that the disk has not taken."""
+        with self._lock:
+            return self._lost + (0 if self.enabled else len(self._pending))
 
     def write(self, event: Event) -> None:
         """Queue one event; never blocks on the disk."""
         if self._thread is None:
             return
+        line = encode_event(event)
         with self._lock:
             if len(self._pending) >= self.capacity:
                 self._lost += 1
-                self._reason = "the disk does not keep up"
+                self._reason = self._trouble or "the disk does not keep up"
             else:
-                self._pending.append(event)
+                self._mark_gap()
+                self._pending.append(line)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Wait until all that was queued is written, or the time is over; True when nothing is pending."""
         deadline = time.monotonic() + timeout_s
         while self._thread is not None and self._thread.is_alive():
             with self._lock:
-                if not self._pending:
+                if not self._pending and not self._lost:
                     return True
             self._wake.set()
             if time.monotonic() > deadline:
@@ -397,51 +424,67 @@ class EventWriter:
         self._closing = True
         self._wake.set()
         self._thread.join(timeout_s)
-        if not self._thread.is_alive() and self._fd is not None:
-            os.close(self._fd)
-        self._fd = None
         self._thread = None
 
-    def _run(self) -> None:
+    def _mark_gap(self) -> None:
+        """Queue the report of what was dropped, at the place where it is missing; the caller holds the lock."""
+        if self._lost:
+            self._pending.append(
+                encode_event(Lost(time=self._now(), rank=self._rank, events=self._lost, message=self._reason))
+            )
+            self._lost = 0
+
+    def _run(self, fd: int) -> None:
         while True:
             closing = self._closing
-            self._drain()
+            self._drain(fd)
             if closing:
-                return
+                break
             self._wake.wait(self.interval_s)
             self._wake.clear()
+        os.close(fd)
 
-    def _drain(self) -> None:
-        with self._lock:
-            batch = self._pending[:]
-        if not batch and not self._lost:
-            return
-        lost, reason = self._lost, self._reason
-        lines = [encode_event(event) for event in batch]
-        if lost:
-            lines.append(encode_event(Lost(time=self._now(), rank=self._rank, events=lost, message=reason)))
-        failed = self._append(b"".join(lines))
-        with self._lock:
-            del self._pending[: len(batch)]
-            if failed:
-                self._lost += len(batch)
-                self._reason = failed
-            else:
-                self._lost -= lost
+    def _drain(self, fd: int) -> None:
+        """Write until nothing is pending or the disk refuses."""
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._mark_gap()
+                lines = self._pending[: self.lines_per_write]
+            if not lines:
+                return
+            written = self._append(fd, b"".join(lines))
+            done = 0
+            while done < len(lines) and written >= len(lines[done]):
+                written -= len(lines[done])
+                done += 1
+            with self._lock:
+                del self._pending[:done]
+                if written:  # A part of a line; the rest of it comes next.
+                    self._pending[0] = self._pending[0][written:]
+            if done < len(lines):
+                return
 
-    def _append(self, data: bytes) -> str:
-        """Write whole lines; return why not, or an empty string."""
-        assert self._fd is not None
+    def _append(self, fd: int, data: bytes) -> int:
+        """Return how many bytes the disk took."""
+        written = 0
         try:
-            if self._torn:
-                data = b"\n" + data
-            written = 0
             while written < len(data):
-                written += os.write(self._fd, data[written:])
-                self._torn = written < len(data)
+                written += os.write(fd, data[written:])
         except OSError as error:
-            return error.strerror or "the disk refused the write"
-        return ""
+            self._trouble = error.strerror or "the disk refused the write"
+        else:
+            self._trouble = ""
+        return written
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether a file's last line lacks its end, as after a crash."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
