@@ -106,7 +106,7 @@ class StepMeter:
                 state, inner = comm_hook or (None, None)
                 self._hook = BucketHook(ddp, self._clock, inner=inner, state=state)
         self._told: set[str] = set()
-        self._layout: int | None = None
+        self._layout: tuple[int, ...] = ()
         self._count = 0
         self._marks: list[Mark] = []
         self._parts: list[Part] = []
@@ -233,10 +233,10 @@ class StepMeter:
     def _settled(self, log: SyncTimes | None, buckets: Buckets | None) -> bool:
         if log is not None:
             return log.settled
-        layout = None if buckets is None else len(buckets.ready)
-        settled = layout is not None and layout == self._layout
-        self._layout = layout
-        return settled
+        if buckets is None:
+            return False
+        layout, self._layout = self._layout, tuple(buckets.sizes)
+        return layout == self._layout
 
     def _complete(self) -> None:
         """Turn steps that the device has finished into events, in order."""

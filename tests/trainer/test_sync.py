@@ -1,0 +1,610 @@
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gang import Gang
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer
+from trainer.bucket_hook import BucketHook
+from trainer.clocks import CudaClock, HostClock
+from trainer.ddp_log import sync_times
+from trainer.record import EventWriter, Finding, Step, decode_events
+from trainer.step_events import StepMerger, merge
+from trainer.sync import StepMeter
+
+CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------- pure parts
+
+LOG = {
+    "iteration": 7,
+    "backward_compute_time_start": 1_000_000,
+    "backward_compute_time_end": 5_000_000,
+    "backward_comm_time_start": 3_000_000,
+    "backward_comm_time_end": 9_000_000,
+    "bucket_sizes": "3000",
+    "rebuilt_bucket_sizes": "1000, 2000",
+}
+LAYOUT = "1000, 2000"
+
+
+def test_sync_times_come_from_the_stamps_of_this_iteration() -> None:
+    times = sync_times(LOG, after=6, layout=LAYOUT)
+    assert times is not None
+    assert (times.sync_ms, times.exposed_ms, times.bucket_bytes, times.settled) == (6.0, 4.0, (1000, 2000), True)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"iteration": 6}, "no synchronisation since the last read"),
+        ({"backward_compute_time_start": 6_000_000}, "a forward without backward leaves the other stamps old"),
+        ({"backward_comm_time_end": 4_000_000}, "reduced before the last bucket was ready"),
+        ({"backward_comm_time_end": None}, "a stamp is missing"),
+    ],
+)
+def test_stamps_that_are_not_of_one_synchronisation_are_no_value(change: dict[str, Any], why: str) -> None:
+    data = {name: value for name, value in (LOG | change).items() if value is not None}
+    assert sync_times(data, after=6, layout=LAYOUT) is None, why
+
+
+@pytest.mark.parametrize(
+    ("change", "layout"),
+    [
+        ({"iteration": 2, "rebuilt_bucket_sizes": None}, None),
+        ({"iteration": 3}, None),
+        ({}, "3000"),
+    ],
+    ids=["warm-up", "buckets were rebuilt late", "buckets changed"],
+)
+def test_warm_up_and_the_rebuild_of_buckets_are_not_settled(change: dict[str, Any], layout: str | None) -> None:
+    times = sync_times(LOG | change, after=0, layout=layout)
+    assert times is not None
+    assert not times.settled
+
+
+def test_launching_after_the_last_bucket_is_ready_exposes_everything() -> None:
+    times = sync_times(LOG | {"backward_comm_time_start": 5_500_000}, after=6, layout=LAYOUT)
+    assert times is not None
+    assert (times.sync_ms, times.exposed_ms) == (3.5, 4.0)
+
+
+def _step(step: int, **fields: Any) -> Step:
+    return Step(**({"time": float(step), "rank": 0, "step": step, "epoch": 1, "steps": 1, "samples": 8} | fields))
+
+
+def test_merged_steps_have_totals_of_samples_and_means_of_what_was_measured() -> None:
+    merged = merge(
+        [
+            _step(4, tokens=10, loss=2.0, step_ms=10.0, lr=0.1),
+            _step(5, tokens=20, loss=4.0, step_ms=20.0, sync_ms=3.0, sync_bytes=8, bucket_ms=[1.0, 2.0], lr=0.2),
+            _step(6, tokens=30, loss=6.0, step_ms=30.0, epoch=2, lr=0.3),
+        ]
+    )
+    assert (merged.step, merged.epoch, merged.steps, merged.samples, merged.tokens) == (6, 2, 3, 24, 60)
+    assert (merged.loss, merged.step_ms, merged.lr, merged.time) == (4.0, 20.0, 0.3, 6.0)
+    assert (merged.sync_ms, merged.sync_bytes, merged.bucket_ms) == (3.0, 8, [1.0, 2.0]), "measured once"
+    assert (merged.data_ms, merged.grad_norm) == (None, None), "never measured"
+
+
+def _events(folder: Path, rank: int = 0) -> list[Any]:
+    return list(decode_events((folder / f"{rank}.ndjson").read_bytes()))
+
+
+def test_fast_steps_share_events_and_none_is_dropped(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson")
+    merger = StepMerger(writer)
+    for step in range(1, 101):
+        merger.add(_step(step, time=1000 + step * 0.01))
+    merger.flush()
+    writer.close()
+    events = _events(tmp_path)
+    assert events[0].steps == 1, "the first step is visible at once"
+    assert len(events) <= 22
+    assert sum(event.steps for event in events) == 100
+    assert events[-1].step == 100
+
+
+def test_slow_steps_have_an_event_each_and_a_clock_set_back_holds_nothing_up(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson")
+    merger = StepMerger(writer)
+    for step, moment in enumerate([1000.0, 1000.06, 1000.12, 400.0, 400.06], start=1):
+        merger.add(_step(step, time=moment))
+    writer.close()
+    assert [event.steps for event in _events(tmp_path)] == [1, 1, 1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------------- one rank
+
+
+class Hand:
+    """A clock whose hand the test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def advance(self, milliseconds: float) -> None:
+        self.seconds += milliseconds / 1e3
+
+
+def _meter(folder: Path, hand: Hand, model: nn.Module | None = None) -> tuple[StepMeter, EventWriter]:
+    writer = EventWriter(folder / "0.ndjson")
+    model = model or nn.Linear(2, 2)
+    return StepMeter(model, device=CPU, writer=writer, rank=0, now=lambda: 1000 + hand() * 100, clock=hand), writer
+
+
+def test_a_step_runs_from_the_end_of_the_last_and_micro_steps_add_up(tmp_path: Path) -> None:
+    hand = Hand()
+    meter, writer = _meter(tmp_path, hand)
+    meter.start()
+    for step in (1, 2):
+        for _ in range(2):
+            for part, milliseconds in (("data", 1), ("h2d", 2), ("forward", 4), ("backward", 8)):
+                hand.advance(milliseconds)
+                meter.lap(part)
+        hand.advance(16)
+        meter.lap("optimizer")
+        hand.advance(5)
+        meter.end(step=step, epoch=1, loss=torch.tensor(0.5), samples=4, tokens=40, lr=0.1, grad_norm=2.0)
+        hand.advance(100)  # a validation
+        meter.pause()
+        meter.start()
+    meter.close()
+    writer.close()
+    for event in _events(tmp_path):
+        parts = (event.data_ms, event.h2d_ms, event.forward_ms, event.backward_ms, event.optimizer_ms, event.step_ms)
+        assert parts == pytest.approx((2, 4, 8, 16, 16, 51))
+        assert (event.loss, event.grad_norm, event.samples, event.tokens, event.lr) == (0.5, 2.0, 4, 40, 0.1)
+        assert event.gc_ms == 0.0
+        assert event.sync_ms is event.sync_exposed_ms is event.sync_bytes is event.local_grad_norm is None
+
+
+def test_what_is_done_between_two_steps_counts_to_the_next_one(tmp_path: Path) -> None:
+    hand = Hand()
+    meter, writer = _meter(tmp_path, hand)
+    meter.start()
+    meter.end(step=1, epoch=1, samples=1)
+    hand.advance(7)
+    meter.end(step=2, epoch=1, samples=1)
+    meter.close()
+    writer.close()
+    assert [event.step_ms for event in _events(tmp_path)] == pytest.approx([0.0, 7.0])
+
+
+def test_the_first_step_and_the_last_are_written_without_waiting_for_more(tmp_path: Path) -> None:
+    hand = Hand()
+    meter, writer = _meter(tmp_path, hand)
+    meter.start()
+    meter.end(step=1, epoch=1, samples=1)
+    assert writer.flush()
+    assert [event.step for event in _events(tmp_path)] == [1]
+    meter.end(step=2, epoch=1, samples=1)
+    meter.end(step=3, epoch=1, samples=1)
+    meter.close()
+    writer.close()
+    assert [(event.step, event.steps) for event in _events(tmp_path)] == [(1, 1), (3, 2)]
+
+
+def test_garbage_collection_within_a_step_is_timed(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson")
+    callbacks = list(gc.callbacks)
+    meter = StepMeter(nn.Linear(2, 2), device=CPU, writer=writer, rank=0)
+    meter.start()
+    gc.collect()
+    meter.end(step=1, epoch=1, samples=1)
+    meter.close()
+    writer.close()
+    (event,) = _events(tmp_path)
+    assert 0.0 < event.gc_ms <= event.step_ms
+    assert gc.callbacks == callbacks, "nothing is left behind"
+
+
+def test_without_a_record_nothing_is_measured(tmp_path: Path) -> None:
+    callbacks = list(gc.callbacks)
+
+    def no_clock() -> float:
+        raise AssertionError("asked for the time")
+
+    writer = EventWriter(None)
+    meter = StepMeter(nn.Linear(2, 2), device=CPU, writer=writer, rank=0, now=no_clock, clock=no_clock)
+    meter.start()
+    meter.lap("forward")
+    meter.end(step=1, epoch=1, samples=1, loss=torch.tensor(1.0))
+    meter.pause()
+    meter.close()
+    assert gc.callbacks == callbacks
+    assert meter.latest is None
+
+
+# ------------------------------------------------------------------------------------------------- the GPU's clock
+
+
+class Device:
+    """Stands in for a GPU that does queued work when the test says so; this machine need not have one."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.queued = 0
+        self.made = 0
+
+    def event(self) -> Event:
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    """What `CudaClock` uses of ``torch.cuda.Event``."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.at = math.inf
+
+    def record(self) -> None:
+        self.device.queued += 1
+        self.at = self.device.queued
+
+    def query(self) -> bool:
+        return self.at <= self.device.done
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    monkeypatch.setattr("trainer.sync.CudaClock", lambda where: CudaClock(where, device.event))
+    writer = EventWriter(tmp_path / "0.ndjson")
+    moment = itertools.count(1000)
+    meter = StepMeter(
+        nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0, now=lambda: float(next(moment))
+    )
+    meter.start()
+    for step in range(1, 5):
+        meter.lap("forward")
+        meter.end(step=step, epoch=1, samples=1, loss=0.5)
+    assert meter.latest is None, "the device has done nothing yet"
+    device.done = 5  # in the middle of the third step
+    meter.pause()
+    assert meter.latest is not None
+    assert meter.latest.step == 2
+    made = device.made
+    meter.lap("forward")
+    meter.end(step=5, epoch=1, samples=1, loss=0.5)
+    assert device.made == made, "events are used again"
+    device.done = device.queued
+    meter.close()
+    writer.close()
+    events = _events(tmp_path)
+    assert [event.step for event in events] == [1, 2, 3, 4, 5]
+    assert [event.step_ms for event in events] == [2.0] * 5
+    assert [event.forward_ms for event in events] == [1.0] * 5
+
+
+def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.sync.CudaClock", lambda where: CudaClock(where, Device().event))
+    writer = EventWriter(tmp_path / "0.ndjson")
+    meter = StepMeter(nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0)
+    meter.start()
+    meter.end(step=1, epoch=1, samples=1)
+    meter.close(timeout_s=0.01)
+    writer.close()
+    assert _events(tmp_path) == []
+
+
+def test_the_step_path_never_waits_for_the_device() -> None:
+    folder = Path(trainer.__file__).parent
+    for name in ("sync.py", "clocks.py", "bucket_hook.py", "step_events.py"):
+        text = (folder / name).read_text()
+        assert not re.search(r"synchronize\(|\.item\(|\.cpu\(|\.wait\(", text), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_steps_are_timed_by_events_and_losses_arrive(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    writer = EventWriter(tmp_path / "0.ndjson")
+    model = nn.Linear(512, 512, device=device)
+    moment = itertools.count(1000)
+    meter = StepMeter(model, device=device, writer=writer, rank=0, now=lambda: float(next(moment)))
+    meter.start()
+    for step in range(1, 21):
+        loss = model(torch.ones(64, 512, device=device)).square().mean()
+        meter.lap("forward")
+        loss.backward()
+        meter.lap("backward")
+        meter.end(step=step, epoch=1, samples=64, loss=loss)
+    meter.close()
+    writer.close()
+    events = _events(tmp_path)
+    assert [event.step for event in events] == list(range(1, 21))
+    assert all(event.forward_ms > 0 and event.backward_ms > 0 and event.loss is not None for event in events)
+
+
+# ------------------------------------------------------------------------------------------------- several ranks
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+class Delay(torch.autograd.Function):
+    """Passes its input on and sleeps in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.backward_s = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            x = Delay.apply(x, self.backward_s / 4)
+        return x
+
+
+PARAMETER_BYTES = 4 * (64 * 64 + 64) * 4
+
+
+def _train(
+    rank: int,
+    world_size: int,
+    folder: str,
+    *,
+    steps: int = 8,
+    micro_steps: int = 1,
+    record: bool = True,
+    detail_every: int = 5,
+    backward_delay: tuple[int, int, float] | None = None,
+    ddp_options: dict[str, Any] | None = None,
+    meter_options: dict[str, Any] | None = None,
+    hook_of_its_own: bool = False,
+) -> list[Tensor]:
+    """Train a small network; ``backward_delay`` is a rank, a step and seconds. Returns the parameters."""
+    torch.manual_seed(1)
+    net = Net()
+    model = DistributedDataParallel(net, **({"bucket_cap_mb": 0.03} | (ddp_options or {})))
+    if hook_of_its_own:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    writer = EventWriter(Path(folder) / f"{rank}.ndjson" if record else None)
+    moment = itertools.count(1000)
+    meter = StepMeter(
+        model,
+        device=CPU,
+        writer=writer,
+        rank=rank,
+        detail_every=detail_every,
+        now=lambda: float(next(moment)),
+        **(meter_options or {}),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    dist.barrier()
+    meter.start()
+    for step in range(1, steps + 1):
+        net.backward_s = backward_delay[2] if backward_delay is not None and backward_delay[:2] == (rank, step) else 0.0
+        for micro in range(micro_steps):
+            x = torch.randn(16, 64)
+            meter.lap("data")
+            with contextlib.nullcontext() if micro == micro_steps - 1 else model.no_sync():
+                loss = model(x).square().mean()
+                meter.lap("forward")
+                loss.backward()
+                meter.lap("backward")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+        meter.lap("optimizer")
+        meter.end(step=step, epoch=1, loss=loss, samples=16 * micro_steps, lr=0.1, grad_norm=norm)
+    meter.close()
+    writer.close()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def _train_with(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> list[Tensor]:
+    return _train(rank, world_size, folder, **options)
+
+
+def _steps(folder: Path, rank: int) -> list[Step]:
+    return [event for event in _events(folder, rank) if isinstance(event, Step)]
+
+
+def test_the_wait_is_seen_by_the_others_at_the_step_in_which_one_is_late(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_with, str(tmp_path), {"backward_delay": (1, 6, 0.2)})
+    waiting, late = _steps(tmp_path, 0), _steps(tmp_path, 1)
+    exposed = [event.sync_exposed_ms for event in waiting]
+    assert exposed[5] > 150
+    assert max(exposed[4], exposed[6]) < 100, "values belong to their own step"
+    assert late[5].sync_exposed_ms < exposed[5] - 100
+    assert late[5].backward_ms > 190, "the delay is the late rank's own work"
+    assert waiting[5].backward_ms < 100
+    for event in waiting + late:
+        parts = [event.data_ms, event.forward_ms, event.backward_ms, event.optimizer_ms, event.sync_exposed_ms or 0.0]
+        assert sum(parts) <= event.step_ms * 1.001
+
+
+def test_warm_up_has_no_synchronisation_values_and_later_steps_have_all(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_with, str(tmp_path), {"steps": 11})
+    events = _steps(tmp_path, 0)
+    assert [event.step for event in events] == list(range(1, 12))
+    for event in events[:2]:
+        assert event.sync_ms is event.sync_exposed_ms is event.sync_bytes is event.bucket_ms is None
+        assert event.backward_ms is not None
+    for event in events[2:]:
+        assert event.sync_ms >= event.sync_exposed_ms > 0
+        assert event.sync_bytes == PARAMETER_BYTES
+        assert event.sync_buckets == 2
+    sampled = [event.step for event in events if event.bucket_ms is not None]
+    assert sampled == [3, 6, 11]
+    assert [event.step for event in events if event.local_grad_norm is not None] == sampled
+    for event in events:
+        if event.bucket_ms is not None:
+            assert len(event.bucket_ms) == 2
+            assert 0 < max(event.bucket_ms) <= event.sync_ms * 1.01 + 0.5
+
+
+def test_accumulated_micro_steps_synchronise_once(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_with, str(tmp_path), {"micro_steps": 3})
+    for event in _steps(tmp_path, 0)[2:]:
+        assert event.sync_bytes == PARAMETER_BYTES
+        assert event.samples == 48
+        assert event.forward_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "settled_from"),
+    [
+        ({"static_graph": True}, 4),
+        ({"find_unused_parameters": True}, 3),
+        ({"gradient_as_bucket_view": True}, 3),
+    ],
+    ids=["static graph", "unused parameters", "bucket views"],
+)
+def test_each_way_of_wrapping_gives_synchronisation_values(
+    gang: Gang, tmp_path: Path, options: dict[str, Any], settled_from: int
+) -> None:
+    gang.run(_train_with, str(tmp_path), {"ddp_options": options, "detail_every": 1})
+    events = _steps(tmp_path, 1)
+    assert all(event.sync_exposed_ms is None for event in events[: settled_from - 1])
+    assert all(event.sync_exposed_ms > 0 for event in events[settled_from - 1 :])
+    assert all(event.bucket_ms for event in events[settled_from - 1 :])
+
+
+def test_measuring_does_not_change_the_training(gang: Gang, tmp_path: Path) -> None:
+    measured = gang.run(_train_with, str(tmp_path), {"detail_every": 1})
+    plain = gang.run(_train_with, str(tmp_path), {"record": False})
+    for ours, theirs in zip(measured, plain, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _local_norms(rank: int, world_size: int) -> float:
+    torch.manual_seed(1)
+    net = Net()
+    torch.manual_seed(rank)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        net(torch.randn(16, 64)).square().mean().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            if step < 2:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(norm)
+
+
+def test_the_local_gradient_norm_is_this_ranks_own_before_the_reduction(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_with, str(tmp_path), {"steps": 3})
+    expected = gang.run(_local_norms)
+    for rank in range(2):
+        assert _steps(tmp_path, rank)[2].local_grad_norm == pytest.approx(expected[rank], rel=1e-4)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-4)
+
+
+def test_another_comm_hook_is_wrapped_and_its_bytes_are_counted(gang: Gang, tmp_path: Path) -> None:
+    options = {"comm_hook": (None, default_hooks.fp16_compress_hook), "wire_ratio": 0.5}
+    measured = gang.run(_train_with, str(tmp_path), {"meter_options": options, "detail_every": 1})
+    plain = gang.run(_train_with, str(tmp_path), {"meter_options": options, "record": False})
+    for ours, theirs in zip(measured, plain, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    event = _steps(tmp_path, 0)[-1]
+    assert event.sync_bytes == PARAMETER_BYTES // 2
+    assert event.bucket_ms is not None
+
+
+def test_a_hook_that_is_there_already_is_left_alone_and_told_once(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_with, str(tmp_path), {"hook_of_its_own": True})
+    told = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
+    assert [(event.kind, event.severity) for event in told] == [("not_measured", "info")]
+    assert "comm hook already" in told[0].message
+    last = _steps(tmp_path, 0)[-1]
+    assert last.sync_ms is not None
+    assert last.bucket_ms is last.local_grad_norm is None
+
+
+class BrokenClock(HostClock):
+    """Fails after a few marks, on one rank only."""
+
+    def __init__(self, marks: int) -> None:
+        super().__init__(self._mark)
+        self._left = marks
+
+    def _mark(self) -> float:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError("no clock")
+        return 0.0
+
+
+def _measure_with_a_broken_clock(rank: int, world_size: int, marks: int) -> tuple[bool, str | None]:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.03)
+    hook = BucketHook(model, BrokenClock(marks if rank == 0 else 1000))
+    complete = False
+    for _ in range(4):
+        hook.measure(norms=True)
+        model(torch.randn(16, 64)).square().mean().backward()
+        complete = hook.take() is not None
+    return complete, hook.fault
+
+
+@pytest.mark.parametrize("marks", [0, 2, 5, 6, 7])
+def test_a_fault_while_measuring_ends_the_measuring_and_not_the_training(gang: Gang, marks: int) -> None:
+    (complete, fault), healthy = gang.run(_measure_with_a_broken_clock, marks)
+    assert not complete
+    assert fault is not None
+    assert "OSError: no clock" in fault
+    assert healthy == (True, None)
+
+
+def _train_without_the_private_interface(rank: int, world_size: int, folder: str) -> None:
+    original = DistributedDataParallel._get_ddp_logging_data
+    del DistributedDataParallel._get_ddp_logging_data
+    try:
+        _train(rank, world_size, folder, detail_every=2)
+    finally:
+        DistributedDataParallel._get_ddp_logging_data = original  # type: ignore[method-assign]
+
+
+def test_without_ddps_private_logger_sampled_steps_still_tell(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_without_the_private_interface, str(tmp_path))
+    events = _steps(tmp_path, 0)
+    told = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
+    assert ["no DDP runtime logger" in event.message for event in told] == [True]
+    assert any(event.sync_exposed_ms is not None for event in events)
+    assert all((event.sync_exposed_ms is None) == (event.bucket_ms is None) for event in events)
