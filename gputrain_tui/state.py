@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from trainer.outcome import root_cause
 from trainer.record import (
     AnyEvent,
     Checkpoint,
@@ -542,7 +543,7 @@ class RunState:
 
     def _failure(self, event: Failure) -> None:
         self.failures.append(event)
-        self.root_cause = root_cause(self.failures)
+        self.root_cause = root_cause((int(failure.time * 1e9), failure) for failure in self.failures)
         if event.rank is not None:
             view = self.rank(event.rank)
             view.state, view.time = "failed", event.time
@@ -552,11 +553,3 @@ class RunState:
 
     def _run_ended(self, event: RunEnded) -> None:
         self.ended = event
-
-
-def root_cause(failures: Iterable[Failure]) -> Failure | None:
-    """Return the failure that explains the others: the earliest that is not the loss of a peer.
-
-    A rank that dies breaks every collective, so its peers fail too, sometimes sooner than it is found.
-    """
-    return min(failures, key=lambda failure: (failure.kind == "lost_peer", failure.time), default=None)

@@ -1,0 +1,70 @@
+"""How a node's command becomes a process: one small protocol, one module per way."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, cast
+
+from trainer.errors import RequestError, nearest
+
+if TYPE_CHECKING:
+    from gputrain_tui.plan import PlannedNode
+    from trainer.record import RunDir
+
+LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.launchers.local", "LocalLauncher")}
+"""Name to module and class."""
+
+
+class NodeProcess(Protocol):
+    """The process of one node, seen from the supervisor."""
+
+    node: int
+    """Index of the node in the plan."""
+    host: str
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+
+    def poll(self) -> int | None:
+        """Exit code, a signal's number negated, or None while it runs."""
+
+    def stop(self) -> None:
+        """Ask the node's parent to end its ranks and leave; returns at once."""
+
+    def kill(self) -> None:
+        """End it without asking; its ranks die with it."""
+
+    def close(self) -> None:
+        """Let go of the descriptors of a process that has ended."""
+
+
+class Launcher(Protocol):
+    """A way to start a node."""
+
+    def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
+        """Start a node's command.
+
+        Args:
+            node: what to start, and where.
+            run_dir: where its output goes.
+            env: environment of the run, besides the node's own.
+            leased: the node ends itself when this process is gone.
+
+        Raises:
+            OSError: the command cannot be started.
+        """
+
+
+def launcher(name: str) -> Launcher:
+    """Return the launcher of a plan.
+
+    Raises:
+        RequestError: this installation has no such launcher.
+    """
+    if name not in LAUNCHERS:
+        raise RequestError(
+            f"launcher {name!r} is not known; it is one of {', '.join(LAUNCHERS)}{nearest(name, LAUNCHERS)}"
+        )
+    module, attribute = LAUNCHERS[name]
+    return cast(Launcher, getattr(importlib.import_module(module), attribute)())

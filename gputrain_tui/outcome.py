@@ -1,0 +1,134 @@
+"""What the record says about how an attempt to train ended; success is read here, not from exit codes.
+
+A rank may still abort or hang while its interpreter shuts down after a successful run, so what it wrote before
+counts, and an exit code of 0 without it does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trainer.errors import ExitCode
+from trainer.outcome import NodeOutcome, root_cause, signal_name
+from trainer.record import AnyEvent, Failure, RankState, RunDir, decode_events
+
+TAIL_BYTES = 1 << 20
+"""How much of the end of a file is searched; how a rank ended is among its last words."""
+LOG_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEnd:
+    """How a node's parent process ended."""
+
+    host: str
+    exit_code: int
+    """A signal's number negated."""
+    unfinished: list[int]
+    """Its ranks that did not record that they finished."""
+
+
+def sizes(run_dir: RunDir) -> dict[str, int]:
+    """Return the size of every event file, which marks the beginning of an attempt."""
+    return {path.name: path.stat().st_size for path in run_dir.events.glob("*.ndjson")}
+
+
+def unfinished(run_dir: RunDir, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
+    """Return the ranks that did not record that they finished in this attempt."""
+    return [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
+
+
+def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
+    """Return the failures that ranks and nodes recorded in this attempt."""
+    found: list[Failure] = []
+    for path in run_dir.events.glob("*.ndjson"):
+        found += [event for event in _tail(path, since, b'"failure"') if isinstance(event, Failure)]
+    return found
+
+
+def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:
+    """Return the one failure that explains how the attempt ended.
+
+    Args:
+        run_dir: the record.
+        since: sizes of the event files when the attempt began.
+        ended: per node, in the order in which they ended.
+        now: Unix seconds, for a failure that nobody recorded.
+    """
+    told = [*failures(run_dir, since), *_from_results(run_dir, ended)]
+    recorded = root_cause((int(failure.time * 1e9), failure) for failure in told)
+    if recorded is not None:
+        return recorded
+    for node, end in ended.items():
+        if end.unfinished:
+            return _from_exit(run_dir, node, end, now)
+    return Failure(time=now, kind="exit", message="the run ended and no rank says why")
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a text file that are not blank; none when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def _finished(path: Path, since: Mapping[str, int]) -> bool:
+    events = _tail(path, since, b'"finished"')
+    return any(isinstance(event, RankState) and event.state == "finished" for event in events)
+
+
+def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEvent]:
+    """Yield the events near the end of a file whose line holds the mark, from this attempt only."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            begin = since.get(path.name, 0)
+            start = max(begin, size - TAIL_BYTES)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except OSError:
+        return
+    for line in lines[1:] if start > begin else lines:  # the first is torn when the cut is not a line's beginning
+        if mark in line:
+            yield from decode_events(line)
+
+
+def _from_results(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Failure]:
+    """Yield what the nodes' parents report where an event could not be written, on a full disk for instance."""
+    for node, end in ended.items():
+        if not end.unfinished:
+            continue
+        try:
+            result = msgspec.json.decode(run_dir.node_result(node).read_bytes(), type=NodeOutcome)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if result.failure is not None:
+            yield result.failure
+
+
+def _from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
+    """Tell from a node's exit code and last words what happened, where nothing else does."""
+    host, code, ranks = end.host, end.exit_code, end.unfinished
+    words = last_lines(run_dir.node_log(node), 1)
+    said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
+    if code == ExitCode.BAD_REQUEST:
+        return Failure(time=now, kind="request", host=host, message=said.removeprefix(": ") or "the request was wrong")
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if code < 0:
+        what = f"node {node} was killed by {signal_name(-code)} before {who} finished{said}"
+        return Failure(time=now, kind="signal", host=host, message=what)
+    return Failure(
+        time=now,
+        kind="exit",
+        host=host,
+        message=f"node {node} ended with exit code {code} and {who} did not finish{said}",
+    )

@@ -1,0 +1,317 @@
+"""One run from start to end: launches the plan's nodes, watches them, restarts or stops them, says how it ended.
+
+``python -m gputrain_tui.supervisor RUN_DIR [--lease]``. One thread and never torch: the nodes' parents may ask to
+die with the thread that started them, and the command must be there at once. With ``--lease`` the run lives as long
+as the other end of standard input.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import msgspec
+
+from gputrain_tui import outcome
+from gputrain_tui.descendants import adopt_orphans, sweep
+from gputrain_tui.launchers import Launcher, NodeProcess, launcher
+from gputrain_tui.plan import Plan
+from gputrain_tui.processes import identify
+from gputrain_tui.runs import Status, last_step, read_status, write_status
+from trainer.errors import ExitCode, RequestError
+from trainer.outcome import exit_code_of
+from trainer.record import Event, Failure, RunDir, RunEnded, RunStarted, encode_event
+
+STOP_GRACE_S = 5.0
+"""How long the nodes may take to leave when a person stops the run."""
+FAILURE_GRACE_S = 1.5
+"""How long the other nodes may take once one has failed; all are gone within two seconds."""
+SWEEP_S = 5.0
+"""How long killed processes may take to disappear."""
+TEMPORARY_LENGTH = 60
+"""Longest name of a temporary folder in which a Unix socket can still be named (108 bytes with everything)."""
+LEASE = 0
+"""The descriptor whose end ends a leased run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run, or one attempt at it, ended."""
+
+    status: Literal["finished", "failed", "stopped"]
+    failure: Failure | None = None
+    recorded: bool = False
+    """Whether the failure stands in the record already."""
+
+
+@dataclass
+class Attempt:
+    """The nodes of one launch."""
+
+    since: Mapping[str, int]
+    """Sizes of the event files when it began."""
+    running: dict[int, NodeProcess] = field(default_factory=dict)
+    """By descriptor."""
+    ended: dict[int, outcome.NodeEnd] = field(default_factory=dict)
+    """By node, in the order in which they ended."""
+    failure: Failure | None = None
+    """What this process itself saw go wrong."""
+    stopping: bool = False
+    deadline: float | None = None
+    """When what is still running is killed, monotonic seconds."""
+
+
+class Supervisor:
+    """The one process that answers for a run."""
+
+    def __init__(self, run_dir: RunDir, *, leased: bool, now: Callable[[], float] = time.time) -> None:
+        self.dir = run_dir
+        self.leased = leased
+        self._now = now
+        self._stop_reason: str | None = None
+        self._asked_again = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake_read, select.POLLIN)
+        if leased:
+            self._poll.register(LEASE, select.POLLIN)
+        self._plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
+        self._status = read_status(run_dir) or Status(
+            run=run_dir.path.name, recipe="", world_size=self._plan.world_size
+        )
+        self._tmp: Path | None = None
+
+    def run(self) -> ExitCode:
+        """Take the run from start to end; return its exit code."""
+        self._catch_signals()
+        adopt_orphans()
+        try:
+            ended = self._attempts()
+        except BaseException as error:
+            left = self._sweep()
+            what = f"the supervisor failed: {type(error).__name__}: {error}"
+            self._close(Ended(status="failed", failure=self._failure("launch", what)), left)
+            raise
+        return self._close(ended, self._sweep())
+
+    # ------------------------------------------------------------------------------------------------ attempts
+
+    def _attempts(self) -> Ended:
+        plan = self._plan
+        try:
+            way = launcher(plan.launcher)
+        except RequestError as error:
+            return Ended(status="failed", failure=self._failure("request", str(error)))
+        env = self._environment()
+        restarts: int | None = None
+        while True:
+            attempt = self._launch(plan, way, env)
+            if restarts is None:  # the nodes are on their way: nothing before them delays the first step
+                self._started()
+            self._watch(attempt)
+            ended = self._judge(attempt)
+            if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
+                return ended
+            from gputrain_tui import restart  # a healthy run does not wait for it
+
+            restarts = restart.max_restarts(self.dir) if restarts is None else restarts
+            if not restarts or self._stop_reason is not None or self._sweep():
+                return ended
+            restarts -= 1
+            if not ended.recorded:
+                self._record(ended.failure)
+            plan = restart.again(plan, self.dir)
+
+    def _launch(self, plan: Plan, way: Launcher, env: Mapping[str, str]) -> Attempt:
+        attempt = Attempt(since=outcome.sizes(self.dir))
+        for node in plan.nodes:
+            if self._stop_reason is not None:
+                break
+            self.dir.node_result(node.node).unlink(missing_ok=True)
+            try:
+                process = way.launch(node, self.dir, env=env, leased=self.leased)
+            except OSError as error:
+                what = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
+                attempt.failure = self._failure("launch", what, host=node.host)
+                self._stop(attempt, FAILURE_GRACE_S)
+                break
+            attempt.running[process.fileno()] = process
+            self._poll.register(process.fileno(), select.POLLIN)
+        return attempt
+
+    def _started(self) -> None:
+        status = self._status
+        status.status = "running"
+        status.supervisor = identify()
+        self._write_status()
+        self._record(
+            RunStarted(
+                time=self._now(),
+                run=status.run,
+                recipe=status.recipe,
+                world_size=self._plan.world_size,
+                run_dir=str(self.dir.path),
+            )
+        )
+
+    def _watch(self, attempt: Attempt) -> None:
+        """Wait until no node is left, passing on the wish to stop and the first failure."""
+        while attempt.running:
+            if self._stop_reason is not None and (not attempt.stopping or self._asked_again):
+                self._stop(attempt, 0.0 if self._asked_again else STOP_GRACE_S)
+                self._asked_again = False
+            for descriptor in self._wait(attempt.deadline):
+                process = attempt.running.get(descriptor)
+                code = process.poll() if process is not None else None
+                if process is not None and code is not None:
+                    self._node_ended(attempt, descriptor, process, code)
+            if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
+                attempt.deadline = None
+                for process in attempt.running.values():
+                    process.kill()
+
+    def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
+        del attempt.running[descriptor]
+        self._poll.unregister(descriptor)
+        process.close()
+        ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)
+        missing = outcome.unfinished(self.dir, ranks, attempt.since)
+        attempt.ended[process.node] = outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
+        if missing and not attempt.stopping:
+            self._stop(attempt, FAILURE_GRACE_S)
+
+    def _stop(self, attempt: Attempt, grace_s: float) -> None:
+        attempt.stopping = True
+        deadline = time.monotonic() + grace_s
+        attempt.deadline = deadline if attempt.deadline is None else min(deadline, attempt.deadline)
+        for process in attempt.running.values():
+            process.stop()
+        if self._stop_reason is not None:
+            self._status.status = "stopping"
+            self._write_status()
+
+    def _judge(self, attempt: Attempt) -> Ended:
+        ends = attempt.ended.values()
+        if len(ends) == len(self._plan.nodes) and not any(end.unfinished for end in ends):
+            return Ended(status="finished")
+        if self._stop_reason is not None:
+            return Ended(status="stopped")
+        if attempt.failure is not None:
+            return Ended(status="failed", failure=attempt.failure)
+        failure = outcome.cause(self.dir, attempt.since, attempt.ended, self._now())
+        return Ended(status="failed", failure=failure, recorded=failure in outcome.failures(self.dir, attempt.since))
+
+    # ------------------------------------------------------------------------------------------------- waiting
+
+    def _wait(self, deadline: float | None) -> list[int]:
+        """Sleep until a node ends, a signal, the end of the lease or the deadline; return the descriptors of nodes."""
+        timeout = None if deadline is None else max(0, math.ceil((deadline - time.monotonic()) * 1000))
+        nodes = []
+        for descriptor, _ in self._poll.poll(timeout):
+            if descriptor == self._wake_read:
+                with suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            elif descriptor == LEASE and self.leased:
+                if not os.read(LEASE, 4096):
+                    self._poll.unregister(LEASE)
+                    self._ask_to_stop("the command that started it is gone")
+            else:
+                nodes.append(descriptor)
+        return nodes
+
+    def _catch_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._ask_to_stop(f"stopped by {signal.Signals(number).name}")
+
+    def _ask_to_stop(self, reason: str) -> None:
+        self._asked_again = self._stop_reason is not None and not reason.endswith("gone")
+        self._stop_reason = self._stop_reason or reason
+
+    def _sweep(self) -> list[int]:
+        """Leave nothing of the run behind; return the pids of what would not go."""
+        return sweep(SWEEP_S, lambda seconds: self._nap(seconds))
+
+    def _nap(self, seconds: float) -> None:
+        select.select([self._wake_read], [], [], seconds)
+        with suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    # --------------------------------------------------------------------------------------------- the record
+
+    def _close(self, ended: Ended, left: list[int]) -> ExitCode:
+        """Write how the run ended; readers take these as its last words."""
+        if self._tmp is not None:
+            shutil.rmtree(self._tmp, ignore_errors=True)
+        message = self._stop_reason if ended.status == "stopped" else None
+        code = ExitCode.STOPPED if ended.status == "stopped" else ExitCode.FINISHED
+        if ended.failure is not None:
+            if not ended.recorded:
+                self._record(ended.failure)
+            message, code = ended.failure.message, exit_code_of(ended.failure)
+        if left:
+            message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))
+        status = self._status
+        status.status, status.exit_code, status.message = ended.status, int(code), message
+        status.ended = self._now()
+        last = [step for rank in range(self._plan.world_size) if (step := last_step(self.dir, rank)) is not None]
+        if last:
+            status.step = min(step.step for step in last)
+            losses = [step.loss for step in last if step.loss is not None]
+            status.loss = sum(losses) / len(losses) if losses else None
+        self._record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
+        self._write_status()
+        return code
+
+    def _failure(self, kind: str, message: str, *, host: str | None = None) -> Failure:
+        return Failure(time=self._now(), kind=kind, message=message, host=host)
+
+    def _record(self, event: Event) -> None:
+        """Append to the run's own events; a full disk does not end the run."""
+        try:
+            with self.dir.run_events.open("ab") as file:
+                file.write(encode_event(event))
+        except OSError as error:
+            print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _write_status(self) -> None:
+        try:
+            write_status(self.dir, self._status)
+        except OSError as error:
+            print(f"cannot write {self.dir.status}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _environment(self) -> dict[str, str]:
+        """What all nodes of the run share: its mark, by which its processes are found, and a temporary folder."""
+        self._tmp = self.dir.tmp
+        if len(str(self._tmp)) > TEMPORARY_LENGTH:
+            self._tmp = Path(tempfile.mkdtemp(prefix="gputrain-"))
+        self._tmp.mkdir(mode=0o700, exist_ok=True)
+        return {"GPUTRAIN_RUN": str(self.dir.path), "TMPDIR": str(self._tmp)}
+
+
+def main() -> int:
+    """Supervise the run of a directory."""
+    words = sys.argv[1:]
+    return Supervisor(RunDir(Path(words[0]).absolute()), leased="--lease" in words[1:]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""A node's parent without torch: records real events and ends as its first word says, to try the supervisor on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainer.record import Failure, RankState, RunDir, Step, encode_event
+
+
+def main(words: list[str]) -> int:
+    mode, ranks = words[0], [int(word) for word in words[1].split(",")]
+    flags = dict(zip(words[2::2], words[3::2], strict=True))
+    run_dir = RunDir(Path(flags["--run-dir"]))
+
+    def tell(rank: int, *events: RankState | Step | Failure) -> None:
+        with run_dir.rank_events(rank).open("ab") as file:
+            file.write(b"".join(map(encode_event, events)))
+
+    def states(*names: str) -> None:
+        for rank in ranks:
+            tell(rank, *(RankState(time=time.time(), rank=rank, state=name) for name in names))  # type: ignore[arg-type]
+
+    if mode == "once" and "--resume" not in flags and not (run_dir.path / "failed-once").exists():
+        (run_dir.path / "failed-once").touch()
+        mode = "fail"
+    elif mode == "once":
+        mode = "finish"
+    if mode == "request":
+        print("trainer: --batch-size is 0, but must be an integer >= 1", file=sys.stderr)
+        return 2
+    states("spawned", "training")
+    for rank in ranks:
+        tell(rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in (1, 2)))
+    if mode in ("finish", "abort"):
+        states("finished")
+    if mode == "abort":
+        os.abort()
+    if mode == "fail":
+        tell(ranks[-1], Failure(time=time.time(), kind="exception", rank=ranks[-1], message="ValueError: bad batch"))
+        return 1
+    if mode == "peer":
+        while not any(b'"exception"' in path.read_bytes() for path in run_dir.events.glob("*.ndjson")):
+            time.sleep(0.005)
+        early = Failure(time=time.time() - 60, kind="lost_peer", rank=ranks[0], message="Connection closed by peer")
+        tell(ranks[0], early)
+        time.sleep(60)
+    if mode == "mute":
+        print("Segmentation fault in a kernel")
+        return 7
+    if mode == "hang":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        (run_dir.path / f"hanging-{ranks[0]}").touch()
+        time.sleep(600)
+    if mode == "wait":
+        time.sleep(600)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gputrain_tui.plan import Plan, PlannedNode, with_run_dir
+from gputrain_tui.runs import Run, RunReader, create, read_status
+from gputrain_tui.start import start_supervisor
+from gputrain_tui.state import RunState
+from trainer.record import Event, Failure, RunEnded, RunStarted
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+PORT = "tcp://127.0.0.1:29999"
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(*modes: str, ranks_per_node: int = 2, recipe: str = "") -> Run:
+        nodes = []
+        for index, mode in enumerate(modes):
+            ranks = list(range(index * ranks_per_node, (index + 1) * ranks_per_node))
+            argv = [sys.executable, str(STAND_IN), mode, ",".join(map(str, ranks))]
+            nodes.append(
+                PlannedNode(
+                    node=index,
+                    host="localhost",
+                    first_rank=ranks[0],
+                    ranks=ranks,
+                    devices=["cpu"] * len(ranks),
+                    argv=[*argv, "--distributed-init-method", PORT],
+                    env={},
+                )
+            )
+        world_size = len(modes) * ranks_per_node
+        plan = Plan(world_size=world_size, init_method=PORT, backend="gloo", launcher="local", nodes=nodes)
+        return create(
+            "stand-in",
+            world_size=world_size,
+            recipe_toml=recipe,
+            plan=lambda run_dir: msgspec.json.encode(with_run_dir(plan, str(run_dir.path))),
+            root=tmp_path,
+        )
+
+    return make
+
+
+def events_of(run: Run) -> list[Event]:
+    reader = RunReader(run.dir)
+    try:
+        return list(reader.poll())
+    finally:
+        reader.close()
+
+
+def supervise(run: Run) -> RunState:
+    supervisor = start_supervisor(run.dir, leased=False)
+    try:
+        code = supervisor.wait(20)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    state = RunState()
+    state.apply_all(events_of(run))  # type: ignore[arg-type]
+    status = read_status(run.dir)
+    assert status is not None
+    assert status.exit_code == code
+    assert state.ended is not None
+    assert (state.ended.status, state.ended.exit_code) == (status.status, code)
+    assert processes_of(run) == []
+    return state
+
+
+def processes_of(run: Run) -> list[int]:
+    """Living processes that carry the run's mark in their environment."""
+    mark = f"GPUTRAIN_RUN={run.dir.path}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            if state != b"Z" and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def test_a_run_whose_ranks_finished_is_finished(make_run: MakeRun) -> None:
+    run = make_run("finish", "finish")
+    state = supervise(run)
+    assert state.status == "finished"
+    assert state.ended is not None
+    assert state.ended.exit_code == 0
+    events = events_of(run)
+    assert [type(events[0]), type(events[-1])] == [RunStarted, RunEnded]
+    assert not run.dir.tmp.exists()
+
+
+def test_a_rank_that_aborts_after_it_finished_has_finished(make_run: MakeRun) -> None:
+    assert supervise(make_run("abort", "finish")).status == "finished"
+
+
+def test_exit_code_0_without_having_finished_is_a_failure(make_run: MakeRun) -> None:
+    state = supervise(make_run("vanish"))
+    assert state.root_cause is not None
+    assert (state.status, state.root_cause.kind) == ("failed", "exit")
+    assert "ranks 0, 1 did not finish" in state.root_cause.message
+
+
+def test_the_first_failure_stops_all_nodes_and_is_the_root_cause(make_run: MakeRun) -> None:
+    run = make_run("peer", "hang", "fail")
+    begun = time.monotonic()
+    state = supervise(run)
+    assert time.monotonic() - begun < 4.0
+    assert state.root_cause is not None
+    assert (state.root_cause.rank, state.root_cause.message) == (5, "ValueError: bad batch")
+    assert sum(isinstance(e, Failure) and e.kind == "exception" for e in events_of(run)) == 1
+    status = read_status(run.dir)
+    assert status is not None
+    assert (status.status, status.exit_code, status.message) == ("failed", 1, "ValueError: bad batch")
+
+
+def test_a_node_that_dies_without_a_word_is_told_by_its_log(make_run: MakeRun) -> None:
+    state = supervise(make_run("mute"))
+    assert state.root_cause is not None
+    assert "exit code 7" in state.root_cause.message
+    assert state.root_cause.message.endswith("Segmentation fault in a kernel")
+
+
+def test_a_wrong_request_keeps_its_exit_code_and_its_words(make_run: MakeRun) -> None:
+    state = supervise(make_run("request"))
+    assert state.ended is not None
+    assert state.ended.exit_code == 2
+    assert state.ended.message == "trainer: --batch-size is 0, but must be an integer >= 1"
+
+
+def test_a_command_that_cannot_be_started_is_a_failure(make_run: MakeRun) -> None:
+    run = make_run("finish")
+    plan = msgspec.json.decode(run.dir.plan.read_bytes(), type=Plan)
+    plan.nodes[0].argv[0] = "/nowhere/python"
+    run.dir.plan.write_bytes(msgspec.json.encode(plan))
+    state = supervise(run)
+    assert state.root_cause is not None
+    assert state.root_cause.kind == "launch"
+    assert "/nowhere/python: No such file or directory" in state.root_cause.message
+
+
+def test_a_killed_node_is_named_with_its_signal(make_run: MakeRun) -> None:
+    run = make_run("hang", ranks_per_node=1)
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "hanging-0").exists)
+    node = next(pid for pid in processes_of(run) if b"stand_in" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(node, signal.SIGKILL)
+    assert supervisor.wait(10) == 1
+    status = read_status(run.dir)
+    assert status is not None
+    assert status.message is not None
+    assert "killed by SIGKILL before rank 0 finished" in status.message
+    assert processes_of(run) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_everything(make_run: MakeRun, number: signal.Signals) -> None:
+    run = make_run("wait", "wait")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until(lambda: len(processes_of(run)) == 2)
+    until(lambda: (status := read_status(run.dir)) is not None and status.status == "running")
+    supervisor.send_signal(number)
+    assert supervisor.wait(10) == 130
+    status = read_status(run.dir)
+    assert status is not None
+    assert (status.status, status.message) == ("stopped", f"stopped by {number.name}")
+    assert processes_of(run) == []
+
+
+def test_a_second_signal_does_not_wait_for_those_that_hang(make_run: MakeRun) -> None:
+    run = make_run("hang")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "hanging-0").exists)
+    supervisor.terminate()
+    until(lambda: (status := read_status(run.dir)) is not None and status.status == "stopping")
+    begun = time.monotonic()
+    supervisor.terminate()
+    assert supervisor.wait(10) == 130
+    assert time.monotonic() - begun < 2.0
+    assert processes_of(run) == []
+
+
+def test_the_end_of_the_lease_ends_the_run(make_run: MakeRun) -> None:
+    run = make_run("wait")
+    supervisor = start_supervisor(run.dir, leased=True)
+    until(lambda: len(processes_of(run)) == 1)
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+    assert supervisor.wait(10) == 130
+    assert processes_of(run) == []
+
+
+def test_a_hang_up_is_ignored_where_it_was_ignored(make_run: MakeRun) -> None:
+    run = make_run("wait")
+    words = ["nohup", sys.executable, "-m", "gputrain_tui.supervisor", str(run.dir.path)]
+    supervisor = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: (status := read_status(run.dir)) is not None and status.status == "running")
+    ignored = int(
+        next(
+            line.split()[1]
+            for line in Path(f"/proc/{supervisor.pid}/status").read_text().splitlines()
+            if line.startswith("SigIgn")
+        ),
+        16,
+    )
+    assert ignored & 1 << (signal.SIGHUP - 1)
+    supervisor.terminate()
+    assert supervisor.wait(10) == 130
+
+
+def test_a_failed_attempt_is_started_again_as_often_as_allowed(make_run: MakeRun) -> None:
+    state = supervise(make_run("once", "finish", recipe="[cluster]\nmax_restarts = 1\n"))
+    assert state.status == "finished"
+    assert [failure.message for failure in state.failures] == ["ValueError: bad batch"]
+    assert state.ranks[1].totals.steps == 4
+
+
+def test_the_restarts_come_to_an_end(make_run: MakeRun) -> None:
+    state = supervise(make_run("fail", recipe="[cluster]\nmax_restarts = 2\n"))
+    assert state.status == "failed"
+    assert len(state.failures) == 3
