@@ -196,10 +196,13 @@ def _checksum(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     octets = flat.view(torch.uint8)
-    words = octets.numel() // 8 * 8
-    if octets.data_ptr() % 8 or octets.storage_offset() % 8:
+    if octets.storage_offset() % 8:
         octets = octets.clone()
-    return octets[:words].view(torch.int64).sum() + octets[words:].sum(dtype=torch.int64)
+    rest = octets.numel() % 8
+    total = octets[: octets.numel() - rest].view(torch.int64).sum()
+    if rest:
+        total += nn.functional.pad(octets[-rest:], (0, 8 - rest)).view(torch.int64).sum()
+    return total
 
 
 def _digest(sums: Sequence[int]) -> int:
