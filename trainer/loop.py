@@ -25,6 +25,7 @@ from trainer.evaluate import Evaluation, evaluate
 from trainer.model import accumulate, clip, compression, shapes, to_device, trainable, unwrap, wrap
 from trainer.optim import Schedule, build_optimizer
 from trainer.options import Training
+from trainer.reading import mixed
 from trainer.record import EventWriter, RankStateName
 from trainer.stopping import Best, end_reached, require_an_end
 from trainer.sync import StepMeter
@@ -113,8 +114,7 @@ class Loop:
         torch.manual_seed(options.seed)  # the same initialisation on all ranks
         self.model = wrap(task.model(), options, device=here.device, world_size=here.world_size)
         self.raw_model = unwrap(self.model)
-        # Dropout must differ between ranks; the odd multiplier keeps the streams of nearby seeds apart.
-        torch.manual_seed((options.seed * 0x9E3779B1 + here.rank + 1) % 2**63)
+        torch.manual_seed(mixed(options.seed, here.rank))  # dropout differs between ranks and can be repeated
         self.parameters = trainable(self.raw_model)
         self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
         self.schedule = Schedule(options, self.optimizer)
@@ -422,6 +422,7 @@ class Loop:
                 samples_per_epoch=len(self.splits["train"]),
                 max_updates=self.options.max_updates,
                 max_epochs=self.options.max_epochs,
+                first_update=self.updates,
                 parameters=sum(parameter.numel() for parameter in self.parameters),
             )
         )

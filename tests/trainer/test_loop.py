@@ -1,0 +1,192 @@
+"""The training loop with real ranks: exact gradients, resuming, stopping, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import newest
+
+TASK = f"{Path(__file__).with_name('tiny_task.py')}:TinyTask"
+
+
+class Trained:
+    """What a finished `python -m trainer` left behind."""
+
+    def __init__(self, run_dir: Path, done: subprocess.CompletedProcess[str]) -> None:
+        self.code = done.returncode
+        self.output = done.stdout + done.stderr
+        self.run_dir = run_dir
+        self.events: list[dict[str, Any]] = []
+        for file in sorted(run_dir.glob("events/*.ndjson")):
+            self.events += [json.loads(line) for line in file.read_text().splitlines()]
+
+    def of(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["type"] == kind and (rank is None or e.get("rank") == rank)]
+
+    @property
+    def parameters(self) -> Tensor:
+        found = newest(self.run_dir / "checkpoints")
+        assert found is not None
+        return torch.cat([tensor.flatten().double() for tensor in found[1]["model"].values()])
+
+
+def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:
+    words = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1"]
+    words += ["--distributed-world-size", str(ranks), *map(str, flags)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    return Trained(run_dir, subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment))
+
+
+def relative_error(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    run_dir = tmp_path_factory.mktemp("one")
+    done = train(run_dir, "--batch-size", 24, "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double")
+    assert done.code == 0, done.output
+    return done
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ("--batch-size", 12)),
+        (3, ("--batch-size", "11,9,4")),
+        (2, ("--batch-size", 4, "--update-freq", 3)),
+        (1, ("--batch-size", 8, "--update-freq", 3)),
+    ],
+    ids=["two ranks", "uneven batch sizes", "two ranks accumulating", "one rank accumulating"],
+)
+def test_gradients_are_the_exact_mean_over_the_global_batch(
+    one_process: Trained, tmp_path: Path, ranks: int, flags: tuple[object, ...]
+) -> None:
+    done = train(tmp_path, *flags, "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double", ranks=ranks)
+    assert done.code == 0, done.output
+    assert relative_error(done.parameters, one_process.parameters) < 1e-12
+    norms = [event["grad_norm"] for event in done.of("step", 0)]
+    assert norms == pytest.approx([event["grad_norm"] for event in one_process.of("step", 0)], rel=1e-9)
+
+
+def test_a_count_that_varies_with_the_batch_is_summed_over_the_ranks(tmp_path: Path) -> None:
+    flags = ("--masked", "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double")
+    union = train(tmp_path / "one", "--batch-size", 20, *flags)
+    ranks = train(tmp_path / "two", "--batch-size", "13,7", *flags, ranks=2)
+    assert (union.code, ranks.code) == (0, 0), union.output + ranks.output
+    assert relative_error(ranks.parameters, union.parameters) < 1e-12
+
+
+def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) -> None:
+    done = train(tmp_path, "--batch-size", 5, "--max-epochs", 2, "--dropout", 0.3, ranks=2)
+    assert done.code == 0, done.output
+    for rank in (0, 1):
+        assert sum(event["steps"] for event in done.of("step", rank)) == 10
+        assert done.of("rank_state", rank)[-1]["state"] == "finished"
+    assert {event["loss"] for event in done.of("step", 0)}.isdisjoint(event["loss"] for event in done.of("step", 1))
+    last = {event["rank"]: event for event in done.of("checksum")}
+    assert last[0]["parameters"] == last[1]["parameters"]
+    assert sum(event["samples"] for event in done.of("step")) == 2 * 50
+
+
+@pytest.mark.parametrize("stop", [4, 10], ids=["inside an epoch", "at the end of an epoch"])
+def test_a_resumed_run_is_equal_to_one_without_a_stop_bit_for_bit(tmp_path: Path, stop: int) -> None:
+    flags = ("--batch-size", 5, "--dropout", 0.3, "--lr-scheduler", "cosine", "--total-num-update", 15)
+    straight = train(tmp_path / "straight", *flags, "--max-epochs", 3, ranks=2)
+    first = train(tmp_path / "first", *flags, "--max-epochs", 3, "--max-updates", stop, ranks=2)
+    second = train(
+        tmp_path / "second", *flags, "--max-epochs", 3, "--resume", tmp_path / "first" / "checkpoints", ranks=2
+    )
+    assert (straight.code, first.code, second.code) == (0, 0, 0), second.output
+    assert torch.equal(second.parameters, straight.parameters)
+    for rank in (0, 1):
+        expected = {e["step"]: (e["loss"], e["grad_norm"]) for e in straight.of("step", rank) if e["step"] > stop}
+        resumed = {e["step"]: (e["loss"], e["grad_norm"]) for e in second.of("step", rank)}
+        common = expected.keys() & resumed.keys()
+        assert max(common) == 15
+        assert {step: resumed[step] for step in common} == {step: expected[step] for step in common}
+
+
+def test_on_another_world_size_the_rest_of_the_epoch_is_seen_once(tmp_path: Path) -> None:
+    flags = ("--batch-size", 4, "--max-epochs", 1)
+    first = train(tmp_path / "first", *flags, "--max-updates", 3, ranks=2)
+    second = train(tmp_path / "second", *flags, "--resume", tmp_path / "first" / "checkpoints", ranks=3)
+    assert (first.code, second.code) == (0, 0), second.output
+    assert sum(event["samples"] for event in first.of("step")) == 24
+    assert sum(event["samples"] for event in second.of("step")) == 26
+
+
+def test_validation_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    flags = ("--max-updates", 1, "--lr", "1e-30", "--max-epochs", 1)
+    results = []
+    for ranks in (1, 2):
+        done = train(tmp_path / str(ranks), "--batch-size", 4, *flags, ranks=ranks)
+        assert done.code == 0, done.output
+        results.append([(e["loss"], e["metrics"]["accuracy"]) for e in done.of("validation")])
+    assert len(results[0]) == 1
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--max-updates", 3), "max_updates 3 reached"),
+        (("--max-epochs", 1), "max_epochs 1 reached"),
+        (("--stop-time", 0.0001), "stop_time 0.0001 minutes reached"),
+        (("--patience", 2, "--lr", "1e-30"), "no better loss in 2 validations"),
+        (
+            ("--min-lr", 0.0004, "--lr-scheduler", "polynomial_decay", "--total-num-update", 20),
+            "the learning rate is not above min_lr 0.0004",
+        ),
+    ],
+)
+def test_training_ends_for_the_reason_that_was_asked_for(
+    tmp_path: Path, flags: tuple[object, ...], reason: str
+) -> None:
+    done = train(tmp_path, "--batch-size", 10, *flags)
+    assert done.code == 0, done.output
+    log = (tmp_path / "logs" / "0.log").read_text() if (tmp_path / "logs" / "0.log").exists() else done.output
+    assert f"finished: {reason}" in log
+
+
+@pytest.mark.parametrize(
+    ("poison", "where"),
+    [("loss", "output of 4 (_Poison)"), ("gradient", "gradient of 3.bias")],
+)
+def test_a_non_finite_number_is_named_with_step_and_module(tmp_path: Path, poison: str, where: str) -> None:
+    done = train(tmp_path, "--batch-size", 10, "--max-epochs", 1, "--poison", poison, ranks=2)
+    assert done.code == 1
+    kinds = {event["kind"] for event in done.of("failure")}
+    assert "non_finite" in kinds, done.output
+    message = next(event["message"] for event in done.of("failure") if event["kind"] == "non_finite")
+    assert f"non-finite {poison} at step 4: first in {where}" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--batch-size", 10), "nothing would end this training"),
+        (("--batch-size", 40, "--max-epochs", 1), "the training data has 50 samples, but 3 ranks"),
+        (("--batch-size", "4,4", "--max-epochs", 1), "--batch-size has 2 values, but there are 3 ranks"),
+        (("--max-epochs", 1, "--best-metric", "acuracy"), "did you mean 'accuracy'?"),
+        (("--max-epochs", 1, "--samples", "many"), "--samples is 'many', but must be an integer"),
+        (("--max-epochs", 1, "--bach-size", "4"), "--bach-size"),
+    ],
+)
+def test_a_request_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(
+    tmp_path: Path, flags: tuple[object, ...], line: str
+) -> None:
+    done = train(tmp_path, *flags, ranks=3)
+    assert done.code == 2, done.output
+    told = [text for text in done.output.splitlines() if line in text]
+    assert len(told) == 1
+    assert "Traceback" not in done.output

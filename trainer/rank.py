@@ -1,0 +1,216 @@
+"""One rank from its first line to its last: guards, process group, training, an orderly end."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from trainer import distributed, guard, record
+from trainer.assignment import RankAssignment
+from trainer.checkpoint import CheckpointError, load, newest
+from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.loop import Loop, NonFiniteError, OutOfMemoryError, Surroundings
+from trainer.options import Training
+from trainer.outcome import is_lost_peer
+from trainer.record import EventWriter, Failure, RankStateName, RunDir
+from trainer.schema import check, describe, read_flags
+from trainer.tasks.registry import load_task
+from trainer.tasks.task import Task
+
+
+def run_rank(assignment: RankAssignment) -> NoReturn:
+    """Train as this rank; the process ends here, with success only if the training is complete.
+
+    What the parent needs to know is sent before the teardown, because torch's gloo may hang or abort while a
+    successful process exits (pytorch issue 190489); ``os._exit`` passes by the destructors that do so.
+    """
+    if assignment.parent_pid is not None:
+        guard.follow(assignment.parent_pid)
+        guard.set_signals()
+    run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
+    if run_dir is not None and assignment.parent_pid is not None:
+        guard.redirect_output(run_dir.rank_log(assignment.rank))
+    writer = EventWriter(run_dir.rank_events(assignment.rank) if run_dir else None, rank=assignment.rank)
+    rank = _Rank(assignment, run_dir, writer)
+    code = rank.run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Rank:
+    """What one rank's process does, in order."""
+
+    def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, writer: EventWriter) -> None:
+        self.assignment = assignment
+        self.run_dir = run_dir
+        self.writer = writer
+        self.step: Callable[[], int | None] = lambda: None
+
+    def run(self) -> int:
+        """Train, tell how it ended, tear down; return the exit code."""
+        try:
+            self._train()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the record says it and the run ends)
+            failure = self._failure(error)
+            self.set_state("failed", message=failure.message)
+            self.writer.write(failure)
+            self.writer.flush()
+            self.assignment.failed(failure)
+            self.writer.close()
+            # Peers may be gone: a group that cannot be left in order is left as it is.
+            return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+        self.set_state("finished")
+        self.writer.flush()
+        self.assignment.finished()
+        self.writer.close()
+        distributed.shutdown()
+        return ExitCode.FINISHED
+
+    def set_state(self, state: RankStateName, *, message: str | None = None) -> None:
+        """Record that this rank entered a state."""
+        here = self.assignment
+        self.writer.write(
+            record.RankState(
+                time=time.time(),
+                rank=here.rank,
+                state=state,
+                local_rank=here.local_rank,
+                node=here.node,
+                host=here.host,
+                device=here.device,
+                pid=os.getpid(),
+                message=message,
+            )
+        )
+
+    def _train(self) -> None:
+        here = self.assignment
+        self.set_state("joining")
+        options, words = _training_options(here.words)
+        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // here.local_world_size))
+        device = distributed.bind_device(here.device_id)
+        if options.deterministic:
+            torch.use_deterministic_algorithms(True)
+        distributed.distributed_init(
+            init_method=here.init_method,
+            world_size=here.world_size,
+            rank=here.rank,
+            backend=here.backend,
+            device=device,
+            timeout_s=here.distributed.distributed_timeout,
+            join_timeout_s=here.distributed.join_timeout,
+            share_devices=here.distributed.share_devices,
+            identity=here.run_id,
+            on_waiting=self._waiting if here.rank == 0 else None,
+        )
+        self.set_state("ready")
+        loop = Loop(self._task(options, words), options, self._surroundings(options, device))
+        self.step = lambda: loop.updates
+        self._resume(loop, options)
+        loop.run()
+
+    def _task(self, options: Training, words: list[str]) -> Task:
+        """Build the task from the flags that are left."""
+        kind = load_task(options.task)
+        schema = describe(kind.Options)
+        values, rest = read_flags(words, schema)
+        if rest:
+            raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
+        flags = {option.name: option.flag for option in schema}
+        return kind(check(kind.Options, values, where=lambda name: flags.get(name, name)))
+
+    def _surroundings(self, options: Training, device: torch.device) -> Surroundings:
+        here = self.assignment
+        folder = Path(options.save_dir) if options.save_dir else self.run_dir.checkpoints if self.run_dir else None
+        return Surroundings(
+            rank=here.rank,
+            world_size=here.world_size,
+            device=device,
+            writer=self.writer,
+            set_state=self.set_state,
+            say=_say if here.rank == 0 else _say_nothing,
+            checkpoints=folder,
+            recipe=self.run_dir.recipe.read_text() if self.run_dir and self.run_dir.recipe.exists() else "",
+        )
+
+    def _resume(self, loop: Loop, options: Training) -> None:
+        if not options.resume:
+            return
+        path = Path(options.resume)
+        if not path.is_dir():
+            loop.load_state_dict(load(path), source=str(path))
+            return
+        found = newest(path)
+        if found is None:
+            raise RequestError(f"--resume {path}: the folder holds no good checkpoint")
+        loop.load_state_dict(found[1], source=str(found[0]))
+
+    def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
+        self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
+        _say(
+            f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
+        )
+
+    def _failure(self, error: Exception) -> Failure:
+        kind = _kind(error)
+        told = kind not in ("exception", "lost_peer", "out_of_memory")
+        text = "".join(traceback.format_exception(error))
+        print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        return Failure(
+            time=time.time(),
+            kind=kind,
+            message=first_line if told else f"{type(error).__name__}: {first_line}",
+            rank=self.assignment.rank,
+            host=self.assignment.host,
+            step=self.step(),
+            traceback=None if told else text,
+        )
+
+
+def _training_options(words: tuple[str, ...]) -> tuple[Training, list[str]]:
+    """Read the trainer's flags; the task's own are left over."""
+    schema = describe(Training)
+    values, rest = read_flags(words, schema)
+    flags = {option.name: option.flag for option in schema}
+    return check(Training, values, where=lambda name: flags.get(name, name)), rest
+
+
+def _kind(error: Exception) -> str:
+    """Sort an error into the record's kinds of failure."""
+    if isinstance(error, RequestError | CheckpointError):
+        return "request"
+    if isinstance(error, OutOfMemoryError | torch.OutOfMemoryError | MemoryError) or _is_cpu_out_of_memory(error):
+        return "out_of_memory"
+    if isinstance(error, NonFiniteError):
+        return "non_finite"
+    if isinstance(error, distributed.JoinTimeoutError):
+        return "join_timeout"
+    if is_lost_peer(str(error)):
+        return "lost_peer"
+    return "training" if isinstance(error, TrainingError) else "exception"
+
+
+def _is_cpu_out_of_memory(error: Exception) -> bool:
+    """Torch's CPU allocator raises a plain RuntimeError."""
+    return (
+        isinstance(error, RuntimeError)
+        and re.search(r"DefaultCPUAllocator|can't allocate memory", str(error)) is not None
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_nothing(line: str) -> None:
+    """Only rank 0 speaks."""
