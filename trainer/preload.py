@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 
 from trainer import guard
-
-SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
-"""Environment variable: pid of the node's parent whose fork server this is to be."""
+from trainer.forkserver import SERVER_OF
 
 if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
     # The ranks ask the same of the kernel, with the fork server as their parent: the chain ends them all at once.
@@ -20,9 +19,12 @@ if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
 
 # A fifth of the import time would go to collecting garbage that there is not.
 gc.disable()
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  (DDP's constructor and optimizers import it on first use)
-import torch.nn.parallel.distributed  # noqa: E402, F401
+with warnings.catch_warnings():
+    # numpy is no dependency; torch says so at the first use of what would work without it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+    import torch._dynamo  # DDP's constructor and the optimizers import it on first use
+    import torch.nn.parallel.distributed  # noqa: F401
 
 # Out of the collector's sight, pages with imported objects stay shared between the ranks.
 gc.freeze()

@@ -1,0 +1,52 @@
+"""A node's parent process for test_spawn.py: starts ranks of a target from spawn_targets.py, nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from trainer import spawn
+from trainer.assignment import RankAssignment
+from trainer.options import Distributed
+from trainer.outcome import RankReport
+
+
+def _unreported(_: RankReport) -> None:
+    raise AssertionError("run_node fills in how a rank reports")
+
+
+def main(target: str, run_dir: str, start_method: str, init_method: str) -> int:
+    world = 2
+    assignments = [
+        RankAssignment(
+            rank=rank,
+            local_rank=rank,
+            world_size=world,
+            local_world_size=world,
+            node=0,
+            host="here",
+            device_id=None,
+            device="cpu",
+            init_method=init_method or None,
+            backend="gloo",
+            parent_pid=None,
+            distributed=Distributed(),
+            words=("--task", "none"),
+            run_dir=run_dir,
+            run_id="test",
+            report=_unreported,
+        )
+        for rank in range(world)
+    ]
+    spawn.EXIT_S = 0.5
+    outcome = spawn.run_node(
+        assignments,
+        start_method="spawn" if start_method == "spawn" else "forkserver",
+        environ=os.environ,
+        target=f"spawn_targets:{target}",
+    )
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""The first and last lines of a spawned rank: guarded before anything else runs, gone without destructors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from trainer import guard
+from trainer.assignment import RankAssignment
+from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.outcome import exit_code_of
+from trainer.record import Failure, RunDir
+
+RankFunction = Callable[[RankAssignment], object]
+"""What a rank does. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
+
+
+def enter(target: str, assignment: RankAssignment) -> NoReturn:
+    """Run ``module:function`` as the rank of a process that was started for it."""
+    assert assignment.parent_pid is not None
+    guard.follow(assignment.parent_pid)
+    guard.set_signals()
+    if assignment.run_dir is not None:
+        guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
+    leave(run(target, assignment))
+
+
+def run(target: str, assignment: RankAssignment) -> int:
+    """Call the rank's function and return the exit code."""
+    try:
+        code = load(target)(assignment)
+    except Exception as error:  # noqa: BLE001  (whatever it is, the parent learns it and the rank ends)
+        failure = failure_of(error, assignment)
+        assignment.failed(failure)
+        return exit_code_of(failure)
+    return code if isinstance(code, int) else ExitCode.FINISHED
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: gloo's destructors may hang or abort a rank that was successful."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def load(target: str) -> RankFunction:
+    """Import ``module:function``."""
+    module, _, name = target.partition(":")
+    function: RankFunction = getattr(importlib.import_module(module), name)
+    return function
+
+
+def failure_of(error: Exception, assignment: RankAssignment) -> Failure:
+    """Describe an exception that ended a rank; only a defect is worth its traceback."""
+    expected = isinstance(error, RequestError | TrainingError)
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
+    return Failure(
+        time=time.time(),
+        kind="request" if isinstance(error, RequestError) else "exception",
+        message=first if expected else f"{type(error).__name__}: {first}",
+        rank=assignment.rank,
+        host=assignment.host,
+        traceback=None if expected else "".join(traceback.format_exception(error)),
+    )

@@ -1,0 +1,68 @@
+"""The process from which a node's ranks fork: started early, with torch loaded, and ended with everything below it.
+
+The standard library's fork server, with what it lacks here: an environment of its own, death with its parent, an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
+from typing import Any
+
+SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
+"""Environment variable: pid of the node's parent whose fork server it is; ``trainer.preload`` reads it."""
+
+
+def start() -> BaseContext:
+    """Start loading torch in the fork server and return the context that starts processes from it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.preload"])
+    # Ctrl-C goes to the whole foreground group: until the server ignores it by itself, it inherits that from here.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with environment({SERVER_OF: str(os.getpid()), "OMP_NUM_THREADS": "1"}):
+            forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return context
+
+
+def stop() -> None:
+    """End the server and the resource tracker that came with it; what they forked must have ended."""
+    # The standard library ends both when this process does; a moment later is too late for "nothing is left".
+    server: Any = forkserver._forkserver
+    pid = server._forkserver_pid
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        server._stop()
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._pid is not None:
+        tracker._stop()
+
+
+def tracker_pid() -> int | None:
+    """Pid of the resource tracker, which clears up shared memory of ranks that were killed and then ends by itself."""
+    tracker: Any = resource_tracker._resource_tracker
+    pid: int | None = tracker._pid
+    return pid
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

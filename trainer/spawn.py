@@ -1,0 +1,334 @@
+"""Starts this node's ranks, stops all of them when one fails, and says which failure was the cause.
+
+The parent never imports torch, except when ``--start-method spawn`` asks for ``torch.multiprocessing``. What a rank
+reported before its teardown decides about success; exit codes do not (pytorch issue 190489).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Literal
+
+import msgspec
+
+from trainer import child, forkserver, guard, memory
+from trainer.assignment import PipeSink, RankAssignment
+from trainer.descendants import kill_descendants, reap
+from trainer.errors import ExitCode
+from trainer.outcome import NodeOutcome, RankOutcome, RankReport, exit_code_of, is_lost_peer, root_cause, signal_name
+from trainer.record import EventWriter, Failure, RankState, RunDir
+from trainer.scratch import scratch_folder
+from trainer.stopping_signals import StopRequested, StopSignals
+
+GRACE_S = 1.5
+"""From SIGTERM to SIGKILL."""
+SETTLE_S = 1.0
+"""How long the node waits for the cause when a rank says no more than that a peer is gone."""
+EXIT_S = 20.0
+"""How long a rank's process may take to end after its training is complete."""
+GIVE_UP_S = 5.0
+"""How long a killed process may take to end; longer is one that the kernel cannot end."""
+
+
+def run_node(
+    assignments: Sequence[RankAssignment],
+    *,
+    start_method: Literal["forkserver", "spawn"],
+    environ: Mapping[str, str],
+    target: str = "trainer.rank:run_rank",
+) -> NodeOutcome:
+    """Run the ranks to their end and leave no process behind.
+
+    Args:
+        assignments: the ranks to start here; how they report is filled in.
+        start_method: how to start them.
+        environ: the environment, for what a starter says about the lease.
+        target: what a rank runs, ``module:function``.
+    """
+    first = assignments[0]
+    run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
+    writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
+    guard.adopt_orphans()
+    with StopSignals(environ) as signals, scratch_folder(run_dir, first.node):
+        ranks = _Node(writer, signals)
+        try:
+            ranks.start(assignments, start_method, target)
+            ranks.watch()
+        except StopRequested:
+            ranks.abandon()
+        finally:
+            _clear()
+    outcome = ranks.outcome(first)
+    if run_dir is not None:
+        outcome.write(run_dir.node_result(first.node))
+    writer.close()
+    return outcome
+
+
+def _clear() -> None:
+    """End everything that ranks have left: data loading processes, what user code started, the fork server."""
+    tracker = forkserver.tracker_pid()
+    kill_descendants(keep=() if tracker is None else (tracker,))
+    forkserver.stop()
+    reap()
+
+
+@dataclass
+class _Rank:
+    """A rank as its parent sees it."""
+
+    assignment: RankAssignment
+    process: BaseProcess
+    reports: Connection
+    finished_at: float | None = None
+    """When it reported its success, on the monotonic clock."""
+    failed: bool = False
+    ended: bool = False
+    exit_code: int | None = None
+
+    def poll_reports(self) -> list[RankReport]:
+        """Return what the rank has said since the last time."""
+        found: list[RankReport] = []
+        try:
+            while not self.reports.closed and self.reports.poll():
+                found.append(msgspec.json.decode(self.reports.recv_bytes(), type=RankReport))
+        except (EOFError, OSError):
+            self.reports.close()
+        return found
+
+    def signal(self, number: int) -> None:
+        """Send a signal unless the process has ended."""
+        if not self.ended and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def outcome(self) -> RankOutcome:
+        """Describe how it ended."""
+        number = -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
+        return RankOutcome(
+            exit_code=self.exit_code if number is None else None,
+            signal=None if number is None else signal_name(number),
+            finished=self.finished_at is not None,
+        )
+
+
+class _Node:
+    """The ranks of this node, from the first to be started to the last to end."""
+
+    def __init__(self, writer: EventWriter, signals: StopSignals) -> None:
+        self._writer = writer
+        self._signals = signals
+        self._ranks: list[_Rank] = []
+        self._failures: list[tuple[int, Failure]] = []
+        self._kill_at: float | None = None
+        """When ranks that were asked to end are killed, on the monotonic clock."""
+        self._settle_until: float | None = None
+        self._killed_at: float | None = None
+        self._stopped = False
+        """Whether somebody asked for the end before anything failed."""
+        self._oom_kills = memory.oom_kills()
+
+    # --- starting -------------------------------------------------------------------------------------------------
+
+    def start(
+        self, assignments: Sequence[RankAssignment], start_method: Literal["forkserver", "spawn"], target: str
+    ) -> None:
+        """Start all ranks.
+
+        Raises:
+            StopRequested: somebody asked for the end meanwhile.
+        """
+        # Starting waits until the fork server has loaded torch, which takes seconds.
+        self._signals.interrupt(True)
+        context = forkserver.start() if start_method == "forkserver" else _torch_context()
+        for assignment in assignments:
+            self._start_rank(context, assignment, target)
+            if self._failures:
+                break
+        self._signals.interrupt(False)
+
+    def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
+        reports, pipe = context.Pipe(duplex=False)
+        told = dataclasses.replace(assignment, parent_pid=os.getpid(), report=PipeSink(pipe))
+        process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=child.enter, args=(target, told), name=f"rank-{assignment.rank}"
+        )
+        try:
+            process.start()
+        except (EOFError, ConnectionError):
+            self._fail(assignment, "launch", "the fork server ended while it was loading torch; its output says why")
+            return
+        finally:
+            pipe.close()
+        self._ranks.append(_Rank(assignment, process, reports))
+        self._writer.write(
+            RankState(
+                time=time.time(),
+                rank=assignment.rank,
+                state="spawned",
+                local_rank=assignment.local_rank,
+                node=assignment.node,
+                host=assignment.host,
+                device=assignment.device,
+                pid=process.pid,
+            )
+        )
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Wait until every rank has ended, stopping the others as soon as one has failed."""
+        self._signals.interrupt(False)
+        while True:
+            self._collect()
+            running = [rank for rank in self._ranks if not rank.ended]
+            if not running or self._act(running, time.monotonic()):
+                return
+            sources: list[object] = [self._signals.wake]
+            for rank in running:
+                sources.append(rank.process.sentinel)
+                if not rank.reports.closed:
+                    sources.append(rank.reports)
+            wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
+            self._signals.drain()
+
+    def abandon(self) -> None:
+        """End what has been started after a stop that came while starting."""
+        self._stopped = True
+        self.stop()
+        self.watch()
+
+    def stop(self) -> None:
+        """Ask all ranks to end now; those that do not are killed after a grace."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + GRACE_S
+            for rank in self._ranks:
+                rank.signal(signal.SIGTERM)
+
+    def _collect(self) -> None:
+        """Take reports before exits: a rank that reported and ended did so in this order."""
+        for rank in self._ranks:
+            gone = not rank.ended and rank.process.exitcode is not None
+            for report in rank.poll_reports():
+                if report.finished and rank.finished_at is None:
+                    rank.finished_at = time.monotonic()
+                if report.failure is not None and rank.finished_at is None:
+                    rank.failed = True
+                    self._add(report.time_ns, rank.assignment, report.failure)
+            if gone:
+                rank.ended = True
+                rank.exit_code = rank.process.exitcode
+                rank.reports.close()
+                if rank.finished_at is None and not rank.failed and self._kill_at is None:
+                    self._report_death(rank)
+
+    def _act(self, running: list[_Rank], now: float) -> bool:
+        """Do what is due; True when nothing that is left can be waited for."""
+        if self._signals.requested is not None and not self._failures:
+            self._stopped = True
+            self.stop()
+        elif self._failures and self._kill_at is None:
+            if any(failure.kind != "lost_peer" for _, failure in self._failures):
+                self.stop()
+            elif self._settle_until is None:
+                self._settle_until = now + SETTLE_S
+            elif now >= self._settle_until:
+                self.stop()
+        for rank in running:
+            if rank.finished_at is not None and now >= rank.finished_at + EXIT_S:
+                rank.signal(signal.SIGKILL)
+        if self._kill_at is None or now < self._kill_at:
+            return False
+        if self._killed_at is None:
+            self._killed_at = now
+            for rank in running:
+                rank.signal(signal.SIGKILL)
+        return now >= self._killed_at + GIVE_UP_S
+
+    def _wait_s(self, running: list[_Rank]) -> float | None:
+        due = [rank.finished_at + EXIT_S for rank in running if rank.finished_at is not None]
+        due += [moment for moment in (self._kill_at, self._settle_until) if moment is not None]
+        if self._killed_at is not None:
+            due = [self._killed_at + GIVE_UP_S]
+        # An exit that is overdue is looked for again and again until it has happened.
+        return max(min(due) - time.monotonic(), 0.05) if due else None
+
+    # --- failures -------------------------------------------------------------------------------------------------
+
+    def _add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
+        kind = failure.kind
+        if kind == "exception" and is_lost_peer(failure.message):
+            kind = "lost_peer"
+        self._failures.append(
+            (time_ns, msgspec.structs.replace(failure, kind=kind, rank=assignment.rank, host=assignment.host))
+        )
+
+    def _fail(self, assignment: RankAssignment, kind: str, message: str) -> None:
+        """Record a failure that the rank could not record itself."""
+        now_ns = time.time_ns()
+        failure = Failure(time=now_ns / 1e9, kind=kind, message=message, rank=assignment.rank, host=assignment.host)
+        self._failures.append((now_ns, failure))
+        self._writer.write(failure)
+        self._writer.write(
+            RankState(
+                time=failure.time,
+                rank=assignment.rank,
+                state="failed",
+                local_rank=assignment.local_rank,
+                node=assignment.node,
+                host=assignment.host,
+                device=assignment.device,
+                message=message,
+            )
+        )
+
+    def _report_death(self, rank: _Rank) -> None:
+        assert rank.exit_code is not None
+        if rank.exit_code >= 0:
+            message = f"the process ended with exit code {rank.exit_code} before its training was complete"
+            self._fail(rank.assignment, "exit", message)
+            return
+        name = signal_name(-rank.exit_code)
+        message = f"the process was ended by {name}"
+        if name == "SIGKILL" and memory.oom_kills() > self._oom_kills:
+            message += ": the kernel's out-of-memory killer ended a process at that time"
+        elif name == "SIGKILL":
+            message += ": by hand, by a scheduler, or by a memory limit"
+        self._fail(rank.assignment, "signal", message)
+
+    def outcome(self, first: RankAssignment) -> NodeOutcome:
+        """Describe how the node ended."""
+        failure = root_cause(self._failures)
+        complete = bool(self._ranks) and all(rank.finished_at is not None for rank in self._ranks)
+        if self._stopped and not complete:
+            # Ranks that lose their peers while all are being stopped have not failed.
+            code, failure = ExitCode.STOPPED, None
+        elif failure is not None:
+            code = exit_code_of(failure)
+        else:
+            assert complete
+            code = ExitCode.FINISHED
+        return NodeOutcome(
+            node=first.node,
+            host=first.host,
+            exit_code=code,
+            ranks={rank.assignment.rank: rank.outcome() for rank in self._ranks},
+            failure=failure,
+        )
+
+
+def _torch_context() -> BaseContext:
+    """The seeds' way: torch in the parent, and again in every rank."""
+    import torch.multiprocessing
+
+    context: BaseContext = torch.multiprocessing.get_context("spawn")
+    return context
