@@ -82,6 +82,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     batch_size: Annotated[
         tuple[Annotated[int, Meta(ge=1)], ...],
         Meta(
+            min_length=1,
             description="samples per rank and micro-step; a list gives one value per rank",
             extra={"group": "Data", "aliases": ["--max-sentences"]},
         ),
@@ -263,7 +264,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = True
 
-    seed: Annotated[int, Meta(ge=0, description="seed", extra={"group": "Numerics"})] = 1
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="seed", extra={"group": "Numerics"})] = 1
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"],
         Meta(description="bf16 and fp16 are autocast; fp16 scales the loss", extra={"group": "Numerics"}),

@@ -6,6 +6,7 @@ A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose field
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,6 +17,9 @@ from msgspec import inspect as mi
 from trainer.errors import RequestError, nearest
 
 S = TypeVar("S")
+
+NONE = "none"
+"""What a person writes to leave out an option whose default is a value."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,11 +34,15 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     required: bool = False
     optional: bool = False
     """Whether None is a value: the option may be left out."""
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
+    choices: tuple[str | int, ...] = ()
+    minimum: int | float | None = None
+    maximum: int | float | None = None
     exclusive_minimum: bool = False
     exclusive_maximum: bool = False
+    min_items: int = 0
+    """Of a list."""
+    max_items: int | None = None
+    """Of a list."""
     help: str = ""
     group: str = ""
     aliases: tuple[str, ...] = ()
@@ -49,15 +57,24 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def allowed(self) -> str:
         """What values are allowed, for messages and forms."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(map(str, self.choices))
         one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
         many = {"int": "integers", "float": "numbers", "str": "texts"}
-        text = one[self.kind] if self.kind != "list" else f"a list of {many.get(self.item_kind or '', 'values')}"
+        text = one[self.kind] if self.kind != "list" else f"{self._how_many} {many.get(self.item_kind or '', 'values')}"
+        bounds = []
         if self.minimum is not None:
-            text += f" {'>' if self.exclusive_minimum else '>='} {self.minimum:g}"
+            bounds.append(f"{'>' if self.exclusive_minimum else '>='} {self.minimum}")
         if self.maximum is not None:
-            text += f" {'<' if self.exclusive_maximum else '<='} {self.maximum:g}"
-        return text
+            bounds.append(f"{'<' if self.exclusive_maximum else '<='} {self.maximum}")
+        return " ".join([text, " and ".join(bounds)]).rstrip()
+
+    @property
+    def _how_many(self) -> str:
+        if self.min_items == self.max_items:
+            return str(self.min_items)
+        if self.max_items is not None:
+            return f"{self.min_items} to {self.max_items}"
+        return "one or more" if self.min_items == 1 else f"{self.min_items} or more" if self.min_items else "a list of"
 
 
 def describe(schema: type[Any]) -> list[Option]:
@@ -107,7 +124,7 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         default=None if default is msgspec.NODEFAULT else default,
         required=field.required,
         optional=optional,
-        choices=tuple(str(value) for value in node.values) if isinstance(node, mi.LiteralType) else (),
+        choices=tuple(_choices(node)),
         minimum=low
         if low is not None
         else (above if above is not None else meta.ge if meta.ge is not None else meta.gt),
@@ -116,19 +133,28 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         else (below if below is not None else meta.le if meta.le is not None else meta.lt),
         exclusive_minimum=above is not None or meta.gt is not None,
         exclusive_maximum=below is not None or meta.lt is not None,
+        min_items=getattr(node, "min_length", None) or 0 if item is not None else 0,
+        max_items=getattr(node, "max_length", None) if item is not None else None,
         help=meta.description or "",
         group=str(extra.get("group", "")),
         aliases=tuple(extra.get("aliases", ())),
     )
 
 
+def _choices(node: Any) -> Iterable[str | int]:
+    if not isinstance(node, mi.LiteralType):
+        return ()
+    return [value for value in node.values if isinstance(value, str | int)]
+
+
 def _kind(node: Any) -> Any:
+    if isinstance(node, mi.LiteralType):
+        return "int" if all(isinstance(value, int) for value in node.values) else "str"
     kinds: dict[type, str] = {
         mi.BoolType: "bool",
         mi.IntType: "int",
         mi.FloatType: "float",
         mi.StrType: "str",
-        mi.LiteralType: "str",
         mi.ListType: "list",
         mi.VarTupleType: "list",
     }
@@ -161,43 +187,55 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
         try:
             complete[name] = msgspec.convert(value, types[name])
         except msgspec.ValidationError:
-            raise _refused(options[name], value, where(name)) from None
+            raise _refused(options[name], values[name], where(name)) from None
     return schema(**complete)
 
 
 def _refused(option: Option, value: Any, where: str) -> RequestError:
-    guess = nearest(value, option.choices) if isinstance(value, str) else ""
+    guess = nearest(value, map(str, option.choices)) if isinstance(value, str) else ""
     return RequestError(f"{where} is {value!r}, but must be {option.allowed}{guess}")
 
 
 def _coerce(option: Option, value: Any, where: str) -> Any:
     """Accept what a person may write for the option: text from a flag, a scalar for a list, an int for a float."""
-    if value is None and option.optional:
+    if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
-    if option.kind == "list":
-        if isinstance(value, str):
-            text = value.strip()
-            inner = text[1:-1] if text[:1] + text[-1:] in ("[]", "()") else text
-            value = [part.strip() for part in inner.split(",") if part.strip()]
-        elif not isinstance(value, list | tuple):
-            value = [value]
-        return [_coerce_scalar(option, option.item_kind or "str", item, where) for item in value]
-    return _coerce_scalar(option, option.kind, value, where)
+    try:
+        if option.kind != "list":
+            return _coerce_scalar(option.kind, value)
+        kind = option.item_kind or "str"
+        return [_coerce_scalar(kind, item) for item in _items(value)]
+    except ValueError:
+        raise _refused(option, value, where) from None
 
 
-def _coerce_scalar(option: Option, kind: str, value: Any, where: str) -> Any:
-    if kind == "str" or (isinstance(value, bool) != (kind == "bool") and not isinstance(value, str)):
-        if kind == "str" and isinstance(value, str):
-            return value
-        raise _refused(option, value, where)
+def _items(value: Any) -> Sequence[Any]:
+    """Return a list's items from a list, from one item, or from text: ``1,2``, ``[1, 2]`` or JSON."""
+    if isinstance(value, list | tuple):
+        return value
+    if not isinstance(value, str):
+        return [value]
+    if value.startswith('["'):
+        items = msgspec.json.decode(value)
+        return items if isinstance(items, list) else [items]
+    return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+
+
+def _coerce_scalar(kind: str, value: Any) -> Any:
+    """Return the value as the kind has it; ``ValueError`` if it cannot be."""
+    if kind == "str":
+        if not isinstance(value, str):
+            raise ValueError(value)
+        return value
     if isinstance(value, str):
         parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _boolean}
-        try:
-            return parsers[kind](value)
-        except ValueError:
-            raise _refused(option, value, where) from None
-    if kind == "float" and isinstance(value, int):
-        return float(value)
+        value = parsers[kind](value)
+    if isinstance(value, bool) != (kind == "bool"):
+        raise ValueError(value)
+    if kind == "float" and isinstance(value, int | float):
+        value = float(value)
+        if not math.isfinite(value):
+            raise ValueError(value)
     return value
 
 
@@ -224,17 +262,21 @@ def to_flags(options: Any) -> list[str]:
         value = getattr(options, option.name)
         if value == option.default and not option.required:
             continue
-        if option.kind == "bool":
+        if isinstance(value, bool):
             words.append(option.flag if value else "--no-" + option.flag[2:])
-        elif value is not None:
-            words += [
-                option.flag,
-                ",".join(_text(item) for item in value) if option.kind == "list" else _text(value),
-            ]
+            continue
+        text = _text(value)
+        words += [f"{option.flag}={text}"] if text.startswith("--") else [option.flag, text]
     return words
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return NONE
+    if isinstance(value, list | tuple):
+        if any(isinstance(item, str) and (not item or set(item) & set(',[]() "')) for item in value):
+            return msgspec.json.encode(value).decode()
+        return ",".join(_text(item) for item in value)
     return repr(value) if isinstance(value, float) else str(value)
 
 
@@ -245,7 +287,7 @@ def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[st
         The values as text (booleans for switches) by option name, and the words that no option claims.
 
     Raises:
-        RequestError: a flag without its value.
+        RequestError: a flag without its value, or a ``--no-switch`` with one.
     """
     names: dict[str, Option] = {}
     for option in options:
@@ -263,7 +305,10 @@ def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[st
         if found is None:
             rest.append(word)
         elif found.kind == "bool":
-            values[found.name] = attached if equals else flag in (found.flag, *found.aliases)
+            positive = flag in (found.flag, *found.aliases)
+            if equals and not positive:
+                raise RequestError(f"{flag} takes no value; write {flag} or {found.flag}")
+            values[found.name] = attached if equals else positive
         elif equals:
             values[found.name] = attached
         elif queue and (not queue[0].startswith("--") or len(queue[0]) == 2):
