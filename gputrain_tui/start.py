@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -17,8 +18,9 @@ from gputrain_tui import recipe as recipes
 from gputrain_tui.addresses import local_facts, meeting_problem
 from gputrain_tui.launchers import launcher
 from gputrain_tui.plan import THIS_MACHINE, LocalFacts, Plan, is_local, plan, with_run_dir
+from gputrain_tui.processes import ProcessIdentity
 from gputrain_tui.recipe import Recipe
-from gputrain_tui.runs import Run, create, find
+from gputrain_tui.runs import Run, create, find, open_run, read_status
 from trainer.errors import RequestError
 from trainer.record import RunDir
 
@@ -119,9 +121,10 @@ def launch(prepared: Prepared, *, leased: bool) -> tuple[Run, subprocess.Popen[b
     return run, start_supervisor(run.dir, leased=leased)
 
 
-def start_supervisor(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes]:
-    """Start the process that answers for a run."""
-    words = [sys.executable, "-m", "gputrain_tui.supervisor", str(run_dir.path), *(["--lease"] if leased else [])]
+def start_supervisor(run_dir: RunDir, *, leased: bool, adopting: bool = False) -> subprocess.Popen[bytes]:
+    """Start the process that answers for a run, or takes over one whose supervisor was killed."""
+    words = [sys.executable, "-m", "gputrain_tui.supervisor", str(run_dir.path)]
+    words += (["--lease"] if leased else []) + (["--adopt"] if adopting else [])
     with (run_dir.logs / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
             words,
@@ -130,6 +133,43 @@ def start_supervisor(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def adopt(run: Run) -> Run:
+    """Give a run whose supervisor was killed a new one, and return once that answers for it or has ended it."""
+    status = read_status(run.dir) or run.status
+    supervisor = start_supervisor(run.dir, leased=False, adopting=True)
+    await_supervisor(run, supervisor, was=status.supervisor)
+    return open_run(run.dir.path) or run
+
+
+def await_supervisor(
+    run: Run, supervisor: subprocess.Popen[bytes], *, was: ProcessIdentity | None, patience_s: float = 30.0
+) -> None:
+    """Return once a supervisor answers for the run, so that nobody takes it for lost.
+
+    Args:
+        run: the run.
+        supervisor: the process that was started for it.
+        was: who answered before.
+        patience_s: how long it may take.
+
+    Raises:
+        RequestError: it did not start.
+    """
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        status = read_status(run.dir)
+        if status is not None and status.supervisor != was:
+            return
+        try:
+            supervisor.wait(0.01)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    status = read_status(run.dir)
+    if status is None or status.supervisor == was:
+        raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
 
 
 def _kept(recipe: Recipe) -> str:

@@ -1,12 +1,13 @@
 """One run from start to end: launches the plan's nodes, watches them, restarts or stops them, says how it ended.
 
-``python -m gputrain_tui.supervisor RUN_DIR [--lease]``. One thread and never torch: the nodes' parents may ask to
-die with the thread that started them, and the command must be there at once. With ``--lease`` the run lives as long
-as the other end of standard input.
+``python -m gputrain_tui.supervisor RUN_DIR [--lease] [--adopt]``. One thread and never torch: the nodes' parents may
+ask to die with the thread that started them, and the command must be there at once. With ``--lease`` the run lives as
+long as the other end of standard input. With ``--adopt`` it takes over from a supervisor that was killed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import select
@@ -24,15 +25,15 @@ from typing import Literal
 
 import msgspec
 
-from gputrain_tui import outcome
+from gputrain_tui import leftovers, outcome
 from gputrain_tui.descendants import adopt_orphans, sweep
 from gputrain_tui.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.plan import Plan
-from gputrain_tui.processes import identify
+from gputrain_tui.processes import ProcessIdentity, identify
 from gputrain_tui.runs import Status, last_step, read_status, write_status
 from trainer.errors import ExitCode, RequestError
 from trainer.outcome import exit_code_of
-from trainer.record import Event, Failure, RunDir, RunEnded, RunStarted, encode_event
+from trainer.record import Event, Failure, RunDir, RunEnded, RunStarted, encode_event, write_atomically
 
 STOP_GRACE_S = 5.0
 """How long the nodes may take to leave when a person stops the run."""
@@ -73,12 +74,25 @@ class Attempt:
     """When what is still running is killed, monotonic seconds."""
 
 
+class Launched(msgspec.Struct, kw_only=True):
+    """What a supervisor leaves for one that takes over, ``attempt.json``."""
+
+    since: dict[str, int]
+    """Sizes of the event files when the attempt began."""
+    processes: dict[int, ProcessIdentity]
+    """Of each node."""
+    tmp: str
+
+
 class Supervisor:
     """The one process that answers for a run."""
 
-    def __init__(self, run_dir: RunDir, *, leased: bool, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, run_dir: RunDir, *, leased: bool, adopting: bool = False, now: Callable[[], float] = time.time
+    ) -> None:
         self.dir = run_dir
         self.leased = leased
+        self._adopting = adopting
         self._now = now
         self._stop_reason: str | None = None
         self._asked_again = False
@@ -98,7 +112,7 @@ class Supervisor:
         self._catch_signals()
         adopt_orphans()
         try:
-            ended = self._attempts()
+            ended = self._adopted() if self._adopting else self._attempts()
         except BaseException as error:
             left = self._sweep()
             what = f"the supervisor failed: {type(error).__name__}: {error}"
@@ -120,6 +134,7 @@ class Supervisor:
             attempt = self._launch(plan, way, env)
             if restarts is None:  # the nodes are on their way: nothing before them delays the first step
                 self._started()
+            self._leave_word(attempt)
             self._watch(attempt)
             ended = self._judge(attempt)
             if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
@@ -151,11 +166,44 @@ class Supervisor:
             self._poll.register(process.fileno(), select.POLLIN)
         return attempt
 
-    def _started(self) -> None:
-        status = self._status
-        status.status = "running"
-        status.supervisor = identify()
+    def _adopted(self) -> Ended:
+        """Watch the nodes that a killed supervisor launched; those of a leased run have gone with it."""
+        launched = msgspec.json.decode(self.dir.attempt.read_bytes(), type=Launched)
+        self._tmp = Path(launched.tmp)
+        self._answer()
+        way = launcher(self._plan.launcher)
+        attempt = Attempt(since=launched.since)
+        for node in self._plan.nodes:
+            identity = launched.processes.get(node.node)
+            process = way.adopt(node, self.dir, identity) if identity is not None else None
+            if process is not None:
+                attempt.running[process.fileno()] = process
+                self._poll.register(process.fileno(), select.POLLIN)
+                continue
+            missing = outcome.unfinished(self.dir, node.ranks, attempt.since)
+            attempt.ended[node.node] = outcome.NodeEnd(host=node.host, exit_code=ExitCode.FAILED, unfinished=missing)
+        if any(end.unfinished for end in attempt.ended.values()):
+            self._stop(attempt, FAILURE_GRACE_S)
+        self._watch(attempt)
+        return self._judge(attempt)
+
+    def _leave_word(self, attempt: Attempt) -> None:
+        processes = {process.node: process.identity for process in attempt.running.values()}
+        launched = Launched(since=dict(attempt.since), processes=processes, tmp=str(self._tmp))
+        try:
+            write_atomically(self.dir.attempt, msgspec.json.encode(launched))
+        except OSError as error:
+            print(f"cannot write {self.dir.attempt}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _answer(self) -> None:
+        """Become the one who answers for the run."""
+        self._status.status = "running"
+        self._status.supervisor = identify()
         self._write_status()
+
+    def _started(self) -> None:
+        self._answer()
+        status = self._status
         self._record(
             RunStarted(
                 time=self._now(),
@@ -248,7 +296,8 @@ class Supervisor:
 
     def _sweep(self) -> list[int]:
         """Leave nothing of the run behind; return the pids of what would not go."""
-        return sweep(SWEEP_S, lambda seconds: self._nap(seconds))
+        left = sweep(SWEEP_S, self._nap)
+        return left or (leftovers.end(self.dir.path) if self._adopting else [])
 
     def _nap(self, seconds: float) -> None:
         select.select([self._wake_read], [], [], seconds)
@@ -304,13 +353,20 @@ class Supervisor:
         if len(str(self._tmp)) > TEMPORARY_LENGTH:
             self._tmp = Path(tempfile.mkdtemp(prefix="gputrain-"))
         self._tmp.mkdir(mode=0o700, exist_ok=True)
-        return {"GPUTRAIN_RUN": str(self.dir.path), "TMPDIR": str(self._tmp)}
+        return {leftovers.MARK: str(self.dir.path), "TMPDIR": str(self._tmp)}
 
 
 def main() -> int:
-    """Supervise the run of a directory."""
+    """Supervise the run of a directory, unless another process does."""
     words = sys.argv[1:]
-    return Supervisor(RunDir(Path(words[0]).absolute()), leased="--lease" in words[1:]).run()
+    run_dir = RunDir(Path(words[0]).absolute())
+    with run_dir.lock.open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
+            return ExitCode.REFUSED
+        return Supervisor(run_dir, leased="--lease" in words[1:], adopting="--adopt" in words[1:]).run()
 
 
 if __name__ == "__main__":

@@ -316,6 +316,10 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.nodes = self.path / "nodes"
         """What each node's parent reports when it ends, ``<node>.json``."""
+        self.attempt = self.path / "attempt.json"
+        """The processes of the nodes, by which another supervisor recognises them."""
+        self.lock = self.path / "supervisor.lock"
+        """Locked by the one supervisor."""
         self.tmp = self.path / "tmp"
         """The ranks' temporary folder, deleted when the run ends."""
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 
 from gputrain_tui import start
-from gputrain_tui.runs import Run, read_status
-from trainer.errors import ExitCode, RequestError
+from trainer.errors import ExitCode
 
 NAME = "run"
 HELP = "train a recipe to the end, in the foreground or detached"
-
-TAKE_OVER_S = 30.0
-"""How long a detached supervisor may take to answer for the run."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -63,22 +57,6 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
 
 def _detached(prepared: start.Prepared) -> int:
     started, supervisor = start.launch(prepared, leased=False)
-    _await_supervisor(started, supervisor)
+    start.await_supervisor(started, supervisor, was=started.status.supervisor)
     print(started.id)
     return ExitCode.FINISHED
-
-
-def _await_supervisor(started: Run, supervisor: subprocess.Popen[bytes]) -> None:
-    """Return once the supervisor answers for the run, so that nobody takes it for lost."""
-    deadline = time.monotonic() + TAKE_OVER_S
-    while time.monotonic() < deadline:
-        status = read_status(started.dir)
-        if status is not None and status.status != "starting":
-            return
-        try:
-            supervisor.wait(0.01)
-        except subprocess.TimeoutExpired:
-            continue
-        break
-    log = started.dir.logs / "supervisor.log"
-    raise RequestError(f"the supervisor of {started.id} did not start; {log} says why")

@@ -10,6 +10,7 @@ from trainer.errors import RequestError, nearest
 
 if TYPE_CHECKING:
     from gputrain_tui.plan import PlannedNode
+    from gputrain_tui.processes import ProcessIdentity
     from trainer.record import RunDir
 
 LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.launchers.local", "LocalLauncher")}
@@ -22,6 +23,8 @@ class NodeProcess(Protocol):
     node: int
     """Index of the node in the plan."""
     host: str
+    identity: ProcessIdentity
+    """Of the process on this machine: the node's parent, or what holds the connection to it."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the process has ended."""
@@ -53,6 +56,12 @@ class Launcher(Protocol):
 
         Raises:
             OSError: the command cannot be started.
+        """
+
+    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> NodeProcess | None:
+        """Take over a node that a killed supervisor started; None when it is gone.
+
+        Its exit code is what the node's result says, for only its parent process is told.
         """
 
 

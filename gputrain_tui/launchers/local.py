@@ -9,6 +9,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from gputrain_tui.processes import ProcessIdentity, identify, is_alive
+from trainer.errors import ExitCode
+from trainer.outcome import NodeOutcome
 from trainer.record import RunDir
 
 if TYPE_CHECKING:
@@ -22,6 +27,7 @@ class LocalProcess:
         self.node = node
         self.host = host
         self.pid = process.pid
+        self.identity = identify(process.pid)
         self._process = process
         self._pidfd = os.pidfd_open(process.pid)
 
@@ -55,8 +61,60 @@ class LocalProcess:
             self._process.stdin.close()
 
 
+class AdoptedProcess:
+    """A node's parent process that a killed supervisor started."""
+
+    def __init__(self, node: int, host: str, identity: ProcessIdentity, pidfd: int, run_dir: RunDir) -> None:
+        self.node = node
+        self.host = host
+        self.identity = identity
+        self._pidfd = pidfd
+        self._run_dir = run_dir
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+        return self._pidfd
+
+    def poll(self) -> int | None:
+        """What the node's result says once it has ended, 1 where it left none; None while it runs."""
+        if is_alive(self.identity):
+            return None
+        try:
+            result = msgspec.json.decode(self._run_dir.node_result(self.node).read_bytes(), type=NodeOutcome)
+        except (OSError, msgspec.MsgspecError):
+            return ExitCode.FAILED
+        return result.exit_code
+
+    def stop(self) -> None:
+        """Ask it to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self._signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        os.close(self._pidfd)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
 class LocalLauncher:
     """This machine."""
+
+    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
+        """Take over a node that a killed supervisor started; None when it is gone."""
+        try:
+            pidfd = os.pidfd_open(identity.pid)
+        except ProcessLookupError:
+            return None
+        if not is_alive(identity):  # asked after it was opened: the descriptor means this very process
+            os.close(pidfd)
+            return None
+        return AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
         """Start a node's command in a session of its own, so that no terminal's signal reaches it.

@@ -36,7 +36,11 @@ def main(words: list[str]) -> int:
     states("spawned", "training")
     for rank in ranks:
         tell(rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in (1, 2)))
-    if mode in ("finish", "abort"):
+    if mode == "told":
+        (run_dir.path / "waiting").touch()
+        while not (run_dir.path / "go").exists():
+            time.sleep(0.005)
+    if mode in ("finish", "abort", "told"):
         states("finished")
     if mode == "abort":
         os.abort()

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gputrain_tui import leftovers
 from gputrain_tui.plan import Plan, PlannedNode, with_run_dir
-from gputrain_tui.runs import Run, RunReader, create, read_status
-from gputrain_tui.start import start_supervisor
+from gputrain_tui.runs import Run, RunReader, create, open_run, read_status
+from gputrain_tui.start import adopt, start_supervisor
 from gputrain_tui.state import RunState
 from trainer.record import Event, Failure, RunEnded, RunStarted
 
@@ -48,7 +49,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             world_size=world_size,
             recipe_toml=recipe,
             plan=lambda run_dir: msgspec.json.encode(with_run_dir(plan, str(run_dir.path))),
-            root=tmp_path,
+            root=tmp_path / "runs",
         )
 
     return make
@@ -81,19 +82,29 @@ def supervise(run: Run) -> RunState:
 
 
 def processes_of(run: Run) -> list[int]:
-    """Living processes that carry the run's mark in their environment."""
-    mark = f"GPUTRAIN_RUN={run.dir.path}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
-            if state != b"Z" and mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
+    return leftovers.processes_of(run.dir.path)
+
+
+def stop(run: Run) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gputrain_tui", "stop", run.id],
+        env={**os.environ, "GPUTRAIN_HOME": str(run.dir.path.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def killed_supervisor(run: Run) -> None:
+    """Start a detached run and kill its supervisor once the node is at work."""
+    supervisor = start_supervisor(run.dir, leased=False)
+    until(run.dir.attempt.exists)
+    until(lambda: processes_of(run))
+    supervisor.kill()
+    supervisor.wait()
+    found = open_run(run.dir.path)
+    assert found is not None
+    assert found.state == "lost"
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -243,3 +254,53 @@ def test_the_restarts_come_to_an_end(make_run: MakeRun) -> None:
     state = supervise(make_run("fail", recipe="[cluster]\nmax_restarts = 2\n"))
     assert state.status == "failed"
     assert len(state.failures) == 3
+
+
+def test_a_detached_run_outlives_its_supervisor_and_is_adopted(make_run: MakeRun) -> None:
+    run = make_run("told")
+    killed_supervisor(run)
+    until((run.dir.path / "waiting").exists)
+    before = processes_of(run)
+    adopted = adopt(run)
+    assert adopted.state == "running"
+    assert processes_of(run) == before
+    (run.dir.path / "go").touch()
+    until(lambda: (status := read_status(run.dir)) is not None and status.status == "finished")
+    until(lambda: not processes_of(run))
+
+
+def test_a_run_that_finished_without_a_supervisor_is_finished_once_it_is_adopted(make_run: MakeRun) -> None:
+    run = make_run("told")
+    killed_supervisor(run)
+    (run.dir.path / "go").touch()
+    until(lambda: not processes_of(run))
+    adopt(run)
+    until(lambda: (status := read_status(run.dir)) is not None and status.status == "finished")
+
+
+def test_stop_ends_a_run_whose_supervisor_was_killed(make_run: MakeRun) -> None:
+    run = make_run("hang")
+    killed_supervisor(run)
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+    assert processes_of(run) == []
+
+
+def test_stop_waits_until_nothing_is_left(make_run: MakeRun) -> None:
+    run = make_run("wait", "wait")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until(lambda: len(processes_of(run)) == 2)
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+    assert supervisor.wait(1) == 130
+    assert stop(run).stdout == f"{run.id} was stopped already; processes left: none\n"
+
+
+def test_a_run_has_one_supervisor(make_run: MakeRun) -> None:
+    run = make_run("wait")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until(run.dir.attempt.exists)
+    assert start_supervisor(run.dir, leased=False, adopting=True).wait(10) == 3
+    assert len(processes_of(run)) == 1
+    supervisor.terminate()
+    assert supervisor.wait(10) == 130

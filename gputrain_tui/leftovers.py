@@ -1,0 +1,41 @@
+"""Finds what is left of a run on this machine by the mark in its processes' environment, and ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "GPUTRAIN_RUN"
+"""Environment variable that every process of a run has: its run directory."""
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Return the living processes of a run, supervisors excepted; zombies are dead."""
+    mark = f"{MARK}={run_dir}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+            continue
+        try:
+            state = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0]
+            if state not in b"ZX" and mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue  # gone meanwhile, or another user's
+    return sorted(found)
+
+
+def end(run_dir: Path, patience_s: float = 5.0) -> list[int]:
+    """Kill every process of a run; return those that would not go."""
+    deadline = time.monotonic() + patience_s
+    while left := processes_of(run_dir):
+        if time.monotonic() > deadline:
+            break
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return left
