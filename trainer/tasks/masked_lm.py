@@ -78,8 +78,7 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop)
         mixed = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, dim))
         x = self.attention_norm(x + self.dropout(mixed))
-        x = self.mlp_norm(x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(x)))))
-        return x
+        return self.mlp_norm(x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(x)))))
 
 
 class Bert(nn.Module):

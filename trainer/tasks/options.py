@@ -85,6 +85,8 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.dim % self.heads:
             raise RequestError(f"heads is {self.heads}, but must divide dim, which is {self.dim}")
+        if self.dim // self.heads % 2:
+            raise RequestError(f"dim / heads is {self.dim // self.heads}, but must be even; change dim or heads")
 
 
 class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
