@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from trainer import guard
 from trainer.errors import RequestError, TrainingError
 from trainer.tasks.task import SizedDataset
 
@@ -198,14 +197,9 @@ def pinned(batch: Any) -> Any:
     return batch
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def _start_worker(rank_pid: int, worker: int) -> None:
-    """Make a worker end with its rank, however that ends, and leave the rank's signal handlers to the rank."""
-    if sys.platform == "linux":  # Elsewhere torch's worker looks for its parent every few seconds.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Make a worker end with its rank, however that ends, and leave signals to the rank."""
+    guard.die_with_parent_process()
     if os.getppid() != rank_pid:  # The rank ended before the request above.
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    guard.set_signals()
