@@ -42,9 +42,9 @@ def evaluate(
         for micro in batches:
             weight = 1.0 if micro.samples else 0.0
             with autocast:
-                loss, count, sums = task.loss(model, to_device(micro.batch, device))
+                loss, items, sums = task.loss(model, to_device(micro.batch, device))
             totals["loss"] += float(loss) * weight
-            totals["count"] += float(count) * weight
+            totals["count"] += float(items) * weight
             for name, value in sums.items():
                 totals[f"metric:{name}"] = totals.get(f"metric:{name}", 0.0) + float(value) * weight
     finally:

@@ -27,7 +27,7 @@ def wrap(model: nn.Module, options: Training, *, device: torch.device, world_siz
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError("the task's model has no parameter to train")
     model = model.to(device)
-    compiled: nn.Module = torch.compile(model) if options.compile else model  # type: ignore[assignment]
+    compiled: nn.Module = torch.compile(model) if options.compile else model
     if world_size == 1:
         return compiled
     return DDP(

@@ -1,4 +1,4 @@
-"""One rank from its first line to its last: guards, process group, training, an orderly end."""
+"""What one rank does: joins the others, trains, tells how it ended, leaves in order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from trainer import distributed, guard, record
+from trainer import distributed, record
 from trainer.assignment import RankAssignment
 from trainer.checkpoint import CheckpointError, load, newest
 from trainer.errors import ExitCode, RequestError, TrainingError
@@ -26,24 +25,15 @@ from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
 
-def run_rank(assignment: RankAssignment) -> NoReturn:
-    """Train as this rank; the process ends here, with success only if the training is complete.
+def run_rank(assignment: RankAssignment) -> int:
+    """Train as this rank; return the exit code with which the process is to end, by ``os._exit``.
 
     What the parent needs to know is sent before the teardown, because torch's gloo may hang or abort while a
-    successful process exits (pytorch issue 190489); ``os._exit`` passes by the destructors that do so.
+    successful process exits (pytorch issue 190489).
     """
-    if assignment.parent_pid is not None:
-        guard.follow(assignment.parent_pid)
-        guard.set_signals()
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
-    if run_dir is not None and assignment.parent_pid is not None:
-        guard.redirect_output(run_dir.rank_log(assignment.rank))
     writer = EventWriter(run_dir.rank_events(assignment.rank) if run_dir else None, rank=assignment.rank)
-    rank = _Rank(assignment, run_dir, writer)
-    code = rank.run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return _Rank(assignment, run_dir, writer).run()
 
 
 class _Rank:
