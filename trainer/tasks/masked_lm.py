@@ -78,7 +78,8 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=drop)
         mixed = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, dim))
         x = self.attention_norm(x + self.dropout(mixed))
-        return self.mlp_norm(x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(x)))))
+        y: Tensor = self.mlp_norm(x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(x)))))
+        return y
 
 
 class Bert(nn.Module):
