@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from operator import itemgetter
-from types import FrameType
 from typing import BinaryIO, Protocol
 
 from gputrain_tui import headless, outcome
+from gputrain_tui.interrupts import Interrupts
 from gputrain_tui.runs import Run, RunReader, Status, read_status
 from gputrain_tui.state import RunState
 from gputrain_tui.tail import Follower
@@ -83,45 +81,7 @@ class JsonStream:
         self._follower.close()
 
 
-class Interrupts:
-    """Ctrl-C and SIGTERM as something that can be waited for and asked about."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    @contextmanager
-    def caught(self) -> Iterator[Interrupts]:
-        """Note the signals instead of dying from them."""
-        before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, self._note)
-        waker = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        try:
-            yield self
-        finally:
-            signal.set_wakeup_fd(waker)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            os.close(self._read)
-            os.close(self._write)
-
-    def fileno(self) -> int:
-        """Readable after a signal."""
-        return self._read
-
-    def drain(self) -> None:
-        """Forget the wake-ups."""
-        with suppress(BlockingIOError):
-            os.read(self._read, 4096)
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
-
-
 def follow(
-    run: Run,
     supervisor: subprocess.Popen[bytes],
     *,
     state: RunState,
@@ -162,7 +122,6 @@ def follow(
         give_up(supervisor)
         supervisor.wait()
         os.close(ended)
-        reader.close()
         if view is not None:
             view.erase()
 
@@ -171,6 +130,8 @@ def give_up(supervisor: subprocess.Popen[bytes]) -> None:
     """End the lease: the supervisor stops every process of the run and leaves."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
+    else:
+        supervisor.terminate()
 
 
 def conclude(run: Run, returncode: int, state: RunState, *, narrate: bool, environ: Mapping[str, str]) -> int:
@@ -190,17 +151,14 @@ def conclude(run: Run, returncode: int, state: RunState, *, narrate: bool, envir
         for line in headless.closing_lines(state, columns):
             print(headless.paint(line, colour=use_colour(sys.stdout.isatty(), environ)))
         sys.stdout.flush()
-    for line in _last_words(run, status, returncode, state):
+    for line in _last_words(run, status, state):
         print(headless.paint(line, colour=colour), file=sys.stderr)
     if narrate:
         print(headless.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour), file=sys.stderr)
     return code
 
 
-def _last_words(run: Run, status: Status, returncode: int, state: RunState) -> list[list[headless.Piece]]:
-    if returncode < 0:
-        name = signal.Signals(-returncode).name
-        return [[(f"the run's supervisor was killed by {name}, and its ranks with it", "alarm")]]
+def _last_words(run: Run, status: Status, state: RunState) -> list[list[headless.Piece]]:
     lines: list[list[headless.Piece]] = []
     failure = state.root_cause
     if status.status == "failed" and failure is not None:

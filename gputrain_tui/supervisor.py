@@ -168,7 +168,10 @@ class Supervisor:
 
     def _adopted(self) -> Ended:
         """Watch the nodes that a killed supervisor launched; those of a leased run have gone with it."""
-        launched = msgspec.json.decode(self.dir.attempt.read_bytes(), type=Launched)
+        try:
+            launched = msgspec.json.decode(self.dir.attempt.read_bytes(), type=Launched)
+        except (OSError, msgspec.MsgspecError):  # it was killed before it left word: what it started is swept
+            launched = Launched(since={}, processes={}, tmp=str(self.dir.tmp))
         self._tmp = Path(launched.tmp)
         self._answer()
         way = launcher(self._plan.launcher)

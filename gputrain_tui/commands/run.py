@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import closing
 
 from gputrain_tui import start
+from gputrain_tui.interrupts import Interrupts
 from trainer.errors import ExitCode
 
 NAME = "run"
@@ -35,23 +37,20 @@ def run(args: Namespace) -> int:
 
 
 def _foreground(prepared: start.Prepared, *, json: bool) -> int:
-    # The supervisor starts first: what shows the run is imported while it is on its way.
-    started, supervisor = start.launch(prepared, leased=True)
-    from gputrain_tui import foreground
-    from gputrain_tui.state import RunState
+    with Interrupts().caught() as interrupts:
+        # The supervisor starts first: what shows the run is imported while it is on its way.
+        started, supervisor = start.launch(prepared, leased=True)
+        from gputrain_tui import foreground
+        from gputrain_tui.state import RunState
 
-    with foreground.Interrupts().caught() as interrupts:
         train, world_size = prepared.recipe.train, prepared.plan.world_size
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
         view = None if json else foreground.show(state, os.environ)
-        code = foreground.follow(
-            started,
-            supervisor,
-            state=state,
-            view=view,
-            reader=foreground.reader_of(started, json=json),
-            interrupts=interrupts,
-        )
+        with closing(foreground.reader_of(started, json=json)) as reader:
+            code = foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts)
+            if code < 0:  # it was killed, and with it the lease; another one sees to the end and writes it down
+                supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
+                code = foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts)
         return foreground.conclude(started, code, state, narrate=not json, environ=os.environ)
 
 
