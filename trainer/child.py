@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -32,6 +33,8 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
 
 def run(target: str, assignment: RankAssignment) -> int:
     """Call the rank's function and return the exit code."""
+    # numpy is no dependency; torch says so at the first use of what would work without it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         code = load(target)(assignment)
     except Exception as error:  # noqa: BLE001  (whatever it is, the parent learns it and the rank ends)

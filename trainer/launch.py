@@ -1,0 +1,133 @@
+"""Acts on a decision: meets the other nodes' counts, finds the meeting point, and runs the ranks that start here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.alone import run_alone
+from trainer.assignment import RankAssignment
+from trainer.decision import Decision, with_counts
+from trainer.devices import Device, label
+from trainer.errors import ExitCode, RequestError
+from trainer.options import Distributed
+from trainer.outcome import NodeOutcome, RankReport
+from trainer.rendezvous import exchange_counts, meeting
+from trainer.spawn import run_node
+
+RUN_ID = "GPUTRAIN_RUN_ID"
+"""Environment variable: the run's id, where the run directory's name does not tell it."""
+
+RANK = "trainer.rank:run_rank"
+
+
+def launch(
+    decision: Decision,
+    options: Distributed,
+    words: Sequence[str],
+    *,
+    devices: Sequence[Device],
+    environ: Mapping[str, str],
+    target: str = RANK,
+) -> int:
+    """Run what was decided and return the exit code.
+
+    Args:
+        decision: which ranks start here.
+        options: the flags of ``Distributed``.
+        words: the flags that are left: training and task options.
+        devices: the visible GPUs.
+        environ: the environment.
+        target: what a rank runs, ``module:function``.
+
+    Raises:
+        RequestError: the meeting point or the run directory cannot be used.
+    """
+    if decision.exchange is not None:
+        counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
+        decision = with_counts(decision, counts)
+    # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    with meeting(decision) as init_method:
+        run_dir = _run_dir(options)
+        assignments = assign(
+            decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
+        )
+        if not decision.spawn:
+            return run_alone(assignments[0], environ=environ, target=target)
+        outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=target)
+    tell(outcome)
+    return outcome.exit_code
+
+
+def assign(
+    decision: Decision,
+    options: Distributed,
+    words: Sequence[str],
+    *,
+    init_method: str | None,
+    run_dir: Path | None,
+    devices: Sequence[Device],
+    environ: Mapping[str, str],
+) -> list[RankAssignment]:
+    """Return what each rank that starts here is told; a world of one rank has no init method."""
+    run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
+    host = socket.gethostname()
+    return [
+        RankAssignment(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=decision.world_size,
+            local_world_size=decision.local_world_size,
+            node=_node(decision, options, environ),
+            host=host,
+            device_id=device_id,
+            device=label(device_id, devices),
+            init_method=init_method,
+            backend=decision.backend,
+            parent_pid=None,
+            distributed=options,
+            words=tuple(words),
+            run_dir=None if run_dir is None else str(run_dir),
+            run_id=run_id,
+            report=_nobody_listens,
+        )
+        for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)
+    ]
+
+
+def _nobody_listens(_: RankReport) -> None:
+    """Takes reports until whoever starts the rank listens."""
+
+
+def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) -> int:
+    """Index of this node; one srun or torchrun command line is the same on all nodes and cannot tell it."""
+    names = {"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}
+    told = environ.get(names.get(decision.mode, ""), "")
+    return int(told) if options.node == 0 and told.isdecimal() else options.node
+
+
+def _run_dir(options: Distributed) -> Path | None:
+    if options.run_dir is None:
+        return None
+    path = Path(options.run_dir).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise RequestError(f"--run-dir {options.run_dir} cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise RequestError(f"--run-dir {options.run_dir} cannot be written")
+    return path
+
+
+def tell(outcome: NodeOutcome) -> None:
+    """Say on standard error how the node ended, unless it ended well."""
+    failure = outcome.failure
+    if outcome.exit_code == ExitCode.STOPPED:
+        print("trainer: stopped; no process is left", file=sys.stderr)
+    elif failure is not None:
+        where = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
+        print(f"trainer: {where}{failure.message}", file=sys.stderr)
