@@ -165,16 +165,12 @@ def with_run_dir(plan: Plan, run_dir: str) -> Plan:
 
 def task_flags(options: Mapping[str, Any]) -> list[str]:
     """Return the flags of a task's own options, every one that the recipe names."""
-    words: list[str] = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag[2:])
-        elif value is not None:
-            text = ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)
-            # After a space, a text that looks like a flag would be read as one.
-            words += [f"{flag}={text}"] if text.startswith("--") else [flag, text]
-    return words
+    # Each is a field without a default, so that to_flags says it in the way that read_flags reads it.
+    kinds: dict[type, Any] = {list: list[str], tuple: list[str], type(None): str | None}
+    schema: Any = msgspec.defstruct(
+        "TaskOptions", [(name, kinds.get(type(value), type(value))) for name, value in options.items()], kw_only=True
+    )
+    return to_flags(schema(**options))
 
 
 def _distributed_flags(

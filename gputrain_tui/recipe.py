@@ -30,7 +30,6 @@ __all__ = [
     "RecipeError",
     "Script",
     "build",
-    "check_data",
     "dump_toml",
     "load",
     "parse_gpus",
@@ -185,24 +184,6 @@ def dump_toml(recipe: Recipe) -> str:
     from gputrain_tui.recipe_dump import dumped  # tomlkit is needed only by what writes recipes
 
     return dumped(recipe)
-
-
-def check_data(recipe: Recipe) -> None:
-    """Refuse data that is not on this machine; only a built-in task can tell without torch.
-
-    Raises:
-        RecipeError: missing, unreadable or empty data.
-    """
-    from gputrain_tui.task_options import task_schema
-    from trainer.tasks import registry
-
-    if recipe.train.task not in registry.BUILT_IN:
-        return
-    options = check(task_schema(recipe.train.task), recipe.task_options, where=lambda name: recipe.where("task", name))
-    try:
-        registry.check_data(options)
-    except RequestError as error:
-        raise RecipeError(f"{recipe.where('task')}: {error}") from None
 
 
 def _build(source: Source, overrides: Sequence[str]) -> Recipe:
@@ -409,4 +390,6 @@ def _task_options(source: Source, task: str) -> dict[str, Any]:
     except RequestError as error:
         raise RecipeError(f"{source.where(('train', 'task'))} is {task!r}: {error}") from None
     options = _check(schema, values, source, "task")
-    return {name: msgspec.to_builtins(getattr(options, name)) for name in values}
+    typed = {name: getattr(options, name) for name in values}
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(typed))
+    return plain

@@ -65,6 +65,8 @@ class Source:
         for path in (key, written):
             if any(path[:length] in self.overridden for length in range(1, len(path) + 1)):
                 return f"--set {dotted(path)}"
+        if written not in self.lines and any(path[: len(key)] == key for path in self.overridden):
+            return f"--set {dotted(key)}"
         for length in range(len(written), 0, -1):
             line = self.lines.get(written[:length])
             if line is not None:
@@ -116,7 +118,7 @@ def parse(text: str, *, name: str) -> Source:
     except tomllib.TOMLDecodeError as error:
         message, line = str(error), ""
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
-            message, line = match[1], f"{match[2] or text.count(chr(10)) + 1}:"
+            message, line = match[1], f"{match[2] or text.rstrip().count(chr(10)) + 1}:"
         raise RecipeError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}") from None
 
 

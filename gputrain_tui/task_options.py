@@ -77,13 +77,20 @@ def _type(option: Option) -> Any:
             bounds["gt" if option.exclusive_minimum else "ge"] = item(option.minimum)
         if option.maximum is not None:
             bounds["lt" if option.exclusive_maximum else "le"] = item(option.maximum)
-    help_text = Meta(description=option.help, extra={"group": option.group, "aliases": list(option.aliases)})
+    told: dict[str, Any] = {
+        "description": option.help,
+        "extra": {"group": option.group, "aliases": list(option.aliases)},
+    }
     # Types made at run time, from values that mypy cannot read as types.
     annotated: Any = Annotated
     many: Any = tuple
-    bounded = annotated[item, Meta(**bounds)] if bounds else item
-    described = annotated[many[bounded, ...] if option.kind == "list" else bounded, help_text]
-    return described | None if option.optional else described
+    if option.kind == "list":
+        lengths: dict[str, Any] = {"min_length": option.min_items or None, "max_length": option.max_items}
+        one = annotated[item, Meta(**bounds)] if bounds else item
+        whole = annotated[many[one, ...], Meta(**told, **{key: value for key, value in lengths.items() if value})]
+    else:
+        whole = annotated[item, Meta(**told, **bounds)]
+    return whole | None if option.optional else whole
 
 
 def _described(task: str) -> list[Option]:
