@@ -1,0 +1,404 @@
+"""The process group and what ranks say to each other: the seeds' interface, on CPUs and GPUs alike.
+
+Every function also works in a process that is alone, without a group: the world then has one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from trainer import joining
+from trainer.encoding import decode, encode
+from trainer.errors import RequestError, TrainingError
+from trainer.joining import JoinTimeoutError, Meeting, Waiting
+from trainer.options import Distributed
+
+__all__ = [
+    "JoinTimeoutError",
+    "all_gather_list",
+    "all_reduce",
+    "all_reduce_dict",
+    "barrier",
+    "bind_device",
+    "broadcast_object",
+    "check_same",
+    "device_uuid",
+    "distributed_init",
+    "get_default_group",
+    "get_rank",
+    "get_world_size",
+    "infer_init_method",
+    "is_master",
+    "shutdown",
+    "sum_later",
+]
+
+Op = Literal["sum", "max", "min"]
+Number = TypeVar("Number", Tensor, float, int)
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_QUIET_S = 0.1
+"""Rest before the group is destroyed, see ``shutdown``."""
+_LEAVE_S = 2.0
+"""How long rank 0 waits for the others to leave before it takes the store away."""
+
+
+@dataclass
+class _Here:
+    """What this process holds while it is in a group."""
+
+    meeting: Meeting
+    rank: int
+    variables: tuple[str, ...]
+    """Environment variables that joining has set."""
+
+
+_here: _Here | None = None
+_exchanges = 0
+"""How many exchanges of data this process has begun; equal on all ranks that are in step."""
+
+
+# ---------------------------------------------------------------------------------------------------------- joining
+
+
+def infer_init_method(options: Distributed, *, device_count: int = 0) -> str | None:
+    """Return the init method that the options and the environment lead to; None for a single process."""
+    from trainer.dispatch import decide
+
+    return decide(options, os.environ, device_count).init_method
+
+
+def bind_device(index: int | None) -> torch.device:
+    """Make the GPU of this local index, counted within ``CUDA_VISIBLE_DEVICES``, the current one; None is the CPU.
+
+    Raises:
+        RequestError: there is no such GPU.
+    """
+    if index is None:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if index >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise RequestError(f"device {index} does not exist: torch sees {count} GPUs here{among}")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the GPU's UUID, or an empty string for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def distributed_init(
+    *,
+    init_method: str | None,
+    world_size: int,
+    rank: int,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    join_timeout_s: float,
+    on_waiting: Waiting | None = None,
+    identity: str = "",
+    share_devices: bool = False,
+) -> None:
+    """Join the process group; in a world of one rank there is none to join.
+
+    Args:
+        init_method: ``tcp://HOST:PORT``, ``file:///PATH`` or ``env://``.
+        world_size: ranks in all.
+        rank: this process's.
+        backend: ``gloo``, ``nccl``, or ``auto`` for nccl on a GPU and gloo on a CPU.
+        device: what this rank computes on.
+        timeout_s: what a collective may take, in seconds.
+        join_timeout_s: how long to wait for the other ranks, in seconds.
+        on_waiting: told about once a second who has joined, who has not and the milliseconds waited.
+        identity: run id; ranks with another one are refused.
+        share_devices: allow two ranks on one GPU.
+
+    Raises:
+        RequestError: the request cannot be met: port in use, stale file, a rank or a GPU claimed twice, ranks that
+            disagree on the world size or the run.
+        JoinTimeoutError: ranks are missing; the message names them.
+    """
+    global _here
+    if world_size == 1:
+        return
+    if not 0 <= rank < world_size:
+        raise RequestError(f"rank {rank} does not exist in a world of {world_size}: allowed are 0 to {world_size - 1}")
+    if init_method is None:
+        raise RequestError(f"a world of {world_size} ranks needs an init method: tcp://HOST:PORT, file:///PATH, env://")
+    if dist.is_initialized():
+        raise RequestError("this process is in a process group already")
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise RequestError("backend nccl needs a GPU on every rank: allowed here is gloo")
+    mine = joining.claim(
+        rank=rank,
+        world_size=world_size,
+        identity=identity,
+        device="" if share_devices else device_uuid(device),
+    )
+    began = time.monotonic()
+    meeting = joining.open_store(init_method, mine, timeout_s=join_timeout_s, on_waiting=on_waiting, environ=os.environ)
+    left_s = max(join_timeout_s - (time.monotonic() - began), 0.0)
+    verdict = joining.join(meeting, mine, timeout_s=left_s, on_waiting=on_waiting)
+    variables: tuple[str, ...] = ()
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := joining.gloo_interface(meeting, verdict)):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        variables = ("GLOO_SOCKET_IFNAME",)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", meeting.store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+    _here = _Here(meeting, rank, variables)
+
+
+def shutdown(*, abort: bool = False) -> None:
+    """Leave the group in order; call it once the result is on disk, then end the process.
+
+    Gloo's threads may still be releasing the last collective's Python state: destroying the group under them hangs or
+    aborts about one process in ten, therefore a short rest comes first. Rank 0, which holds the store, leaves last.
+
+    Args:
+        abort: a peer may be dead or stuck. Nothing is waited for, so the group is not destroyed either: that waits
+            for the collectives that are under way. The process must end next, by ``os._exit``.
+    """
+    global _here
+    here, _here = _here, None
+    if dist.is_initialized() and not abort:
+        world_size = dist.get_world_size()
+        time.sleep(_QUIET_S)
+        dist.destroy_process_group()
+        if here is not None:
+            _leave(here.meeting.store, here.rank, world_size)
+    if here is None:
+        return
+    for name in here.variables:
+        os.environ.pop(name, None)
+    if here.rank == 0:
+        joining.clear_away(here.meeting)
+
+
+def _leave(store: Store, rank: int, world_size: int) -> None:
+    """Let rank 0 wait until nobody needs the store any more; not for long, because a peer may have died."""
+    gone = [f"left/{other}" for other in range(1, world_size)]
+    try:
+        if rank != 0:
+            store.set(f"left/{rank}", "")
+            return
+        deadline = time.monotonic() + _LEAVE_S
+        while not store.check(gone) and time.monotonic() < deadline:
+            time.sleep(0.005)
+    except dist.DistError:
+        # The store's process has ended before us: nobody is left to be told.
+        return
+
+
+# ---------------------------------------------------------------------------------------------------------- queries
+
+
+def get_rank() -> int:
+    """Return this process's rank; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Return how many ranks there are; 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_master() -> bool:
+    """Whether this is the rank that speaks, validates and saves for all: rank 0."""
+    return get_rank() == 0
+
+
+def get_default_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None where there is only one."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+# ------------------------------------------------------------------------------------------------------ collectives
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """Return the tensor where the backend can take it; nccl takes tensors of the GPU only."""
+    if dist.get_backend() == "nccl":
+        return tensor.to(torch.device("cuda", torch.cuda.current_device())).contiguous()
+    return tensor.contiguous()
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce(tensor: Tensor, op: Op = "sum") -> Tensor:
+    """Reduce the tensor over all ranks, in place, and return it."""
+    if get_world_size() > 1:
+        wire = _wire(tensor.detach())
+        dist.all_reduce(wire, _OPS[op])
+        if wire.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(wire)
+    return tensor
+
+
+def sum_later(value: Tensor | float, device: torch.device) -> Callable[[], float]:
+    """Begin to sum a number over all ranks; the result of a call is the sum, waited for only then.
+
+    Args:
+        value: a number or a tensor of one element.
+        device: where the sum is kept meanwhile.
+    """
+    total = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1).clone()
+    if get_world_size() == 1:
+        return lambda: float(total)
+    wire = _wire(total)
+    work = dist.all_reduce(wire, async_op=True)
+
+    def result() -> float:
+        assert work is not None
+        work.wait()
+        return float(wire)
+
+    return result
+
+
+def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = None) -> dict[str, Number]:
+    """Sum numbers and tensors by name over all ranks, in float64; the order of keys is kept.
+
+    A number comes back as a float, a tensor as a float64 tensor of its shape on its device.
+
+    Args:
+        data: equal names and shapes on every rank, in any order.
+        device: where to reduce; default: where the backend needs it.
+
+    Raises:
+        TrainingError: the names or shapes differ between ranks.
+    """
+    names = sorted(data)
+    values: list[Tensor] = [torch.as_tensor(data[name]).detach() for name in names]
+    where = device or torch.device("cpu")
+    sizes = [value.numel() for value in values]
+    _require_same_shapes({name: tuple(value.shape) for name, value in zip(names, values, strict=True)}, where)
+    flat = torch.cat([torch.empty(0, dtype=torch.float64), *(value.cpu().double().reshape(-1) for value in values)])
+    parts = torch.split_with_sizes(all_reduce(flat.to(where)), sizes) if sizes else ()
+    sums: dict[str, Any] = {}
+    for name, value, part in zip(names, values, parts, strict=True):
+        summed = part.reshape(value.shape)
+        sums[name] = summed.to(value.device) if isinstance(data[name], Tensor) else float(summed)
+    return {name: sums[name] for name in data}
+
+
+def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+    """Compare a checksum over the ranks: a collective over unlike sizes would fail in words that help nobody."""
+    own = zlib.crc32(repr(shapes).encode())
+    extremes = all_reduce(torch.tensor([own, -own], dtype=torch.int64, device=device), "max").tolist()
+    if extremes != [own, -own]:
+        raise TrainingError(f"ranks reduce unlike values: rank {get_rank()} has {', '.join(shapes) or 'none'}")
+
+
+def all_gather_list(data: Any) -> list[Any]:
+    """Return every rank's data, in rank order, of any size: first the sizes are exchanged, then the bytes.
+
+    Args:
+        data: None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
+            the CPU. Every rank holds world size times the largest rank's bytes while it gathers.
+
+    Raises:
+        TypeError: the data holds something else.
+        TrainingError: the ranks are not at the same exchange.
+    """
+    mine = encode(data)
+    if get_world_size() == 1:
+        return [decode(mine)]
+    sizes = _exchange_sizes(mine.numel())
+    sent = torch.zeros(max(sizes), dtype=torch.uint8)
+    sent[: mine.numel()] = mine
+    sent = _wire(sent)
+    received = [torch.empty_like(sent) for _ in sizes]
+    dist.all_gather(received, sent)
+    return [decode(part[:size]) for part, size in zip(received, sizes, strict=True)]
+
+
+def _exchange_sizes(size: int) -> list[int]:
+    """Return how many bytes each rank is about to send; ranks at different exchanges are told apart here."""
+    global _exchanges
+    _exchanges += 1
+    mine = _wire(torch.tensor([_exchanges, size], dtype=torch.int64))
+    told = [torch.empty_like(mine) for _ in range(get_world_size())]
+    dist.all_gather(told, mine)
+    pairs = torch.stack(told).tolist()
+    counts = [count for count, _ in pairs]
+    if len(set(counts)) > 1:
+        usual = statistics.mode(counts)
+        others = [f"rank {rank} at {count}" for rank, count in enumerate(counts) if count != usual]
+        raise TrainingError(f"ranks have fallen out of step: exchange {usual} meets {', '.join(others)}")
+    return [size for _, size in pairs]
+
+
+def broadcast_object(data: Any, source: int = 0) -> Any:
+    """Return the source's data on every rank; what the others pass is ignored. Same kinds as ``all_gather_list``."""
+    if get_world_size() == 1:
+        return decode(encode(data))
+    sends = get_rank() == source
+    mine = encode(data) if sends else torch.empty(0, dtype=torch.uint8)
+    size = _wire(torch.tensor([mine.numel()], dtype=torch.int64))
+    dist.broadcast(size, source)
+    wire = _wire(mine if sends else torch.empty(int(size), dtype=torch.uint8))
+    dist.broadcast(wire, source)
+    return decode(wire)
+
+
+def check_same(name: str, value: Any, *, tolerance: float = 0.0) -> None:
+    """Require that a value is the same on all ranks.
+
+    Args:
+        name: what it is, for the message.
+        value: plain data; NaN equals NaN.
+        tolerance: allowed difference of a number, relative to the median over the ranks.
+
+    Raises:
+        TrainingError: it is not; the message names the ranks that differ from most.
+    """
+    values = all_gather_list(value)
+    if tolerance:
+        finite = [entry for entry in values if math.isfinite(entry)]
+        middle = statistics.median_low(finite or values)
+        usual = repr(middle)
+        odd = [rank for rank, entry in enumerate(values) if not _close(entry, middle, tolerance)]
+    else:
+        # As text: NaN is then equal to itself.
+        shown = [repr(entry) for entry in values]
+        usual = statistics.mode(shown)
+        odd = [rank for rank, entry in enumerate(shown) if entry != usual]
+    if odd:
+        told = ", ".join(f"{values[rank]!r} on rank {rank}" for rank in odd[:8])
+        raise TrainingError(f"{name} differs between ranks: {usual} on most, {told}")
+
+
+def _close(left: float, right: float, tolerance: float) -> bool:
+    if math.isfinite(left) and math.isfinite(right):
+        return abs(left - right) <= tolerance * abs(right)
+    return left == right or (math.isnan(left) and math.isnan(right))
