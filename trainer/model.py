@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from trainer.bucket_hook import CommHook
 from trainer.errors import RequestError
 from trainer.options import Training
+
+# torch 2.13 renamed the flag and warns at the old name, which the older versions that we support know alone.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DDP.__init__).parameters
+    else "broadcast_buffers"
+)
 
 
 def wrap(model: nn.Module, options: Training, *, device: torch.device, world_size: int) -> nn.Module:
@@ -37,7 +45,7 @@ def wrap(model: nn.Module, options: Training, *, device: torch.device, world_siz
         find_unused_parameters=options.find_unused_parameters,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
-        broadcast_buffers=options.broadcast_buffers,
+        **{_SYNC_BUFFERS: options.broadcast_buffers},
     )
 
 

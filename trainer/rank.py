@@ -43,6 +43,7 @@ class _Rank:
         self.assignment = assignment
         self.run_dir = run_dir
         self.writer = writer
+        self._state: RankStateName = "spawned"
         self.step: Callable[[], int | None] = lambda: None
 
     def run(self) -> int:
@@ -67,6 +68,9 @@ class _Rank:
 
     def set_state(self, state: RankStateName, *, message: str | None = None) -> None:
         """Record that this rank entered a state."""
+        if state == self._state:
+            return
+        self._state = state
         here = self.assignment
         self.writer.write(
             record.RankState(
