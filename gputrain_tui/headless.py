@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import Column, duration, printable, size, table
 from gputrain_tui.tables import width as cells
 from trainer.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
+
+if TYPE_CHECKING:
+    from gputrain_tui.plan import Plan
 
 REDRAW_S = 0.1
 """Shortest time between two drawings of the progress line."""
@@ -42,7 +45,7 @@ STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m", "alarm": "\
 
 def paint(pieces: Iterable[Piece], *, colour: bool) -> str:
     """Return the text of pieces, with their styles where colour is wanted."""
-    return "".join(f"{STYLES[style]}{text}\x1b[0m" if colour and style else text for text, style in pieces)
+    return "".join(f"{STYLES[style]}{text}\x1b[0m" if colour and style and text else text for text, style in pieces)
 
 
 def length(pieces: Iterable[Piece]) -> int:
@@ -155,6 +158,14 @@ def _starting(state: RunState, now: float) -> list[Piece]:
     else:
         text = f"{state.world_size} rank{'s' * (state.world_size != 1)} ready"
     return [(text, ""), (waited, "dim")]
+
+
+def placed(plan: Plan) -> str:
+    """Return how many ranks run where: ``2 ranks on localhost (cpu)``."""
+    hosts = list(dict.fromkeys(node.host for node in plan.nodes))
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    kinds = " and ".join(sorted({"cpu" if device == "cpu" else "gpu" for n in plan.nodes for device in n.devices}))
+    return f"{plan.world_size} rank{'s' * (plan.world_size != 1)} on {where} ({kinds}, {plan.backend})"
 
 
 def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
@@ -315,9 +326,12 @@ class Headless:
 
     def update(self, events: Iterable[AnyEvent]) -> None:
         """Show what the events, already folded into the state, have changed."""
-        lines = [line for event in events if type(event) is not Step and (line := event_line(event)) is not None]
-        for line in lines:
-            self.say(line)
+        for event in events:
+            # On a terminal the last checkpoint is told at the end; a log tells each as it comes.
+            if type(event) is Step or (self._live and type(event) is Checkpoint):
+                continue
+            if (line := event_line(event)) is not None:
+                self.say(line)
         now = self._now()
         if self._live:
             if now - self._drawn_at >= REDRAW_S:

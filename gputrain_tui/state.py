@@ -358,9 +358,9 @@ class RunState:
         E needs no common clock. Steps that every rank reported alone are compared one by one; where events cover
         several steps, the means of the windows are compared.
         """
-        exact = {rank: late for rank, view in self.ranks.items() if (late := view.late_ms) is not None}
-        if exact:
-            return exact
+        reporting = {rank: view for rank, view in self.ranks.items() if view.last is not None}
+        if reporting and all(view.lateness for view in reporting.values()):
+            return {rank: view.late_ms or 0.0 for rank, view in reporting.items()}
         waits = {r: wait for r, view in self.ranks.items() if (wait := view.recent.mean_exposed_ms) is not None}
         if len(waits) < 2:
             return {}
@@ -461,7 +461,9 @@ class RunState:
             )
         )
         view.marks.append(totals)
-        if exposed_ms is not None and n == 1:
+        if n > 1:
+            view.lateness.clear()
+        elif exposed_ms is not None:
             self._waited(event.step, event.rank, exposed_ms)
         if event.rank == 0:
             pace = self._pace

@@ -262,7 +262,10 @@ class Supervisor:
         if attempt.failure is not None:
             return Ended(status="failed", failure=attempt.failure)
         failure = outcome.cause(self.dir, attempt.since, attempt.ended, self._now())
-        return Ended(status="failed", failure=failure, recorded=failure in outcome.failures(self.dir, attempt.since))
+        recorded = failure in outcome.failures(self.dir, attempt.since)
+        if self._adopting and not recorded:
+            failure = self._failure("signal", "the run's supervisor was killed, and its ranks ended with it")
+        return Ended(status="failed", failure=failure, recorded=recorded)
 
     # ------------------------------------------------------------------------------------------------- waiting
 

@@ -40,12 +40,14 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
     with Interrupts().caught() as interrupts:
         # The supervisor starts first: what shows the run is imported while it is on its way.
         started, supervisor = start.launch(prepared, leased=True)
-        from gputrain_tui import foreground
+        from gputrain_tui import foreground, headless
         from gputrain_tui.state import RunState
 
         train, world_size = prepared.recipe.train, prepared.plan.world_size
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
         view = None if json else foreground.show(state, os.environ)
+        if view is not None:
+            view.say([("run ", "dim"), (started.id, "bold"), (f"  {headless.placed(prepared.plan)}", "dim")])
         with closing(foreground.reader_of(started, json=json)) as reader:
             code = foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts)
             if code < 0:  # it was killed, and with it the lease; another one sees to the end and writes it down

@@ -160,6 +160,12 @@ def test_merged_steps_are_compared_by_the_means_of_their_windows() -> None:
     assert state.lateness() == {0: 0.0, 1: pytest.approx(7.0)}
 
 
+def test_lateness_of_single_steps_is_forgotten_once_steps_are_merged() -> None:
+    single = [step(r, n, sync_exposed_ms=40.0 * (r == 0)) for n in range(1, 6) for r in (0, 1)]
+    merged = [step(r, n, steps=50, sync_exposed_ms=4.0 * (r == 1)) for n in range(50, 50 * 60, 50) for r in (0, 1)]
+    assert fold(*single, *merged).slowest() == (0, pytest.approx(4.0))
+
+
 def test_one_rank_alone_is_never_the_slowest() -> None:
     assert fold(step(sync_exposed_ms=1.0), world_size=1).slowest() is None
 

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gputrain_tui import leftovers
+from gputrain_tui.runs import Run, last_step, list_runs
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 200
+
+RECIPE = """\
+name = "tiny"
+
+[[cluster.nodes]]
+cpu_ranks = 2
+
+[train]
+task = "lm"
+batch_size = 4
+max_updates = {updates}
+threads = 1
+
+[task]
+data = "{data}"
+context = 16
+dim = 8
+layers = 1
+heads = 1
+"""
+
+FOR_EVER = 1_000_000
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+@dataclass
+class Bench:
+    """A folder with text, recipes and runs of its own."""
+
+    folder: Path
+
+    def recipe(self, updates: int = 5) -> Path:
+        data = self.folder / "text.txt"
+        data.write_text(TEXT)
+        path = self.folder / f"tiny-{updates}.toml"
+        path.write_text(RECIPE.format(updates=updates, data=data))
+        return path
+
+    def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[str]:
+        environment = {**os.environ, "GPUTRAIN_HOME": str(self.folder / "home"), "NO_COLOR": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "gputrain_tui", *map(str, words)],
+            env=environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def call(self, *words: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL)
+        out, err = process.communicate(stdin, timeout=60)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def runs(self) -> list[Run]:
+        return list_runs(self.folder / "home" / "runs")
+
+    def training(self) -> Run:
+        """The newest run, once both ranks have done a step."""
+        until(self.runs)
+        run = self.runs()[0]
+        until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
+        return run
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    for run in bench.runs():
+        assert leftovers.end(run.dir.path) == []
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
+    bench = Bench(tmp_path_factory.mktemp("told"))
+    return bench.call("run", bench.recipe(), "--json"), bench
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
+    bench = Bench(tmp_path_factory.mktemp("shown"))
+    return bench.call("run", "-", stdin=bench.recipe().read_text()), bench
+
+
+Told = tuple[subprocess.CompletedProcess[str], Bench]
+
+
+def test_json_is_one_event_per_line_and_nothing_else(told: Told) -> None:
+    done, _ = told
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events[0]["type"] == "run_started"
+    assert events[-1]["type"] == "run_ended"
+    assert (events[-1]["status"], events[-1]["exit_code"]) == ("finished", 0)
+    assert all(isinstance(event["time"], float) for event in events)
+
+
+def test_json_is_the_merged_record_line_for_line(told: Told) -> None:
+    done, bench = told
+    written = [line for path in bench.runs()[0].dir.events.glob("*.ndjson") for line in path.read_text().splitlines()]
+    assert Counter(done.stdout.splitlines()) == Counter(written)
+
+
+def test_both_ranks_report_every_step_once_and_agree_at_the_end(told: Told) -> None:
+    events = [json.loads(line) for line in told[0].stdout.splitlines()]
+    for rank in (0, 1):
+        covered: list[int] = []
+        for event in events:
+            if event["type"] == "step" and event["rank"] == rank:
+                covered += range(event["step"] - event["steps"] + 1, event["step"] + 1)
+        assert covered == [1, 2, 3, 4, 5]
+    sums = {event["rank"]: event["parameters"] for event in events if event["type"] == "checksum"}
+    assert set(sums) == {0, 1}
+    assert len(set(sums.values())) == 1
+
+
+def test_a_plain_run_narrates_on_stderr_and_closes_with_a_row_per_rank(shown: Told) -> None:
+    done, bench = shown
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[0] == "rank"
+    assert [line.split()[0] for line in lines[1:3]] == ["0", "1"]
+    assert "parameters equal on all ranks" in lines
+    assert "finished in" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert str(bench.runs()[0].dir.path) in done.stderr
+
+
+def test_a_finished_run_leaves_its_record_and_nothing_else(shown: Told) -> None:
+    run = shown[1].runs()[0]
+    assert run.state == "finished"
+    assert leftovers.processes_of(run.dir.path) == []
+    assert not run.dir.tmp.exists()
+    assert run.dir.recipe.read_text().startswith('name = "tiny"')
+
+
+@pytest.mark.parametrize("hanging", [False, True], ids=["training", "a rank hangs in a collective"])
+def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    if hanging:
+        os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert leftovers.processes_of(run.dir.path) == []
+    assert "stopping every process of the run" in err
+    assert "no process of the run is left" in err
+    assert bench.runs()[0].state == "stopped"
+
+
+def pid_of_rank(run: Run, rank: int) -> int:
+    for line in run.dir.node_events(0).read_text().splitlines():
+        event = json.loads(line)
+        if event["type"] == "rank_state" and event["rank"] == rank and event["state"] == "spawned":
+            return int(event["pid"])
+    raise AssertionError(f"rank {rank} was not spawned")
+
+
+def node_parent(run: Run) -> int:
+    attempt = json.loads(run.dir.attempt.read_bytes())
+    return int(attempt["processes"]["0"]["pid"])
+
+
+def supervisor_of(run: Run) -> int:
+    return int(json.loads(run.dir.status.read_bytes())["supervisor"]["pid"])
+
+
+def test_killing_the_foreground_leaves_nothing(bench: Bench) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    process.kill()
+    process.communicate()
+    until(lambda: not leftovers.processes_of(run.dir.path), 10)
+    until(lambda: bench.runs()[0].state == "stopped", 10)
+
+
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        (supervisor_of, "supervisor was killed"),
+        (node_parent, "SIGKILL"),
+        (lambda run: pid_of_rank(run, 1), "SIGKILL"),
+    ],
+    ids=["supervisor", "node parent", "rank"],
+)
+def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable[[Run], int], words: str) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    os.kill(victim(run), signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert leftovers.processes_of(run.dir.path) == []
+    assert words in err
+    assert bench.runs()[0].state == "failed"
+
+
+def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
+    done = bench.call("run", bench.recipe(FOR_EVER), "--detach")
+    assert done.returncode == 0
+    run = bench.training()
+    assert done.stdout == f"{run.id}\n"
+    assert run.state == "running"
+    stopped = bench.call("stop", "last")
+    assert (stopped.returncode, stopped.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+
+
+TASK = """\
+from trainer.errors import RequestError
+from trainer.tasks.task import Task
+
+class Picky(Task):
+    def datasets(self):
+        raise RequestError("text.txt has 3 lines, but the task needs 5")
+"""
+
+
+def test_what_only_the_ranks_can_refuse_leaves_no_run_behind(bench: Bench) -> None:
+    (bench.folder / "picky.py").write_text(TASK)
+    (bench.folder / "picky.toml").write_text(
+        '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "picky.py:Picky"\nmax_updates = 1\n'
+    )
+    done = bench.call("run", "picky.toml")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "gputrain: text.txt has 3 lines, but the task needs 5"
+    assert "Traceback" not in done.stderr
+    assert bench.runs() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["train.lr=0"], "train.lr is 0"),
+        (["train.larning_rate=1"], "train.larning_rate is not known"),
+        (["train.task=ml"], "train.task is 'ml'"),
+        (["task.data=nowhere.txt"], "nowhere.txt does not exist"),
+        (["task.data=empty.txt"], "empty.txt"),
+        (["cluster.nodes=[{gpus = 64}]"], "64 GPUs"),
+        (["train.batch_size=[1,2,3]"], "batch_size has 3 values"),
+        (["cluster.init_method=file://FOLDER/left"], "left from an earlier run"),
+        (["cluster.port=PORT"], "is in use"),
+    ],
+    ids=["range", "key", "task", "missing data", "empty data", "gpus", "world size", "stale file", "busy port"],
+)
+def test_a_wrong_request_is_one_line_and_leaves_no_run_behind(bench: Bench, settings: list[str], words: str) -> None:
+    (bench.folder / "empty.txt").touch()
+    (bench.folder / "left").write_text("x")
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        filled = [text.replace("FOLDER", str(bench.folder)).replace("PORT", port) for text in settings]
+        flags = [word for text in filled for word in ("--set", text)]
+        done = bench.call("run", bench.recipe(), *flags)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
+    assert bench.runs() == []
+
+
+def test_an_unreadable_recipe_is_one_line(bench: Bench) -> None:
+    done = bench.call("run", bench.folder)
+    assert done.returncode == 2
+    assert done.stderr == f"gputrain: {bench.folder} cannot be read: Is a directory\n"
+
+
+def test_a_run_that_was_stopped_continues_from_its_checkpoint(told: Told, tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    shutil.copytree(told[1].folder / "home", tmp_path / "home")
+    done = bench.call("run", "--resume", "last", "--set", "train.max_updates=7", "--json")
+    assert done.returncode == 0, done.stderr
+    steps = [event for line in done.stdout.splitlines() if (event := json.loads(line))["type"] == "step"]
+    assert {event["step"] - event["steps"] + 1 for event in steps} <= {6, 7}
+    assert max(event["step"] for event in steps) == 7
