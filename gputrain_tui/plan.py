@@ -74,9 +74,14 @@ class LocalFacts:
     """Whether this process is inside a Slurm allocation."""
 
 
+def address_of(host: str) -> str:
+    """Return what of ``user@host`` or ``[address]`` other nodes connect to."""
+    return host.rpartition("@")[2].strip("[]")
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host name or address means the machine that uses it."""
-    host = host.lower().strip("[]")
+    host = address_of(host).lower()
     return host in ("localhost", "::1", "0.0.0.0") or host.startswith(("127.", "localhost."))
 
 
@@ -84,7 +89,7 @@ def is_local(host: str | None, local: LocalFacts) -> bool:
     """Whether a node of a recipe is this machine."""
     if host is None or is_loopback(host):
         return True
-    name = host.lower().strip("[]")
+    name = address_of(host).lower()
     return name in local.names or (not _is_address(name) and name.split(".")[0] in local.names)
 
 
@@ -237,7 +242,7 @@ def _meeting_point(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -
         return "127.0.0.1", recipe.cluster.port or (local.free_port if here else DEFAULT_PORT)
     host = recipe.cluster.nodes[0].host
     assert host is not None
-    return host.strip("[]"), recipe.cluster.port or DEFAULT_PORT
+    return address_of(host), recipe.cluster.port or DEFAULT_PORT
 
 
 def _host_of(url: str) -> str:

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from gputrain_tui.plan import Plan, PlannedNode, is_loopback
+from gputrain_tui.plan import Plan, PlannedNode, address_of, is_loopback
 from trainer.errors import RequestError
 
 SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
@@ -28,9 +28,10 @@ def script(plan: Plan, *, name: str) -> str:
         RequestError: nodes without Slurm names that need different numbers of GPUs.
     """
     counts = [_gpus(node) for node in plan.nodes]
-    nameless = [node.host for node in plan.nodes if is_loopback(node.host) or _is_address(node.host)]
+    hosts = [address_of(node.host) for node in plan.nodes]
+    nameless = [host for host in hosts if is_loopback(host) or _is_address(host)]
     named = not nameless
-    if len({node.host for node in plan.nodes}) < len(plan.nodes) and named:
+    if len(set(hosts)) < len(hosts) and named:
         raise RequestError("--sbatch needs a machine per node, but two nodes of the recipe have the same host")
     if not named and len(set(counts)) > 1:
         raise RequestError(
@@ -46,7 +47,7 @@ def script(plan: Plan, *, name: str) -> str:
         "#SBATCH --exclusive",
     ]
     if named:
-        head.append(f"#SBATCH --nodelist={','.join(node.host for node in plan.nodes)}")
+        head.append(f"#SBATCH --nodelist={','.join(hosts)}")
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
     lines = [*head, "", "set -u"]
@@ -68,10 +69,11 @@ def script(plan: Plan, *, name: str) -> str:
 def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
     lines = ["steps=()"]
     for node, gpus in zip(plan.nodes, counts, strict=True):
-        place = shlex.quote(node.host) if named else f'"${{nodes[{node.node}]}}"'
+        place = shlex.quote(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
         step = f"srun --nodes=1 --ntasks=1 --nodelist={place} --cpu-bind=none"
         if gpus:
-            step += f" --gpus-per-node={gpus}"
+            # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
+            step += f" --gpus={gpus}"
         env = {key: value for key, value in node.env.items() if key not in SET_BY_SLURM}
         words = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
         lines.append(f"# node {node.node}: ranks {node.ranks[0]} to {node.ranks[-1]} of {plan.world_size}")
@@ -84,7 +86,7 @@ def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
     """Join words for the shell; without names, the first node of the allocation is where the ranks meet."""
     if named or len(plan.nodes) == 1:
         return shlex.join(words)
-    first = plan.nodes[0].host.strip("[]")
+    first = address_of(plan.nodes[0].host)
     texts = []
     for word in words:
         match = re.fullmatch(r"(tcp://|MASTER_ADDR=)(.+?)(:\d+)?", word)

@@ -205,6 +205,7 @@ def test_the_trainer_starts_exactly_the_planned_ranks(nodes: list[str], scheme: 
         (['host = "localhost"\ncpu_ranks = 1', 'host = "box"\ncpu_ranks = 1'], "", "tcp://127.0.0.1:20123"),
         (['host = "10.0.0.1"\ncpu_ranks = 1', *remote(1)], "", f"tcp://10.0.0.1:{DEFAULT_PORT}"),
         (remote(2), "", f"tcp://127.0.0.1:{DEFAULT_PORT}"),
+        (['host = "ada@n1"\ngpus = 1', 'host = "n2"\ngpus = 1'], "", f"tcp://n1:{DEFAULT_PORT}"),
     ],
 )
 def test_ranks_meet_where_all_can_reach(nodes: list[str], cluster: str, init_method: str) -> None:
@@ -469,7 +470,7 @@ def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
     assert "#SBATCH --nodelist=n1,n2,n3" in text
     assert "#SBATCH --gpus-per-node" not in text
     for index, count in enumerate((4, 2, 1)):
-        assert f"--nodelist=n{index + 1} --cpu-bind=none --gpus-per-node={count} python" in text
+        assert f"--nodelist=n{index + 1} --cpu-bind=none --gpus={count} python" in text
 
 
 def test_nodes_without_names_come_from_the_allocation() -> None:

@@ -156,6 +156,8 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         (MNIST.replace("gpus = 4", "gpus = 0"), "r.toml:7: cluster.nodes[0].gpus is 0, but must be a count >= 1"),
         (MNIST.replace("gpus = 4", 'gpus = "al"'), '"all" or "free"; did you mean \'all\'?'),
         (MNIST.replace('host = "10.0.0.1"', "host = 5"), "r.toml:6: cluster.nodes[0].host is 5, but must be text"),
+        (MNIST.replace("10.0.0.1", "-oProxyCommand=x"), "host is '-oProxyCommand=x', but must be a host name or"),
+        (MNIST.replace("10.0.0.1", "a b"), "r.toml:6: cluster.nodes[0].host is 'a b', but must be a host name or"),
         ("[cluster]\nnodes = []\n" + BASE, "r.toml:2: cluster.nodes is empty"),
         ("[cluster.nodes]\ngpus = 1\n" + BASE, "cluster.nodes must be a list of tables: write [[cluster.nodes]]"),
         (
