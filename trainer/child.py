@@ -39,6 +39,8 @@ def run(target: str, assignment: RankAssignment) -> int:
         code = load(target)(assignment)
     except Exception as error:  # noqa: BLE001  (whatever it is, the parent learns it and the rank ends)
         failure = failure_of(error, assignment)
+        if failure.traceback is not None:
+            print(failure.traceback, file=sys.stderr)
         assignment.failed(failure)
         return exit_code_of(failure)
     return code if isinstance(code, int) else ExitCode.FINISHED

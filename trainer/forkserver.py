@@ -14,21 +14,24 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
+PRELOADED = ["trainer.chain", "trainer.preload"]
+"""What the server imports before it forks."""
 SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
-"""Environment variable: pid of the node's parent whose fork server it is; ``trainer.preload`` reads it."""
+"""Environment variable: pid of the node's parent whose fork server it is; ``trainer.chain`` reads it."""
 
 
 def start() -> BaseContext:
     """Start loading torch in the fork server and return the context that starts processes from it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.preload"])
-    # Ctrl-C goes to the whole foreground group: until the server ignores it by itself, it inherits that from here.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context.set_forkserver_preload(PRELOADED)
+    resource_tracker.ensure_running()
+    # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it waits that long.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with environment({SERVER_OF: str(os.getpid()), "OMP_NUM_THREADS": "1"}):
             forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 

@@ -41,7 +41,7 @@ def _prctl(option: int, value: int) -> None:
 def follow(parent_pid: int) -> None:
     """Kill this process as soon as ``parent_pid`` is gone, also while it sits in a collective.
 
-    The fork server that forked the rank dies with the node's parent (``trainer.preload``) and takes the rank along by
+    The fork server that forked the rank dies with the node's parent (``trainer.chain``) and takes the rank along by
     the kernel's hand. The thread covers a rank whose fork server was killed alone.
     """
     die_with_parent_process()
@@ -74,6 +74,7 @@ def _kill_self() -> None:
 def set_signals() -> None:
     """Leave Ctrl-C to the node's parent, let SIGTERM kill even inside a collective, print stacks on SIGUSR1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     print_stacks_on_signal()
 

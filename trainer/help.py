@@ -86,4 +86,6 @@ def _default(option: Option) -> str:
         return "on unless this is given" if value else ""
     if value is None or value == "" or "default:" in option.help:
         return ""
+    if isinstance(value, str) and value != value.strip():
+        return f"default: {value!r}"
     return "default: " + (",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trainer import child
 from trainer.alone import run_alone
 from trainer.assignment import RankAssignment
 from trainer.decision import Decision, with_counts
@@ -33,7 +34,7 @@ def launch(
     environ: Mapping[str, str],
     target: str = RANK,
 ) -> int:
-    """Run what was decided and return the exit code.
+    """Run what was decided and return the exit code; where this process was the rank, it ends here.
 
     Args:
         decision: which ranks start here.
@@ -56,9 +57,12 @@ def launch(
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
-        if not decision.spawn:
-            return run_alone(assignments[0], environ=environ, target=target)
-        outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=target)
+        if decision.spawn:
+            outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=target)
+        else:
+            code = run_alone(assignments[0], environ=environ, target=target)
+    if not decision.spawn:
+        child.leave(code)
     tell(outcome)
     return outcome.exit_code
 

@@ -7,15 +7,7 @@ has OMP_NUM_THREADS=1 in its environment for the same reason; ranks set their th
 from __future__ import annotations
 
 import gc
-import os
 import warnings
-
-from trainer import guard
-from trainer.forkserver import SERVER_OF
-
-if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
-    # The ranks ask the same of the kernel, with the fork server as their parent: the chain ends them all at once.
-    guard.die_with_parent_process()
 
 # A fifth of the import time would go to collecting garbage that there is not.
 gc.disable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer import spawn
+from trainer import forkserver, spawn
 from trainer.assignment import RankAssignment
 from trainer.options import Distributed
 from trainer.outcome import RankReport
@@ -15,8 +15,11 @@ def _unreported(_: RankReport) -> None:
     raise AssertionError("run_node fills in how a rank reports")
 
 
-def main(target: str, run_dir: str, start_method: str, init_method: str) -> int:
+def main(target: str, run_dir: str, start_method: str = "light", init_method: str = "") -> int:
+    """Run two ranks; ``light`` is the fork server without torch, which most targets do not need."""
     world = 2
+    if start_method == "light":
+        forkserver.PRELOADED = ["trainer.chain", "spawn_targets"]
     assignments = [
         RankAssignment(
             rank=rank,

@@ -32,13 +32,18 @@ def _await_marks(assignment: RankAssignment) -> None:
         time.sleep(0.005)
 
 
-def _hang_in_c() -> None:
-    """Block where Python handles no signal, as inside a collective: only a default action gets through."""
-    ctypes.PyDLL(None).pause()
+def _hang_with_gil() -> None:
+    """Block where no other Python thread runs either, as in gloo's destructor: only the kernel can end this."""
+    libc = ctypes.PyDLL(None)
+    while True:
+        libc.pause()
 
 
 def _hang_without_gil() -> None:
-    ctypes.CDLL(None).pause()
+    """Block where the main thread handles no signal, as in a collective: only a default action gets through."""
+    libc = ctypes.CDLL(None)
+    while True:
+        libc.pause()
 
 
 def trains(assignment: RankAssignment) -> None:
@@ -57,7 +62,7 @@ def hangs_after_success(assignment: RankAssignment) -> None:
     assignment.finished()
     if assignment.rank == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _hang_in_c()
+        _hang_with_gil()
 
 
 def leaves_early(assignment: RankAssignment) -> None:
@@ -102,7 +107,7 @@ def all_hang(assignment: RankAssignment) -> None:
 
 def all_hang_with_the_gil(assignment: RankAssignment) -> None:
     _mark(assignment)
-    _hang_in_c()
+    _hang_with_gil()
 
 
 def all_hang_and_ignore_sigterm(assignment: RankAssignment) -> None:
