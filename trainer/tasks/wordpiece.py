@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+ALPHABET = 1000
+"""Characters that a trained vocabulary has at most; words with rarer ones become [UNK]."""
 LINES_AT_ONCE = 2048
 
 
@@ -72,13 +75,29 @@ def token_tensors(
 
 
 def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
-    """Train a WordPiece vocabulary of at most ``size`` words on the text."""
+    """Train a WordPiece vocabulary of about ``size`` words; the same text gives the same one on every machine.
+
+    The package numbers the inner characters (``##a``) in the order of a hash map, which differs from run to run,
+    and breaks ties between merges by those numbers. All characters are therefore numbered here, before it starts.
+    """
     from tokenizers.trainers import WordPieceTrainer
 
     tokenizer = _untrained(None, lowercase)
-    trainer = WordPieceTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
-    tokenizer.train_from_iterator(_lines(pieces), trainer)
-    return tokenizer
+    normalize = tokenizer.normalizer.normalize_str
+    counts: Counter[str] = Counter()
+    for line in _lines(pieces):
+        counts.update(normalize(line))
+    letters = sorted(char for char in counts if not char.isspace())
+    kept = sorted(sorted(letters, key=lambda char: -counts[char])[:ALPHABET])
+    rare = dict.fromkeys(map(ord, set(letters) - set(kept)), " ")
+    trainer = WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=[*SPECIAL, *kept, *("##" + char for char in kept)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((normalize(line).translate(rare) for line in _lines(pieces)), trainer)
+    # Made anew from its words alone: only the five are special from here on.
+    return _untrained(tokenizer.get_vocab(), lowercase)
 
 
 def load(path: Path, lowercase: bool) -> Tokenizer:
