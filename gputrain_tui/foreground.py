@@ -146,7 +146,7 @@ def conclude(run: Run, returncode: int, state: RunState, *, narrate: bool, envir
         shutil.rmtree(run.dir.path, ignore_errors=True)
         raise RequestError(status.message or "the request was wrong")
     colour = use_colour(sys.stderr.isatty(), environ)
-    if narrate and state.step:
+    if narrate and all(view.last is not None for view in state.ranks.values()):
         columns = shutil.get_terminal_size().columns
         for line in headless.closing_lines(state, columns):
             print(headless.paint(line, colour=use_colour(sys.stdout.isatty(), environ)))

@@ -151,12 +151,13 @@ def _measures(state: RunState, *, compact: bool = False) -> list[tuple[str, list
 def _starting(state: RunState, now: float) -> list[Piece]:
     waited = f"  {duration(now - state.started)}" if state.started is not None else ""
     here, missing = state.joined, state.missing
+    count = f"{state.world_size} rank{'s' * (state.world_size != 1)}"
     if state.joining is not None and missing:
         text = f"joined {len(here)} of {state.world_size}, waiting for {ranks_text(missing)}"
     elif missing or not state.world_size:
-        text = f"starting {state.world_size} rank{'s' * (state.world_size != 1)}"
+        text = f"starting {count}"
     else:
-        text = f"{state.world_size} rank{'s' * (state.world_size != 1)} ready"
+        text = f"{count} ready"
     return [(text, ""), (waited, "dim")]
 
 
@@ -273,7 +274,8 @@ def ending(state: RunState) -> list[Piece]:
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
     style = "alarm" if status == "failed" else "bold"
-    return [(status, style), (f"{took}, {state.step} steps, {samples:,} samples", "")]
+    steps = f"{state.step} step{'s' * (state.step != 1)}"
+    return [(status, style), (f"{took}, {steps}, {samples:,} samples", "")]
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
