@@ -1,8 +1,13 @@
-"""The comm hook of sampled steps: when each gradient bucket was ready and reduced, and the local gradient's norm.
+"""The comm hook: when gradient buckets are ready and reduced, and the norm of this rank's own gradient.
 
-A hook cannot be taken off again, and a Python hook costs some tens of microseconds per bucket even when it does not
-measure; so it is installed only when asked for. An exception in it would leave the peers waiting for ever:
-everything but the collective itself is guarded, and the first fault ends the measuring.
+Its result is bit for bit what DDP computes by itself: gradients times ``1 / world_size``, then their sum. An exception
+in it would leave the peers waiting for ever: everything but the collective itself is guarded, and the first fault
+ends the measuring.
+
+On CPU ranks the hook of the last bucket waits until all are reduced, which DDP would do next anyway. So no future
+calls back into Python from a gloo thread, which would have to wrest the interpreter lock from the waiting one: that
+costs 70–100 µs per bucket (measured with torch 2.13), this less than can be measured. On GPU ranks nothing waits,
+and each bucket's end is an event recorded in its future's callback.
 """
 
 from __future__ import annotations
@@ -26,39 +31,55 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 class Buckets:
     """The buckets of one synchronisation, in launch order."""
 
+    detailed: bool
+    """Measure each bucket's end and norm too."""
     ready: list[Mark] = field(default_factory=list)
-    reduced: list[Mark | None] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Bytes of gradient in each bucket."""
     norms: list[Tensor] = field(default_factory=list)
-    """Norm of each bucket before the reduction, 0-dim; only when norms were asked for."""
+    """Norm [] of each bucket before the reduction; only when detailed."""
+    reduced: list[Mark | None] = field(default_factory=list)
+    """End of each bucket, where it is measured."""
+    end: Mark | None = None
+    """All reduced, where it is measured as a whole."""
 
     def complete(self) -> bool:
-        """Tell whether every bucket that was launched has its end."""
-        return bool(self.ready) and None not in self.reduced
+        """Tell whether a synchronisation was measured to its end."""
+        return bool(self.ready) and (self.end is not None or bool(self.reduced)) and None not in self.reduced
 
     def marks(self) -> list[Mark]:
         """All marks, to ask whether they are ready and to release them."""
-        return [*self.ready, *self.reduced]
+        return [*self.ready, *self.reduced, *([] if self.end is None else [self.end])]
 
-    def milliseconds(self, clock: Clock) -> list[float]:
+    def bucket_ms(self, clock: Clock) -> list[float] | None:
         """Time of each bucket from ready to reduced."""
+        if not self.detailed:
+            return None
         return [clock.elapsed_ms(ready, end) for ready, end in zip(self.ready, self.reduced, strict=True)]
 
     def sync_ms(self, clock: Clock) -> float:
-        """First bucket ready to all reduced; the end is the latest one, whatever order they came in."""
-        return max(clock.elapsed_ms(self.ready[0], end) for end in self.reduced)
+        """First bucket ready to all reduced."""
+        return self._until_reduced(clock, self.ready[0])
 
     def exposed_ms(self, clock: Clock) -> float:
         """Last bucket ready to all reduced."""
-        return max(clock.elapsed_ms(self.ready[-1], end) for end in self.reduced)
+        return self._until_reduced(clock, self.ready[-1])
+
+    def _until_reduced(self, clock: Clock, start: Mark) -> float:
+        if self.end is not None:
+            return clock.elapsed_ms(start, self.end)
+        # Buckets usually end in the order of their launch, but nothing says so.
+        return max(clock.elapsed_ms(start, end) for end in self.reduced)
 
 
 class BucketHook:
-    """Averages the buckets, or lets another hook do it, and measures when told to.
+    """Averages the buckets, or lets another hook do it, and measures what ``measure`` asks for.
 
-    Without another hook the result is bit for bit what DDP computes by itself: gradients times ``1 / world_size``,
-    then their sum.
+    Args:
+        model: Where the hook is registered, for good: DDP cannot take one off again.
+        clock: Of the device that the buckets are on.
+        inner: A hook that does the averaging in its own way, and its ``state``. It is measured from outside.
+        waits: Whether the last bucket's hook waits for all of them: on CPU ranks, without an inner hook.
     """
 
     def __init__(
@@ -68,63 +89,113 @@ class BucketHook:
         *,
         inner: CommHook | None = None,
         state: object = None,
+        waits: bool = True,
     ) -> None:
         self.fault: str | None = None
         """Why nothing is measured any more, for people; None while all is well."""
         self._clock = clock
         self._group = model.process_group
         self._share = 1.0 / dist.get_world_size(self._group)
-        self._inner = inner
+        self._options = dist.AllreduceOptions()
+        self._under_way: list[Any] = []
         self._buckets: Buckets | None = None
-        self._with_norms = False
+        self._inner = inner
+        hook = self._around if inner is not None else self._wait if waits else self._launch
         try:
             # A lambda, since DDP compares annotations, which are strings in this file, with its own classes.
-            model.register_comm_hook(state, lambda state, bucket: self._hook(state, bucket))
+            model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
         except RuntimeError:
             if inner is not None:
                 raise
             self.fault = "the model has a comm hook already: buckets and the local gradient norm are not measured"
 
-    def measure(self, *, norms: bool) -> None:
+    def measure(self, *, detailed: bool) -> None:
         """Measure the next synchronisation."""
         if self.fault is None:
-            self._buckets = Buckets()
-            self._with_norms = norms
+            self._buckets = Buckets(detailed=detailed)
 
     def take(self) -> Buckets | None:
         """Return what was measured since ``measure``, and stop measuring."""
         buckets, self._buckets = self._buckets, None
         return buckets if buckets is not None and self.fault is None and buckets.complete() else None
 
-    def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
-        slot = None if self._buckets is None else self._begin(self._buckets, buffer)
-        if self._inner is not None:
-            future = self._inner(state, bucket)
-            return future if slot is None else future.then(partial(self._end_inner, *slot))
-        buffer.mul_(self._share)
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        assert work is not None, "a rank outside its model's process group runs backward"
-        return work.get_future().then(_first if slot is None else partial(self._end, *slot))
+    # ------------------------------------------------------------------------------------- three ways to reduce
 
-    def _begin(self, buckets: Buckets, buffer: Tensor) -> tuple[Buckets, int] | None:
+    def _wait(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Launch; at the last bucket wait for all (CPU)."""
+        buffer = bucket.buffer()
+        buckets = self._ready(bucket, buffer)
+        if bucket.index() == 0:
+            self._under_way.clear()  # an iteration that failed may have left some behind
+        buffer.mul_(self._share)
+        work = self._group.allreduce([buffer], self._options)
+        if buckets is not None and buckets.detailed:
+            self._under_way.append(work.get_future().then(partial(self._reduced, buckets, len(buckets.ready) - 1)))
+        else:
+            self._under_way.append(work)
+        if bucket.is_last():
+            for each in self._under_way:
+                each.wait()
+            self._under_way.clear()
+            if buckets is not None:
+                self._all_reduced(buckets)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    def _launch(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Launch, and record the end when the device gets there (GPU)."""
+        buffer = bucket.buffer()
+        buckets = self._ready(bucket, buffer)
+        buffer.mul_(self._share)
+        future = self._group.allreduce([buffer], self._options).get_future()
+        if buckets is None:
+            return future.then(_first)
+        return future.then(partial(self._reduced, buckets, self._expect_end(buckets)))
+
+    def _around(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Let the inner hook reduce."""
+        buckets = self._ready(bucket, bucket.buffer())
+        assert self._inner is not None
+        future = self._inner(state, bucket)
+        if buckets is None:
+            return future
+        return future.then(partial(self._inner_reduced, buckets, self._expect_end(buckets)))
+
+    # ------------------------------------------------------------------------------------- measuring
+
+    def _ready(self, bucket: dist.GradBucket, buffer: Tensor) -> Buckets | None:
+        """Note that a bucket is ready; None when nothing is measured."""
+        buckets = self._buckets
+        if buckets is None:
+            return None
         try:
-            if self._with_norms:
-                buckets.norms.append(torch.linalg.vector_norm(buffer, dtype=torch.float32))
+            if bucket.index() == 0 and buckets.ready:
+                # Several synchronisations in one step: the last one counts.
+                buckets = self._buckets = Buckets(detailed=buckets.detailed)
             buckets.sizes.append(buffer.nbytes)
+            if buckets.detailed:
+                buckets.norms.append(torch.linalg.vector_norm(buffer, dtype=torch.float32))
             # The mark follows the norm: the norm is a cost of measuring, not of the wire.
             buckets.ready.append(self._clock.mark())
-            buckets.reduced.append(None)
+            if buckets.detailed:
+                buckets.reduced.append(None)
         except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
             self._give_up(error)
             return None
-        return buckets, len(buckets.ready) - 1
+        return buckets
 
-    def _end(self, buckets: Buckets, index: int, future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def _expect_end(self, buckets: Buckets) -> int:
+        """Make room for the end of the bucket that became ready last, and return its index."""
+        while len(buckets.reduced) < len(buckets.ready):
+            buckets.reduced.append(None)
+        return len(buckets.ready) - 1
+
+    def _reduced(self, buckets: Buckets, index: int, future: torch.futures.Future[list[Tensor]]) -> Tensor:
         self._mark_end(buckets, index)
         return _first(future)
 
-    def _end_inner(self, buckets: Buckets, index: int, future: torch.futures.Future[Tensor]) -> Tensor:
+    def _inner_reduced(self, buckets: Buckets, index: int, future: torch.futures.Future[Tensor]) -> Tensor:
         self._mark_end(buckets, index)
         return future.value()
 
@@ -133,6 +204,12 @@ class BucketHook:
         # lies at the true end, a host time would not. With gloo it runs on a gloo thread, when all is reduced.
         try:
             buckets.reduced[index] = self._clock.mark()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(error)
+
+    def _all_reduced(self, buckets: Buckets) -> None:
+        try:
+            buckets.end = self._clock.mark()
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
 

@@ -91,20 +91,21 @@ class StepMeter:
         self._hook: BucketHook | None = None
         self._log: DdpLog | None = None
         ddp = ddp_of(model)
+        self._synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
+        if ddp is not None and comm_hook is not None and not (self._on and self._synchronised):
+            ddp.register_comm_hook(*comm_hook)
         if not self._on:
-            if ddp is not None and comm_hook is not None:
-                ddp.register_comm_hook(*comm_hook)
             return
 
         self._cuda = device.type == "cuda"
         self._clock: Clock = CudaClock(device) if self._cuda else HostClock(clock)
-        self._synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
         if ddp is not None and self._synchronised:
-            if not self._cuda:
-                self._log = DdpLog(ddp)
             if detail_every or comm_hook:
                 state, inner = comm_hook or (None, None)
-                self._hook = BucketHook(ddp, self._clock, inner=inner, state=state)
+                self._hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not self._cuda)
+            # On CPU ranks our own hook measures all there is; without it, or around another one, DDP's logger does.
+            if not self._cuda and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
+                self._log = DdpLog(ddp)
         self._told: set[str] = set()
         self._layout: tuple[int, ...] = ()
         self._count = 0
@@ -116,6 +117,7 @@ class StepMeter:
         self._gc_s = 0.0
         self._gc_clock = clock
         gc.callbacks.append(self._on_gc)
+        self._arm()
         self._tell()
 
     def start(self) -> None:
@@ -223,12 +225,12 @@ class StepMeter:
 
     def _arm(self) -> None:
         """Decide what the next step measures; all ranks count alike, so they sample the same steps."""
-        if self._hook is None or not self._detail_every or self._count < WARM_UP:
+        if self._hook is None or not self._detail_every:
             return
-        sampled = self._count == WARM_UP or self._count % self._detail_every == 0
-        # On a GPU these events are the only source of synchronisation times and cost little beside the hook.
-        if sampled or self._cuda:
-            self._hook.measure(norms=sampled)
+        sampled = self._count >= WARM_UP and (self._count == WARM_UP or self._count % self._detail_every == 0)
+        # Where the hook is the only source of synchronisation times, it measures those at every step.
+        if sampled or self._log is None:
+            self._hook.measure(detailed=sampled)
 
     def _settled(self, log: SyncTimes | None, buckets: Buckets | None) -> bool:
         if log is not None:
@@ -236,7 +238,7 @@ class StepMeter:
         if buckets is None:
             return False
         layout, self._layout = self._layout, tuple(buckets.sizes)
-        return layout == self._layout
+        return self._count >= WARM_UP and layout == self._layout
 
     def _complete(self) -> None:
         """Turn steps that the device has finished into events, in order."""
@@ -280,7 +282,7 @@ class StepMeter:
 
     def _describe_buckets(self, event: Step, taken: _Taken) -> None:
         if taken.buckets is not None:
-            event.bucket_ms = taken.buckets.milliseconds(self._clock)
+            event.bucket_ms = taken.buckets.bucket_ms(self._clock)
             sizes: Sequence[int] | None = taken.buckets.sizes
         else:
             sizes = taken.log.bucket_bytes if taken.log is not None else None
