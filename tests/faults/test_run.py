@@ -225,6 +225,23 @@ def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable
     assert bench.runs()[0].state == "failed"
 
 
+def test_a_killed_rank_is_started_again_from_the_last_checkpoint(bench: Bench) -> None:
+    settings = ["cluster.max_restarts=1", "train.save_every_updates=20"]
+    process = bench.start("run", bench.recipe(600), "--json", *(word for text in settings for word in ("--set", text)))
+    run = bench.training()
+    until(lambda: any(run.dir.checkpoints.glob("step_*.pt")))
+    os.kill(pid_of_rank(run, 1), signal.SIGKILL)
+    out, err = process.communicate(timeout=40)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    failure = next(event for event in events if event["type"] == "failure")
+    assert (failure["kind"], failure["rank"]) == ("signal", 1)
+    again = [event for event in events if event["type"] == "step" and event["time"] > failure["time"] + 0.5]
+    assert min(event["step"] - event["steps"] for event in again) >= 20
+    assert max(event["step"] for event in again) == 600
+    assert bench.runs()[0].state == "finished"
+
+
 def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
     done = bench.call("run", bench.recipe(FOR_EVER), "--detach")
     assert done.returncode == 0
