@@ -35,17 +35,19 @@ def wrap(model: nn.Module, options: Training, *, device: torch.device, world_siz
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError("the task's model has no parameter to train")
     model = model.to(device)
-    compiled: nn.Module = torch.compile(model) if options.compile else model
+    compiled: Any = torch.compile(model) if options.compile else model
     if world_size == 1:
+        assert isinstance(compiled, nn.Module)
         return compiled
+    buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
     return DDP(
         compiled,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=options.bucket_cap_mb,  # type: ignore[arg-type]  # the stub says int; DDP multiplies it by MiB
+        bucket_cap_mb=options.bucket_cap_mb,
         find_unused_parameters=options.find_unused_parameters,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
-        **{_SYNC_BUFFERS: options.broadcast_buffers},
+        **buffers,
     )
 
 
