@@ -11,6 +11,7 @@ import dataclasses
 import os
 import signal
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -328,6 +329,8 @@ class _Node:
 
 def _torch_context() -> BaseContext:
     """The seeds' way: torch in the parent, and again in every rank."""
+    # numpy is no dependency; torch says so while it is imported.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch.multiprocessing
 
     context: BaseContext = torch.multiprocessing.get_context("spawn")
