@@ -158,7 +158,9 @@ class _Rank:
         kind = _kind(error)
         told = kind not in ("exception", "lost_peer", "out_of_memory")
         text = "".join(traceback.format_exception(error))
-        print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
+        # On a terminal the node's parent says it, once for all ranks; only a traceback is worth more than that.
+        if not told or self.run_dir is not None:
+            print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         return Failure(
             time=time.time(),
