@@ -279,7 +279,7 @@ def test_a_run_that_finished_without_a_supervisor_is_finished_once_it_is_adopted
 
 
 def test_stop_ends_a_run_whose_supervisor_was_killed(make_run: MakeRun) -> None:
-    run = make_run("hang")
+    run = make_run("wait")
     killed_supervisor(run)
     done = stop(run)
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
