@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.clocks import Clock, Mark
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
@@ -121,13 +124,14 @@ class BucketHook:
 
     # ------------------------------------------------------------------------------------- three ways to reduce
 
-    def _wait(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _wait(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch; at the last bucket wait for all (CPU)."""
         buffer = bucket.buffer()
-        buckets = self._ready(bucket, buffer)
         if bucket.index() == 0:
             self._under_way.clear()  # an iteration that failed may have left some behind
+        self._look_at(bucket, buffer)
         buffer.mul_(self._share)
+        buckets = self._ready()
         work = self._group.allreduce([buffer], self._options)
         if buckets is not None and buckets.detailed:
             self._under_way.append(work.get_future().then(partial(self._reduced, buckets, len(buckets.ready) - 1)))
@@ -143,19 +147,21 @@ class BucketHook:
         done.set_result(buffer)
         return done
 
-    def _launch(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _launch(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch, and record the end when the device gets there (GPU)."""
         buffer = bucket.buffer()
-        buckets = self._ready(bucket, buffer)
+        self._look_at(bucket, buffer)
         buffer.mul_(self._share)
+        buckets = self._ready()
         future = self._group.allreduce([buffer], self._options).get_future()
         if buckets is None:
             return future.then(_first)
         return future.then(partial(self._reduced, buckets, self._expect_end(buckets)))
 
-    def _around(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _around(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Let the inner hook reduce."""
-        buckets = self._ready(bucket, bucket.buffer())
+        self._look_at(bucket, bucket.buffer())
+        buckets = self._ready()
         assert self._inner is not None
         future = self._inner(state, bucket)
         if buckets is None:
@@ -164,11 +170,11 @@ class BucketHook:
 
     # ------------------------------------------------------------------------------------- measuring
 
-    def _ready(self, bucket: dist.GradBucket, buffer: Tensor) -> Buckets | None:
-        """Note that a bucket is ready; None when nothing is measured."""
+    def _look_at(self, bucket: GradBucket, buffer: Tensor) -> None:
+        """Note what a bucket holds before it is averaged."""
         buckets = self._buckets
         if buckets is None:
-            return None
+            return
         try:
             if bucket.index() == 0 and buckets.ready:
                 # Several synchronisations in one step: the last one counts.
@@ -176,11 +182,19 @@ class BucketHook:
             buckets.sizes.append(buffer.nbytes)
             if buckets.detailed:
                 buckets.norms.append(torch.linalg.vector_norm(buffer, dtype=torch.float32))
-            # The mark follows the norm: the norm is a cost of measuring, not of the wire.
+        except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
+            self._give_up(error)
+
+    def _ready(self) -> Buckets | None:
+        """Note that a bucket is about to be launched; None when nothing is measured."""
+        buckets = self._buckets
+        if buckets is None:
+            return None
+        try:
             buckets.ready.append(self._clock.mark())
             if buckets.detailed:
                 buckets.reduced.append(None)
-        except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
+        except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
             return None
         return buckets

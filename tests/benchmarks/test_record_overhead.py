@@ -1,0 +1,112 @@
+"""What full recording costs a training loop on CPU ranks, as a ratio of steps per second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gang import Gang
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import desync
+from trainer.record import EventWriter
+from trainer.sync import StepMeter
+
+pytestmark = pytest.mark.benchmark
+
+CPU = torch.device("cpu")
+PAIRS = 41
+BLOCK_S = 0.25
+WIDTH = 128
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+class Training:
+    """The shape of the real loop around a small network."""
+
+    def __init__(self, rank: int, path: Path | None, batch: int) -> None:
+        torch.manual_seed(1)
+        self.rank = rank
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)
+        self.writer = EventWriter(path, rank=rank)
+        self.meter = StepMeter(self.model, device=CPU, writer=self.writer, rank=rank)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.data = torch.randn(batch, WIDTH)
+        self.done = 0
+
+    def run(self, steps: int) -> float:
+        """Train and return the seconds per step."""
+        dist.barrier()
+        begin = time.perf_counter()
+        meter = self.meter
+        meter.start()
+        for _ in range(steps):
+            batch = self.data + 0.0
+            meter.lap("data")
+            meter.lap("h2d")
+            loss = self.model(batch).square().mean()
+            meter.lap("forward")
+            loss.backward()
+            meter.lap("backward")
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            meter.lap("optimizer")
+            self.done += 1
+            meter.end(step=self.done, epoch=1, loss=loss, samples=len(batch), lr=0.01, grad_norm=norm)
+            if self.writer.enabled and self.done % 100 == 0:
+                for event in desync.check(self.net, step=self.done, rank=self.rank, device=CPU):
+                    self.writer.write(event)
+        return (time.perf_counter() - begin) / steps
+
+
+def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple[float, list[float]]:
+    """Return the plain step's milliseconds and, for each pair of runs, plain time over recorded time."""
+    batch = 16
+    while True:
+        plain = Training(rank, None, batch)
+        plain.run(20)
+        agreed = torch.tensor(plain.run(20) * 1e3)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        if agreed >= target_ms * 0.8:
+            break
+        batch = int(batch * min(2.0, max(1.2, target_ms / float(agreed))))
+    recorded = Training(rank, Path(folder) / f"{rank}.ndjson", batch)
+    recorded.run(20)
+    steps = max(10, round(BLOCK_S * 1e3 / target_ms))
+    ratios, times = [], []
+    for pair in range(PAIRS):
+        # The order alternates, so that a machine that gets slower favours neither.
+        if pair % 2:
+            on, off = recorded.run(steps), plain.run(steps)
+        else:
+            off, on = plain.run(steps), recorded.run(steps)
+        ratios.append(off / on)
+        times.append(off * 1e3)
+    recorded.meter.close()
+    recorded.writer.close()
+    return statistics.median(times), ratios
+
+
+@pytest.mark.parametrize(("target_ms", "least"), [(20.0, 0.99), (3.0, 0.97)])
+def test_full_recording_keeps_its_share_of_the_speed(
+    gang: Gang, tmp_path: Path, target_ms: float, least: float
+) -> None:
+    results = gang.run(_compare, str(tmp_path), target_ms)
+    step_ms, ratios = results[0]
+    ratio = statistics.median(ratios)
+    print(f"\nstep {step_ms:.2f} ms: {ratio:.4f} of the steps/s without recording")
+    assert ratio >= least
