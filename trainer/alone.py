@@ -35,6 +35,7 @@ def run_alone(assignment: RankAssignment, *, environ: Mapping[str, str], target:
         alone = _Alone(assignment, run_dir, signals)
         threading.Thread(target=alone.obey, name="signals", daemon=True).start()
         if run_dir is not None:
+            run_dir.node_result(assignment.node).unlink(missing_ok=True)
             alone.write_spawned()
             guard.redirect_output(run_dir.rank_log(assignment.rank))
         # Imports torch, which a fork server would have done for the rank.

@@ -28,6 +28,8 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     guard.set_signals()
     if assignment.run_dir is not None:
         guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
+    else:
+        guard.print_by_line()
     leave(run(target, assignment))
 
 

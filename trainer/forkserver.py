@@ -16,6 +16,8 @@ from typing import Any
 
 PRELOADED = ["trainer.chain", "trainer.preload"]
 """What the server imports before it forks."""
+FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment that keeps threads, and a CUDA driver that no fork could use, out of a process that loads torch."""
 SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
 """Environment variable: pid of the node's parent whose fork server it is; ``trainer.chain`` reads it."""
 
@@ -28,7 +30,7 @@ def start() -> BaseContext:
     # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it waits that long.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with environment({SERVER_OF: str(os.getpid()), "OMP_NUM_THREADS": "1"}):
+        with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

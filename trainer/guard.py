@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import os
 import select
 import signal
@@ -93,6 +94,13 @@ def redirect_output(log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    # The terminal's encoding has no say over the file's.
+    print_by_line(encoding="utf-8")
+
+
+def print_by_line(*, encoding: str | None = None) -> None:
+    """Write out each line when it is complete: a rank that is killed has then shown all that it printed."""
     for stream in (sys.stdout, sys.stderr):
-        # The terminal's encoding has no say over the file's; what cannot be encoded is escaped rather than lost.
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):
+            # What cannot be encoded is escaped rather than an error in the middle of a training.
+            stream.reconfigure(encoding=encoding, errors="backslashreplace", line_buffering=True)

@@ -58,6 +58,8 @@ def run_node(
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
     writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
+    if run_dir is not None:
+        run_dir.node_result(first.node).unlink(missing_ok=True)
     guard.adopt_orphans()
     with StopSignals(environ) as signals, scratch_folder(run_dir, first.node):
         ranks = _Node(writer, signals)
@@ -78,7 +80,9 @@ def run_node(
 def _clear() -> None:
     """End everything that ranks have left: data loading processes, what user code started, the fork server."""
     tracker = forkserver.tracker_pid()
-    kill_descendants(keep=() if tracker is None else (tracker,))
+    if kill_descendants(keep=() if tracker is None else (tracker,)) and tracker is not None:
+        # What the kernel cannot end keeps the tracker waiting for it.
+        os.kill(tracker, signal.SIGKILL)
     forkserver.stop()
     reap()
 

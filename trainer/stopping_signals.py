@@ -41,6 +41,8 @@ class StopSignals:
         for end in (self.wake, self._waker):
             end.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        # What is started from here has its own standard input.
+        os.environ.pop(LEASE, None)
         self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
         if self._lease:
             threading.Thread(target=self._hold_lease, name="lease", daemon=True).start()
