@@ -75,7 +75,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
         self._device = device
-        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._events: list[Any] = []
         self._pinned: list[Tensor] = []
 
