@@ -21,6 +21,7 @@ TORCH_FREE = (
     "trainer.dispatch",
     "trainer.errors",
     "trainer.options",
+    "trainer.outcome",
     "trainer.record",
     "trainer.schema",
     "trainer.spawn",
