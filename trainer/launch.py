@@ -131,7 +131,8 @@ def tell(outcome: NodeOutcome) -> None:
     """Say on standard error how the node ended, unless it ended well."""
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
-        print("trainer: stopped; no process is left", file=sys.stderr)
+        left = f"processes {outcome.left} could not be ended" if outcome.left else "no process is left"
+        print(f"trainer: stopped; {left}", file=sys.stderr)
     elif failure is not None:
         where = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
         print(f"trainer: {where}{failure.message}", file=sys.stderr)

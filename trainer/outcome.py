@@ -45,6 +45,8 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     ranks: dict[int, RankOutcome] = {}
     failure: Failure | None = None
     """The root cause among this node's ranks."""
+    left: list[int] = []
+    """Processes that the kernel could not end."""
 
     def write(self, path: Path) -> None:
         """Write it so that a reader sees all of it or nothing."""

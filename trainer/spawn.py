@@ -69,22 +69,25 @@ def run_node(
         except StopRequested:
             ranks.abandon()
         finally:
-            _clear()
+            left = _clear()
     outcome = ranks.outcome(first)
+    outcome.left = sorted(left)
     if run_dir is not None:
         outcome.write(run_dir.node_result(first.node))
     writer.close()
     return outcome
 
 
-def _clear() -> None:
-    """End everything that ranks have left: data loading processes, what user code started, the fork server."""
+def _clear() -> set[int]:
+    """End what ranks have left, data loading processes and such, and the fork server; return what cannot be ended."""
     tracker = forkserver.tracker_pid()
-    if kill_descendants(keep=() if tracker is None else (tracker,)) and tracker is not None:
+    left = kill_descendants(keep=() if tracker is None else (tracker,))
+    if left and tracker is not None:
         # What the kernel cannot end keeps the tracker waiting for it.
         os.kill(tracker, signal.SIGKILL)
     forkserver.stop()
     reap()
+    return left
 
 
 @dataclass
