@@ -23,8 +23,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from trainer import joining
 from trainer.encoding import decode, encode
 from trainer.errors import RequestError, TrainingError
-from trainer.joining import JoinTimeoutError, Meeting, Waiting
 from trainer.options import Distributed
+from trainer.stores import JoinTimeoutError, Meeting, Wait, Waiting, clear_away, open_store
 
 __all__ = [
     "JoinTimeoutError",
@@ -68,7 +68,7 @@ class _Here:
 
 _here: _Here | None = None
 _exchanges = 0
-"""How many exchanges of data this process has begun; equal on all ranks that are in step."""
+"""How many gatherings of data this process has begun in its group; equal on all ranks that are in step."""
 
 
 # ---------------------------------------------------------------------------------------------------------- joining
@@ -136,7 +136,7 @@ def distributed_init(
             disagree on the world size or the run.
         JoinTimeoutError: ranks are missing; the message names them.
     """
-    global _here
+    global _here, _exchanges
     if world_size == 1:
         return
     if not 0 <= rank < world_size:
@@ -155,10 +155,9 @@ def distributed_init(
         identity=identity,
         device="" if share_devices else device_uuid(device),
     )
-    began = time.monotonic()
-    meeting = joining.open_store(init_method, mine, timeout_s=join_timeout_s, on_waiting=on_waiting, environ=os.environ)
-    left_s = max(join_timeout_s - (time.monotonic() - began), 0.0)
-    verdict = joining.join(meeting, mine, timeout_s=left_s, on_waiting=on_waiting)
+    wait = Wait(join_timeout_s, on_waiting)
+    meeting = open_store(init_method, rank=rank, world_size=world_size, wait=wait, environ=os.environ)
+    verdict = joining.join(meeting, mine, wait)
     variables: tuple[str, ...] = ()
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := joining.gloo_interface(meeting, verdict)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -172,6 +171,7 @@ def distributed_init(
         device_id=device if backend == "nccl" else None,
     )
     _here = _Here(meeting, rank, variables)
+    _exchanges = 0
 
 
 def shutdown(*, abort: bool = False) -> None:
@@ -197,7 +197,7 @@ def shutdown(*, abort: bool = False) -> None:
     for name in here.variables:
         os.environ.pop(name, None)
     if here.rank == 0:
-        joining.clear_away(here.meeting)
+        clear_away(here.meeting)
 
 
 def _leave(store: Store, rank: int, world_size: int) -> None:
@@ -248,6 +248,11 @@ def _wire(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """Return a number as a tensor without the rounding to torch's default float32."""
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if get_world_size() > 1:
@@ -271,7 +276,7 @@ def sum_later(value: Tensor | float, device: torch.device) -> Callable[[], float
         value: a number or a tensor of one element.
         device: where the sum is kept meanwhile.
     """
-    total = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1).clone()
+    total = _as_tensor(value).to(device, torch.float64).reshape(1).clone()
     if get_world_size() == 1:
         return lambda: float(total)
     wire = _wire(total)
@@ -298,7 +303,7 @@ def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = No
         TrainingError: the names or shapes differ between ranks.
     """
     names = sorted(data)
-    values: list[Tensor] = [torch.as_tensor(data[name]).detach() for name in names]
+    values: list[Tensor] = [_as_tensor(data[name]) for name in names]
     where = device or torch.device("cpu")
     sizes = [value.numel() for value in values]
     _require_same_shapes({name: tuple(value.shape) for name, value in zip(names, values, strict=True)}, where)
@@ -330,6 +335,9 @@ def all_gather_list(data: Any) -> list[Any]:
         TypeError: the data holds something else.
         TrainingError: the ranks are not at the same exchange.
     """
+    global _exchanges
+    # Counted before anything can fail, so that a rank whose data was refused is told apart at the next exchange.
+    _exchanges += 1
     mine = encode(data)
     if get_world_size() == 1:
         return [decode(mine)]
@@ -344,8 +352,6 @@ def all_gather_list(data: Any) -> list[Any]:
 
 def _exchange_sizes(size: int) -> list[int]:
     """Return how many bytes each rank is about to send; ranks at different exchanges are told apart here."""
-    global _exchanges
-    _exchanges += 1
     mine = _wire(torch.tensor([_exchanges, size], dtype=torch.int64))
     told = [torch.empty_like(mine) for _ in range(get_world_size())]
     dist.all_gather(told, mine)

@@ -1,0 +1,94 @@
+"""A few real processes, started once per test module, that form gloo groups and leave them again as tests ask.
+
+They fork from a server that has torch loaded, so a further process costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 15.0
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["trainer.distributed", "trainer.checkpoint"])
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a function raised in another process: the error's type and its words."""
+
+    kind: str
+    message: str
+
+
+class Member:
+    """One process that calls module-level functions and answers with their results."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        self._connection.send((function, arguments, named))
+
+    def outcome(self) -> Any:
+        """Return the result, or the ``Raised`` that came instead."""
+        assert self._connection.poll(TIMEOUT_S), "a process does not answer"
+        return self._connection.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._connection.close()
+
+
+class Processes:
+    """The processes of a test module; more are started when a test needs more."""
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+
+    def take(self, count: int) -> list[Member]:
+        while len(self.members) < count:
+            self.members.append(Member())
+        return self.members[:count]
+
+    def outcomes(self, function: Callable[..., Any], requests: Sequence[dict[str, Any]]) -> list[Any]:
+        """Call the function once per request, at the same time; return results and ``Raised`` in order."""
+        members = self.take(len(requests))
+        for member, request in zip(members, requests, strict=True):
+            member.begin(function, **request)
+        return [member.outcome() for member in members]
+
+    def results(self, function: Callable[..., Any], requests: Sequence[dict[str, Any]]) -> list[Any]:
+        outcomes = self.outcomes(function, requests)
+        assert not any(isinstance(outcome, Raised) for outcome in outcomes), outcomes
+        return outcomes
+
+    def close(self) -> None:
+        for member in self.members:
+            member.kill()
+        forkserver._forkserver._stop()  # it would stay until the test run's end
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, named = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            connection.send(function(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - told to the test
+            connection.send(Raised(type(error).__name__, str(error)))
