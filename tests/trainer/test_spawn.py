@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +25,14 @@ HERE = Path(__file__).parent
 class Parent:
     """A running node's parent."""
 
-    def __init__(self, run_dir: Path, *words: str, lease: bool = False) -> None:
+    def __init__(self, run_dir: Path, temporary: str, *words: str, lease: bool = False) -> None:
         self.run_dir = RunDir(run_dir)
         self.errors = run_dir / "stderr"
-        environ = os.environ | {"GPUTRAIN_LEASE": "stdin" if lease else "", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environ = os.environ | {
+            "GPUTRAIN_LEASE": "stdin" if lease else "",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "TMPDIR": temporary,
+        }
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "spawn_harness.py"), words[0], str(run_dir), *words[1:]],
@@ -71,13 +76,16 @@ Start = Callable[..., Parent]
 def start(tmp_path: Path) -> Iterator[Start]:
     parents: list[Parent] = []
 
-    def begin(*words: str, lease: bool = False) -> Parent:
-        parents.append(Parent(tmp_path, *words, lease=lease))
-        return parents[-1]
+    # A killed parent leaves its socket's folder, which lies outside a run directory whose path is long.
+    with tempfile.TemporaryDirectory() as temporary:
 
-    yield begin
-    for parent in parents:
-        parent.close()
+        def begin(*words: str, lease: bool = False) -> Parent:
+            parents.append(Parent(tmp_path, temporary, *words, lease=lease))
+            return parents[-1]
+
+        yield begin
+        for parent in parents:
+            parent.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
