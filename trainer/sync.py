@@ -25,7 +25,8 @@ from trainer.ddp_log import DdpLog, SyncTimes
 from trainer.record import EventWriter, Finding, Step
 from trainer.step_events import StepMerger
 
-Part = Literal["data", "h2d", "forward", "backward", "optimizer"]
+Part = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
+"""What a step's time goes into; ``other`` is in ``step_ms`` only."""
 
 WARM_UP = 2
 """Synchronisations before bucket times mean anything: DDP starts with one bucket and arranges them after the first."""
