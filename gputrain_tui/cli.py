@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
-    "stop": ("gputrain_tui.commands.stop", "stop a run everywhere"),
+    "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and say what is left of it"),
 }
 """Name to module and one-line help; a command whose module is not installed is not offered."""
 

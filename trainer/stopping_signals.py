@@ -43,7 +43,9 @@ class StopSignals:
         self._fd_before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         # What is started from here has its own standard input.
         os.environ.pop(LEASE, None)
-        self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
+        # What was ignored stays ignored: `nohup` means that a lost terminal is no wish to stop.
+        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         if self._lease:
             threading.Thread(target=self._hold_lease, name="lease", daemon=True).start()
         return self
