@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
+SHORTEST_TAIL_BYTES = 16_384
+"""What of a file is read at least where only the last bytes are wanted."""
+
 
 class AppendedFile:
     """One file that grows: gives whole lines, keeps a torn last one until the rest has come."""
@@ -44,6 +47,24 @@ class AppendedFile:
         self._rest = data[cut:]
         return whole
 
+    def chunk(self, limit_bytes: int) -> bytes:
+        """Read at most so many bytes on, whether or not a line ends there: for who shows lines that still grow."""
+        data = os.pread(self._open(), limit_bytes, self.offset)
+        if not self._keep_open:
+            self.close()
+        self.offset += len(data)
+        return data
+
+    def skip(self, last_bytes: int) -> None:
+        """Go on near the end: with the first line that begins in the last so many bytes."""
+        unread = self.unread()
+        if unread <= last_bytes:
+            return
+        self.offset += unread - last_bytes
+        start = self.offset
+        head = self.chunk(min(last_bytes, 65_536))
+        self.offset = start + head.find(b"\n") + 1
+
     def remainder(self) -> bytes:
         """The torn last line, given out for good: for a file that nobody writes any more."""
         rest, self._rest = self._rest, b""
@@ -77,6 +98,8 @@ class Follower:
         suffix: str,
         *,
         only: Container[str] | None = None,
+        torn: bool = False,
+        last_bytes: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         """Follow a folder.
@@ -85,11 +108,15 @@ class Follower:
             folder: it may appear later.
             suffix: of the files' names, with its dot.
             only: names without suffix; by default all.
+            torn: give what is there also where a line has not ended yet.
+            last_bytes: begin so near the end, all files together; by default at the beginning.
             now: Unix seconds.
         """
         self._folder = os.fspath(folder)
         self._only = only
         self._suffix = suffix
+        self._torn = torn
+        self._last_bytes = last_bytes
         self._now = now
         self._files: dict[str, AppendedFile] = {}
         self._listed_at = float("-inf")
@@ -100,7 +127,7 @@ class Follower:
         """Bytes that the last poll left for the next."""
 
     def poll(self, budget_bytes: int) -> Iterator[tuple[str, bytes]]:
-        """Yield file name (without suffix) and new whole lines of every file that has some."""
+        """Yield file name (without suffix) and new whole lines (``torn``: bytes) of every file that has some."""
         self._list()
         grown = [(name, file, size) for name, file in self._files.items() if (size := file.unread()) > 0]
         self.backlog_bytes = 0
@@ -109,7 +136,7 @@ class Follower:
         share = max(self.share_bytes, budget_bytes // len(grown))
         for name, file, size in grown:
             self.backlog_bytes += max(0, size - share)
-            lines = file.lines(min(size, share))
+            lines = file.chunk(min(size, share)) if self._torn else file.lines(min(size, share))
             if lines:
                 yield name, lines
 
@@ -142,6 +169,8 @@ class Follower:
             stem = name[: -len(self._suffix)]
             if stem not in known and (self._only is None or stem in self._only):
                 known[stem] = AppendedFile(f"{self._folder}/{name}", keep_open=len(known) < self._may_keep)
+                if self._last_bytes is not None:
+                    known[stem].skip(max(SHORTEST_TAIL_BYTES, self._last_bytes // len(found)))
 
 
 def by_rank(name: str) -> tuple[bool, int, str]:

@@ -1,0 +1,157 @@
+"""One line of a log as cells: colours decoded, everything that could command the terminal made harmless."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.ansi import SGR_STYLE_MAP
+from rich.cells import cell_len
+from rich.color import Color
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+
+from gputrain_tui.commands.logs import ESCAPES
+from gputrain_tui.log_buffer import Level, Line, level_of
+from gputrain_tui.tables import printable
+
+TAB = 8
+NO_STYLE = Style.null()
+
+Pieces = list[tuple[str, Style]]
+"""Text and the colours that the program that wrote it asked for."""
+
+
+def decoded(raw: bytes) -> Pieces:
+    """Return the text of a line with its colours; bytes that are no UTF-8 and control characters are made visible."""
+    text = raw.decode("utf-8", "backslashreplace")
+    if text.isascii() and text.isprintable():
+        return [(text, NO_STYLE)]
+    pieces: Pieces = []
+    style, start = NO_STYLE, 0
+    for escape in ESCAPES.finditer(text):
+        pieces.append((text[start : escape.start()], style))
+        start = escape.end()
+        if escape[0].startswith("\x1b[") and escape[0].endswith("m"):
+            style = _after(style, escape[0][2:-1])
+    pieces.append((text[start:], style))
+    column = 0
+    out: Pieces = []
+    for part, style in pieces:
+        if "\t" in part:
+            part = _without_tabs(part, column)
+        part = printable(part)
+        if part:
+            column += len(part)
+            out.append((part, style))
+    return out
+
+
+def _without_tabs(text: str, column: int) -> str:
+    first, *rest = text.split("\t")
+    for part in rest:
+        first += " " * (TAB - (column + len(first)) % TAB) + part
+    return first
+
+
+def _after(style: Style, codes: str) -> Style:
+    """Return the colours after a terminal command that sets them."""
+    numbers = iter([int(code) if code.isdigit() else 0 for code in codes.replace(":", ";").split(";")])
+    for number in numbers:
+        if number == 0:
+            style = NO_STYLE
+        elif number in (38, 48):
+            colour = _colour(numbers)
+            if colour is not None:
+                style += Style(color=colour) if number == 38 else Style(bgcolor=colour)
+        elif number in SGR_STYLE_MAP and number not in (5, 6, 8):  # nothing blinks, nothing is hidden
+            style += Style.parse(SGR_STYLE_MAP[number])
+    return style
+
+
+def _colour(numbers: Iterator[int]) -> Color | None:
+    """Read what follows 38 or 48: ``5;n`` of the palette, or ``2;r;g;b``."""
+    kind = next(numbers, 0)
+    if kind == 5:
+        return Color.from_ansi(min(next(numbers, 0), 255))
+    if kind == 2:
+        red, green, blue = (min(next(numbers, 0), 255) for _ in range(3))
+        return Color.from_rgb(red, green, blue)
+    return None
+
+
+def prefix(name: str, wide: int) -> str:
+    """Return whose line it is, ``r3 ``, aligned for the longest: ``n0`` is a node's parent, ``sup`` the supervisor."""
+    if name.isdigit():
+        short = f"r{name}"
+    elif name.startswith("node-"):
+        short = f"n{name.removeprefix('node-')}"
+    else:
+        short = name[:3]
+    return printable(short).rjust(wide) + " "
+
+
+def line_strip(
+    line: Line,
+    styles: Mapping[str, Style],
+    *,
+    width: int,
+    shift: int = 0,
+    prefix_cells: int = 0,
+    needle: str = "",
+    at_match: bool = False,
+) -> Strip:
+    """Return a line of the log as exactly ``width`` cells.
+
+    Args:
+        line: as it is kept.
+        styles: for ``base``, ``prefix``, ``warning``, ``error``, ``match``, ``current`` and ``dim``.
+        width: cells.
+        shift: cells that are scrolled out at the left; the prefix stays.
+        prefix_cells: of the name before the line; 0: none is shown.
+        needle: what is marked wherever it occurs, whatever its case.
+        at_match: whether this is the line that the search has found.
+    """
+    level = level_of(line.raw)
+    ground = styles["base"]
+    if level is not Level.ALL:
+        ground += styles["error" if level is Level.ERROR else "warning"]
+    pieces = decoded(line.raw)
+    if needle:
+        pieces = _marked(pieces, needle, styles["current" if at_match else "match"])
+    segments = [Segment(text, ground + style) for text, style in pieces]
+    if line.more:
+        segments.append(Segment(f" … {line.more:,} bytes more", styles["base"] + styles["dim"]))
+    room = width
+    head: list[Segment] = []
+    if prefix_cells:
+        text = prefix(line.name, prefix_cells - 1)[:width]
+        head = [Segment(text, styles["base"] + styles["prefix"])]
+        room -= cell_len(text)
+    body = Strip(segments).crop(shift, shift + room) if shift else Strip(segments)
+    return Strip([*head, *body.adjust_cell_length(max(room, 0), styles["base"])], width)
+
+
+def _marked(pieces: Pieces, needle: str, mark: Style) -> Pieces:
+    """Return the pieces with every occurrence of a text marked, also across a change of colour."""
+    whole = "".join(text for text, _ in pieces).lower()
+    needle = needle.lower()
+    if len(whole) != sum(len(text) for text, _ in pieces):  # a few letters change their length with their case
+        return pieces
+    spans = []
+    found = whole.find(needle)
+    while found >= 0:
+        spans.append((found, found + len(needle)))
+        found = whole.find(needle, found + len(needle))
+    out: Pieces = []
+    start = 0
+    for text, style in pieces:
+        at = 0
+        for begin, end in spans:
+            low, high = max(begin - start, at), min(end - start, len(text))
+            if low < high:
+                out += [(text[at:low], style), (text[low:high], style + mark)]
+                at = high
+        out.append((text[at:], style))
+        start += len(text)
+    return [(text, style) for text, style in out if text]

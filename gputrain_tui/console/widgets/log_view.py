@@ -1,0 +1,380 @@
+"""What the ranks print, all together or one: follows the end until somebody scrolls up, then stays where it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.events import Click, MouseScrollDown, MouseScrollUp, Resize, Unmount
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import Input
+
+from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
+from gputrain_tui.console.widgets.log_line import line_strip, prefix
+from gputrain_tui.log_buffer import Level, LogBuffer
+from gputrain_tui.tail import Follower
+from trainer.record import RunDir
+
+BUDGET_BYTES = 1 << 20
+"""What one tick reads at most, some milliseconds of work."""
+FIRST_BYTES = 4 << 20
+"""How much of what was printed before is shown; all of it is in the files."""
+SHIFT = 16
+"""Cells that a long line moves sideways at a time."""
+WHEEL_LINES = 3
+LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
+ROLES = ("title", "dim", "rule", "accent", "prefix", "warning", "error", "match", "current", "thumb")
+
+
+class LogView(Widget, can_focus=True):
+    """The log of a run, or of one rank of it; ``tick`` is called by the screen's clock."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll_lines(-1)", "Up", show=False),
+        Binding("down,j", "scroll_lines(1)", "Down", show=False),
+        Binding("pageup,b", "scroll_pages(-1)", "Page up", show=False),
+        Binding("pagedown,space", "scroll_pages(1)", "Page down", show=False),
+        Binding("home,g", "oldest", "Oldest", show=False),
+        Binding("end,G", "follow", "Follow", show=False),
+        Binding("left,h", "shift(-1)", "Left", show=False),
+        Binding("right", "shift(1)", "Right", show=False),
+        Binding("slash", "search", "Search", show=False),
+        Binding("n", "next_match", "Next match", show=False),
+        Binding("N", "previous_match", "Previous match", show=False),
+        Binding("l", "level", "Level", show=False),
+        Binding("escape", "clear_search", "Clear", show=False),
+    ]
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"log--{role}" for role in ROLES}
+
+    DEFAULT_CSS = """
+    LogView {
+        height: 1fr;
+        width: 1fr;
+        layout: vertical;
+    }
+    LogView > Input { dock: bottom; height: 1; border: none; padding: 0 1; background: $surface; display: none; }
+    LogView.-searching > Input { display: block; }
+    LogView > .log--title { color: $foreground; text-style: bold; }
+    LogView:focus > .log--title { color: $accent; text-style: bold; }
+    LogView > .log--dim { color: $foreground 60%; }
+    LogView > .log--rule { color: $foreground 20%; }
+    LogView > .log--accent { color: $accent; }
+    LogView > .log--prefix { color: $foreground 45%; }
+    LogView > .log--warning { color: $warning; }
+    LogView > .log--error { color: $error; }
+    LogView > .log--match { background: $accent 35%; }
+    LogView > .log--current { background: $accent; color: $background; }
+    LogView > .log--thumb { color: $foreground 40%; }
+    """
+
+    def __init__(
+        self,
+        run: RunDir | None,
+        *,
+        rank: int | None = None,
+        title: str = "log",
+        lines: int = 50_000,
+        now: Callable[[], float] = time.time,
+        id: str | None = None,
+        classes: str | None = None,
+    ) -> None:
+        """Show what a run prints.
+
+        Args:
+            run: whose log; None: nothing yet, see ``show_run``.
+            rank: only this one.
+            title: stands over it.
+            lines: how many are kept.
+            now: Unix seconds.
+            id: of the widget.
+            classes: of the widget.
+        """
+        super().__init__(id=id, classes=classes)
+        self.title_text = title
+        self._run = run
+        self._rank = rank
+        self._lines = lines
+        self._now = now
+        self._top: int | None = None
+        """Number of the first line on the screen; None: the end is followed."""
+        self._shift = 0
+        self._needle = ""
+        self._match: int | None = None
+        """Number of the line that the search has found."""
+        self._missed = False
+        self._styles: dict[str, Style] = {}
+        self._painted = -1
+        self._follower: Follower | None = None
+        self.buffer = LogBuffer(lines=lines)
+        """What was printed, as far as it is kept."""
+        self._open()
+
+    # What the screen calls
+
+    @property
+    def rank(self) -> int | None:
+        """The only rank that is shown; None: all."""
+        return self._rank
+
+    @property
+    def following(self) -> bool:
+        """Whether the newest line stays in view."""
+        return self._top is None
+
+    def show_rank(self, rank: int | None) -> None:
+        """Show one rank, or all for None."""
+        if rank != self._rank:
+            self._rank = rank
+            self._open()
+
+    def show_run(self, run: RunDir) -> None:
+        """Show another run."""
+        self._run = run
+        self._open()
+
+    def tick(self) -> None:
+        """Read what was printed; repaint if there was something."""
+        if not self.display:
+            return
+        if self._follower is not None:
+            for name, data in self._follower.poll(BUDGET_BYTES):
+                self.buffer.feed(name, data)
+        if self.buffer.version != self._painted:
+            self._painted = self.buffer.version
+            self.refresh()
+
+    def _open(self) -> None:
+        level = self.buffer.level
+        if self._follower is not None:
+            self._follower.close()
+        self.buffer = LogBuffer(lines=self._lines)
+        self.buffer.show(level)
+        self._top, self._shift, self._match, self._missed, self._painted = None, 0, None, False, -1
+        if self._run is not None:
+            only = None if self._rank is None else {str(self._rank)}
+            self._follower = Follower(
+                self._run.logs, ".log", only=only, torn=True, last_bytes=FIRST_BYTES, now=self._now
+            )
+
+    # Where it is scrolled to
+
+    @property
+    def page(self) -> int:
+        """Lines of the log that fit under the title, and over the search line while that is open."""
+        return max(self.size.height - 1 - self.has_class("-searching"), 1)
+
+    @property
+    def top_row(self) -> int:
+        """Row of the first line on the screen."""
+        last = max(self.buffer.rows - self.page, 0)
+        return last if self._top is None else min(self.buffer.row(self._top), last)
+
+    def scroll_rows(self, rows: int) -> None:
+        """Move by so many lines; scrolling past the end follows it again."""
+        self._go(self.top_row + rows)
+
+    def _go(self, row: int) -> None:
+        row = max(row, 0)
+        following = row >= self.buffer.rows - self.page
+        self._top = None if following else self.buffer.number(row)
+        self.refresh()
+
+    def action_scroll_lines(self, lines: int) -> None:
+        """Move by lines."""
+        self.scroll_rows(lines)
+
+    def action_scroll_pages(self, pages: int) -> None:
+        """Move by pages, one line less than the screen holds."""
+        self.scroll_rows(pages * max(self.page - 1, 1))
+
+    def action_oldest(self) -> None:
+        """Go to the oldest line that is kept."""
+        self._go(0)
+
+    def action_follow(self) -> None:
+        """Go to the end and follow it."""
+        self._top = None
+        self.refresh()
+
+    def action_shift(self, steps: int) -> None:
+        """Move long lines sideways."""
+        self._shift = max(self._shift + steps * SHIFT, 0)
+        self.refresh()
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Move back with the wheel."""
+        event.stop()
+        self.scroll_rows(-WHEEL_LINES)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Move on with the wheel."""
+        event.stop()
+        self.scroll_rows(WHEEL_LINES)
+
+    def on_click(self, event: Click) -> None:
+        """Jump where the bar at the right is clicked."""
+        if event.widget is self and event.x == self.size.width - 1 and event.y > 0:
+            self._go((self.buffer.rows - self.page) * (event.y - 1) // max(self.page - 1, 1))
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw for the new size."""
+        self.refresh()
+
+    def on_unmount(self, event: Unmount) -> None:
+        """Let go of the files."""
+        if self._follower is not None:
+            self._follower.close()
+
+    # Level and search
+
+    def action_level(self) -> None:
+        """Show all lines, those from warnings on, or errors only, in turn."""
+        self.buffer.show(Level((self.buffer.level + 1) % len(Level)))
+        self._match = None
+        self.refresh()
+
+    def action_search(self) -> None:
+        """Ask what to search for."""
+        self.add_class("-searching")
+        field = self.query_one(Input)
+        field.value = self._needle
+        field.focus()
+        self.refresh()
+
+    def action_next_match(self) -> None:
+        """Go to the next line that holds the text."""
+        self._search(forward=True)
+
+    def action_previous_match(self) -> None:
+        """Go to the line before that holds the text."""
+        self._search(forward=False)
+
+    def action_clear_search(self) -> None:
+        """Forget the search."""
+        searching = self.has_class("-searching")
+        self._needle, self._match, self._missed = "", None, False
+        self.remove_class("-searching")
+        if searching:
+            self.focus()
+        self.refresh()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave Escape to the screen while there is no search to clear."""
+        if action == "clear_search":
+            return bool(self._needle) or self.has_class("-searching")
+        return True
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        self._needle, self._missed = event.value, False
+        self.refresh()
+
+    @on(Input.Submitted)
+    def _submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.remove_class("-searching")
+        self.focus()
+        self._match = None
+        self._search(forward=True)
+
+    def _search(self, *, forward: bool) -> None:
+        if not self._needle:
+            return
+        start = self.top_row - forward if self._match is None else self.buffer.row(self._match)
+        row = self.buffer.find(self._needle, start, forward=forward)
+        self._missed = row is None
+        if row is not None:
+            self._match = self.buffer.number(row)
+            if not self.top_row <= row < self.top_row + self.page:
+                self._go(row - self.page // 2)
+            elif self.following:  # what was found stays in view
+                self._top = self.buffer.number(self.top_row)
+        self.refresh()
+
+    # How it is drawn
+
+    def compose(self) -> ComposeResult:
+        """Yield the search line, which shows only while somebody types."""
+        yield Input(placeholder="search the log, Enter finds, Esc leaves", compact=True)
+
+    def notify_style_update(self) -> None:
+        """Forget the colours of the former theme."""
+        super().notify_style_update()
+        self._styles.clear()
+
+    def render_line(self, y: int) -> Strip:
+        """Return one line of the widget."""
+        width = self.size.width
+        styles = self._roles()
+        if y == 0:
+            return self._row(self.head(width), width, styles)
+        rows = self.buffer.rows
+        if not rows:
+            lines = message(width, self.page, self._nothing())
+            return self._row(lines[y - 1], width, styles) if y <= len(lines) else Strip.blank(width, styles["base"])
+        row = self.top_row + y - 1
+        overflows = rows > self.page
+        if row >= rows or y > self.page:
+            return Strip.blank(width, styles["base"])
+        number = self.buffer.number(row)
+        several = self._rank is None and len(self.buffer.names) > 1
+        strip = line_strip(
+            self.buffer.line(number),
+            styles,
+            width=width - overflows,
+            shift=self._shift,
+            prefix_cells=max(len(prefix(name, 0)) for name in self.buffer.names) if several else 0,
+            needle=self._needle,
+            at_match=number == self._match,
+        )
+        if overflows:
+            strip = Strip([*strip, Segment(self._bar(y - 1), styles["base"] + styles["thumb"])], width)
+        return strip
+
+    def head(self, width: int) -> Row:
+        """Return the title line: whose log, what is left out, and whether the end is followed."""
+        whose = "all ranks" if self._rank is None else f"rank {self._rank}"
+        remarks: list[Row] = []
+        if self.buffer.level:
+            remarks.append([(LEVEL_NAMES[self.buffer.level], "accent")])
+        if self._needle and not self.has_class("-searching"):
+            remarks.append([(f"/{self._needle}", "warning" if self._missed else "accent")])
+            if self._missed:
+                remarks.append([("not found", "warning")])
+        if self._shift:
+            remarks.append([(f"from column {self._shift + 1}", "dim")])
+        below = self.buffer.rows - self.page - self.top_row
+        if not self.following:
+            remarks.append([(f"{below:,} lines below, End follows", "accent")])
+        return cut(headline(width, [(self.title_text, "title"), (f"  {whose}", "dim")], remarks), width)
+
+    def _nothing(self) -> list[str]:
+        if self.buffer.level and self.buffer.names:
+            return [f"nothing here but lines below the level: {LEVEL_NAMES[self.buffer.level]}", "l changes the level"]
+        return ["nothing was printed yet"]
+
+    def _bar(self, y: int) -> str:
+        """Return a cell of the bar that shows which part of the log is seen."""
+        page, rows = self.page, self.buffer.rows
+        size = max(round(page * page / rows), 1)
+        start = round((page - size) * self.top_row / max(rows - page, 1))
+        return "┃" if start <= y < start + size else " "
+
+    def _roles(self) -> dict[str, Style]:
+        if not self._styles:
+            self._styles = {role: self.get_component_rich_style(f"log--{role}", partial=True) for role in ROLES}
+            self._styles["base"] = self.rich_style
+        return self._styles
+
+    def _row(self, row: Row, width: int, styles: dict[str, Style]) -> Strip:
+        base = styles["base"]
+        return Strip([Segment(text, base + styles[role] if role != "base" else base) for text, role in row], width)
