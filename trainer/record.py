@@ -375,6 +375,7 @@ class EventWriter:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
+        self._before_write: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -407,6 +408,10 @@ class EventWriter:
             else:
                 self._mark_gap()
                 self._pending.append(line)
+
+    def before_each_write(self, call: Callable[[], None]) -> None:
+        """Have the writing thread call this ten times a second, so that whoever holds events back lets old ones go."""
+        self._before_write = call
 
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Wait until all that was queued is written, or the time is over; True when nothing is pending."""
@@ -441,6 +446,8 @@ class EventWriter:
     def _run(self, fd: int) -> None:
         while True:
             closing = self._closing
+            if self._before_write is not None:
+                self._before_write()
             self._drain(fd)
             if closing:
                 break

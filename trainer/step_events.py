@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 from trainer.record import EventWriter, Step
 
@@ -20,6 +22,7 @@ _MEANS = (
     "sync_ms",
     "sync_exposed_ms",
 )
+_DURATIONS = tuple(name for name in _MEANS if name.endswith("_ms"))
 _LATEST = ("sync_bytes", "sync_buckets", "bucket_ms")
 
 
@@ -54,25 +57,51 @@ def merge(steps: Sequence[Step]) -> Step:
 
 
 class StepMerger:
-    """Writes each step, or one event for several when they come faster than 20 a second."""
+    """Writes each step, or one event for several when they come faster than 20 a second.
+
+    When steps stop coming, the writer's thread lets go of what waits: of ranks that hang in a collective, the record
+    then tells which step each of them reached.
+    """
 
     interval_s = 0.05
 
-    def __init__(self, writer: EventWriter) -> None:
+    def __init__(self, writer: EventWriter, now: Callable[[], float] = time.time) -> None:
         self._writer = writer
+        self._now = now
         self._waiting: list[Step] = []
         self._next_at = 0.0
+        self._lock = threading.Lock()
+        writer.before_each_write(self._flush_old)
 
     def add(self, step: Step) -> None:
         """Take the next step; the first one is written at once, since start latency is measured by it."""
-        self._waiting.append(step)
-        waits = 0.0 < self._next_at - step.time <= self.interval_s  # anything else: time is up, or was set back
+        with self._lock:
+            self._waiting.append(step)
+            waits = 0.0 < self._next_at - step.time <= self.interval_s  # else time is up, or was set back
         if not waits:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits."""
-        if self._waiting:
-            self._next_at = self._waiting[-1].time + self.interval_s
-            self._writer.write(merge(self._waiting))
-            self._waiting.clear()
+        with self._lock:
+            if self._waiting:
+                self._next_at = self._waiting[-1].time + self.interval_s
+                self._writer.write(rounded(merge(self._waiting)))
+                self._waiting.clear()
+
+    def _flush_old(self) -> None:
+        with self._lock:
+            is_old = bool(self._waiting) and self._now() - self._waiting[-1].time > self.interval_s
+        if is_old:
+            self.flush()
+
+
+def rounded(step: Step) -> Step:
+    """Round durations to a tenth of a microsecond, beyond which no clock here tells anything."""
+    for name in _DURATIONS:
+        value = getattr(step, name)
+        if value is not None:
+            setattr(step, name, round(value, 4))
+    if step.bucket_ms is not None:
+        step.bucket_ms = [round(value, 4) for value in step.bucket_ms]
+    return step

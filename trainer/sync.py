@@ -113,7 +113,7 @@ class StepMeter:
         self._marks: list[Mark] = []
         self._parts: list[Part] = []
         self._pending: deque[_Taken] = deque()
-        self._merger = StepMerger(writer)
+        self._merger = StepMerger(writer, now)
         self._gc_started = 0.0
         self._gc_s = 0.0
         self._gc_clock = clock

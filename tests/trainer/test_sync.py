@@ -130,6 +130,22 @@ def test_slow_steps_have_an_event_each_and_a_clock_set_back_holds_nothing_up(tmp
     assert [event.steps for event in _events(tmp_path)] == [1, 1, 1, 1, 1]
 
 
+def test_steps_held_back_are_written_when_no_more_come(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson")
+    moment = 1000.0
+    merger = StepMerger(writer, now=lambda: moment)
+    for step in (1, 2, 3):
+        merger.add(_step(step, time=1000.01))
+    assert writer.flush()
+    assert [event.step for event in _events(tmp_path)] == [1], "more may come"
+    moment = 1000.2
+    deadline = time.monotonic() + 10
+    while len(_events(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [(event.step, event.steps) for event in _events(tmp_path)] == [(1, 1), (3, 2)]
+    writer.close()
+
+
 # ------------------------------------------------------------------------------------------------- one rank
 
 
