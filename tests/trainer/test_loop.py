@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,14 @@ class Trained:
     def sum_of(self, value: str, rank: int, *, after: int = 0) -> float:
         """Over the steps; how many steps share an event depends on how fast they were, the sum does not."""
         return sum(event[value] * event["steps"] for event in self.of("step", rank) if event["step"] > after)
+
+    def curve(self) -> list[float]:
+        """The loss of each step: the mean over the ranks, whose batches are equally large."""
+        losses: dict[int, list[float]] = {}
+        for event in self.of("step"):
+            assert event["steps"] == 1
+            losses.setdefault(event["step"], []).append(event["loss"])
+        return [statistics.fmean(losses[step]) for step in sorted(losses)]
 
     @property
     def parameters(self) -> Tensor:
@@ -194,3 +203,32 @@ def test_a_request_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(
     told = [text for text in done.output.splitlines() if line in text]
     assert len(told) == 1
     assert "Traceback" not in done.output
+
+
+def test_the_language_models_loss_curve_does_not_depend_on_how_the_global_batch_is_divided(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"".join(b"%d squared is %d; " % (number, number * number) for number in range(2000)))
+    flags: tuple[object, ...] = ("--task", "lm", "--data", text, "--context", 16, "--dim", 32, "--layers", 1)
+    # A validation ends an event, so that every step has one of its own.
+    flags += (
+        "--heads",
+        2,
+        "--max-updates",
+        50,
+        "--clip-norm",
+        1.0,
+        "--valid-every-updates",
+        1,
+        "--valid-fraction",
+        0.02,
+    )
+    divided = [
+        train(tmp_path / "one", *flags, "--batch-size", 16),
+        train(tmp_path / "two", *flags, "--batch-size", 8, ranks=2),
+        train(tmp_path / "accumulated", *flags, "--batch-size", 8, "--update-freq", 2),
+    ]
+    assert [done.code for done in divided] == [0, 0, 0], divided[1].output
+    one, two, accumulated = (done.curve() for done in divided)
+    assert len(one) == 50
+    assert two == pytest.approx(one, rel=1e-5)
+    assert accumulated == pytest.approx(one, rel=1e-5)
