@@ -376,7 +376,7 @@ def test_every_rank_gets_everybodys_data_of_any_size(processes: Processes, tcp: 
 def reduce(rank: int) -> dict[str, Any]:
     matrix = torch.full((2, 2), float(rank)).t()
     order = ["b", "a", "c"] if rank else ["c", "b", "a"]
-    values = {"a": 0.1, "b": rank, "c": torch.tensor([1e-9 if rank else 1.0])}
+    values = {"a": 0.1, "b": rank, "c": torch.tensor([1e-9 if rank else 1.0], dtype=torch.float64)}
     reduced = distributed.all_reduce_dict({name: values[name] for name in order})
     later = distributed.sum_later(torch.tensor(rank + 1), CPU)
     return {
@@ -397,7 +397,7 @@ def test_reductions_and_broadcasts_agree_on_every_rank(processes: Processes, tcp
         assert found["sent"] == {"rank": 1, "t": torch.tensor([1])}
         assert found["order"]
         # Exact in float64, lost in float32.
-        assert found["dict"] == [0.1 + 0.1 + 0.1, 3.0, 1.0 + 2e-9]
+        assert found["dict"] == pytest.approx([0.3, 3.0, 1.0 + 2e-9], rel=1e-15)
 
 
 def raised_by(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
