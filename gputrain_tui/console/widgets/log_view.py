@@ -371,7 +371,7 @@ class LogView(Widget, can_focus=True):
 
     def _roles(self) -> dict[str, Style]:
         if not self._styles:
-            self._styles = {role: self.get_component_rich_style(f"log--{role}", partial=True) for role in ROLES}
+            self._styles = {role: self.get_component_rich_style(f"log--{role}") for role in ROLES}
             self._styles["base"] = self.rich_style
         return self._styles
 

@@ -181,8 +181,8 @@ def test_colours_are_decoded() -> None:
     assert [str(style) for _, style in pieces] == [
         "none",
         "bold color(1)",
-        "bold dark_orange",
-        "bold dark_orange on #010203",
+        "bold color(208)",
+        "bold color(208) on #010203",
         "none",
     ]
 
