@@ -1,0 +1,60 @@
+"""The only colours that are not theme variables: ramps that a theme cannot provide.
+
+Heat has at most eight levels, so that runs of equal cells merge and a repaint stays small. Warm colours mean waiting,
+cool ones mean work, and red is left to what needs a person.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rich.color import Color
+from rich.style import Style
+from textual.app import App
+
+PARTS = ("data", "forward", "backward", "sync", "optimizer", "other")
+"""The parts of a step, in the order in which they happen; ``other`` is what no part accounts for."""
+HEAT_LEVELS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """Colours for one kind of terminal."""
+
+    heat: tuple[str, ...]
+    """From calm to what needs a person."""
+    parts: tuple[str, ...]
+    """One per part of a step."""
+    symbols: bool = False
+    """Whether shapes must tell what colours cannot."""
+
+
+DARK = Ramp(
+    heat=("#18222d", "#1a3145", "#1d4660", "#2b6580", "#57887c", "#c0a04a", "#e58338", "#e5484d"),
+    parts=("#d6b04f", "#5fa8dc", "#376f9f", "#b184d1", "#58ab96", "#3d4650"),
+)
+LIGHT = Ramp(
+    heat=("#e6edf2", "#cfdfe9", "#abc9db", "#7cafc9", "#74a78b", "#d6ab33", "#df7a26", "#c62f35"),
+    parts=("#c08a1e", "#3d8fcb", "#1f5d8f", "#8e5bb5", "#2e8873", "#b4bcc4"),
+)
+SIXTEEN = Ramp(
+    heat=("black", "bright_black", "blue", "blue", "cyan", "yellow", "bright_yellow", "red"),
+    parts=("yellow", "bright_blue", "blue", "magenta", "cyan", "bright_black"),
+)
+PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PARTS), symbols=True)
+
+
+def ramp_for(app: App[object]) -> Ramp:
+    """Return the colours that the app's theme and terminal can show."""
+    if app.no_color:
+        return PLAIN
+    if app.native_ansi_color or (app.console.color_system == "standard" and not app.is_headless):
+        return SIXTEEN
+    return DARK if app.current_theme.dark else LIGHT
+
+
+@lru_cache(maxsize=512)
+def pair(front: str, back: str | None = None) -> Style:
+    """Return the style of one colour on another; without a second one the ground shows through."""
+    return Style(color=Color.parse(front), bgcolor=None if back is None else Color.parse(back))

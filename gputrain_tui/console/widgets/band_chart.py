@@ -1,0 +1,317 @@
+"""A curve over the steps: the bright median of all ranks on the dim band from the least to the greatest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf, isfinite, log10, nan
+from typing import Literal
+
+from gputrain_tui.console.ramp import Ramp
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    LOWER,
+    Row,
+    current,
+    cut,
+    headline,
+    merged,
+    message,
+    nice_step,
+    short,
+)
+from gputrain_tui.console.widgets.panel import Live, Panel
+from gputrain_tui.series import BandMetric, Window, smooth
+
+Scale = Literal["linear", "log"]
+
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bits of a braille cell, per dot column from the top."""
+GREATEST, LEAST = 1e300, 1e-300
+"""Beyond these a number is drawn at the edge, so that differences and quotients stay finite."""
+LABEL = 6
+"""Cells of a y label."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What a chart shows."""
+
+    title: str
+    """What is shown."""
+    unit: str = ""
+    window: Window
+    """Two columns per cell."""
+    value: float = nan
+    """The newest median."""
+    ranks: int = 0
+    rank: int | None = None
+    """The selected rank."""
+    rank_line: Sequence[float] = ()
+    rank_value: float = nan
+    scale: Scale = "linear"
+    remarks: tuple[str, ...] = ()
+    """How it is shown, such as ``last 1,000 steps``."""
+    empty: str = "no step yet"
+    """What is said where nothing was measured."""
+    blocks: bool = True
+    """Whether the band may be filled cells; otherwise it is dots, for terminals without colours."""
+
+
+def chart_columns(width: int) -> int:
+    """Return the columns of a curve in a chart of so many cells."""
+    return 2 * max(width - LABEL - 2, 1)
+
+
+def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
+    """Return a chart as ``height`` rows of ``width`` cells."""
+    if width < 1 or height < 1:
+        return [[] for _ in range(max(height, 0))]
+    rows = [cut(_head(curve, width), width)]
+    plot_height = height - (2 if height > 4 else 1)
+    if plot_height < 1:
+        return rows
+    limits = _limits(curve)
+    if limits is None or width < LABEL + 6:
+        text = curve.empty if limits is None else EMPTY
+        return rows + message(width, height - 1, [text])
+    axis = _Axis(*limits, plot_height, curve.scale)
+    rows += [cut(row, width) for row in _plot(curve, axis, width - LABEL - 2, plot_height)]
+    if height > 4:
+        rows.append(cut(steps_row(curve.window.first_step, curve.window.last_step, width), width))
+    return rows
+
+
+def _head(curve: Curve, width: int) -> Row:
+    left: Row = [(curve.title, "title"), (" ", "base"), (current(curve.value), "bright")]
+    if curve.unit:
+        left.append((f" {curve.unit}", "dim"))
+    if curve.rank is not None:
+        left += [("  rank ", "dim"), (f"{curve.rank} {current(curve.rank_value)}", "accent")]
+    remarks = [*curve.remarks, *(["log"] if curve.scale == "log" else [])]
+    if curve.ranks > 1:
+        remarks.append(f"median in min–max of {curve.ranks:,} ranks")
+    return headline(width, left, [[(remark, "dim")] for remark in remarks])
+
+
+def _limits(curve: Curve) -> tuple[float, float] | None:
+    """Return the least and greatest number to show; None when there is none."""
+    low, high = inf, -inf
+    least = 0.0 if curve.scale == "log" else -inf
+    for values in (curve.window.low, curve.window.high, curve.rank_line):
+        for value in values:
+            if least < value < low:
+                low = value
+            if low <= value and high < value < inf:
+                high = value
+    if not isfinite(low) or not isfinite(high):
+        return None
+    low, high = max(low, -GREATEST), min(high, GREATEST)
+    return (max(low, LEAST), max(high, LEAST)) if curve.scale == "log" else (low, high)
+
+
+class _Axis:
+    """Where a value stands on the height of the plot, 0 at the bottom to 1 at the top."""
+
+    def __init__(self, low: float, high: float, height: int, scale: Scale) -> None:
+        self.log = scale == "log"
+        self.ticks: list[float] = []
+        most = max(2, height // 3)
+        if self.log:
+            self.low, self.high = log10(low), log10(high)
+            if self.high - self.low < 0.1:
+                self.low, self.high = self.low - 0.05, self.high + 0.05
+            decades = range(floor(self.low), ceil(self.high) + 1)
+            for factors in ((1, 2, 5), (1, 3), (1,)):
+                ticks = [f * 10.0**d for d in decades for f in factors if self.low <= log10(f) + d <= self.high]
+                if len(ticks) <= most:
+                    break
+            self.ticks = ticks[:: max(1, ceil(len(ticks) / most))] or [low]
+            return
+        if high - low <= max(1e-9 * max(abs(low), abs(high)), LEAST):  # a constant stands in the middle
+            pad = abs(high) * 0.1 if abs(high) > LEAST else 1.0
+            low, high = low - pad, high + pad
+        step = nice_step(high - low, most)
+        half = step / 2
+        self.low, self.high = floor(low / half + 1e-9) * half, ceil(high / half - 1e-9) * half
+        self.ticks = [n * step for n in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
+
+    def at(self, value: float) -> float:
+        """Return the height of a value; NaN when it has none."""
+        if self.log:
+            value = log10(value) if value > 0 else nan
+        elif not isfinite(value):
+            return nan
+        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+
+
+def _plot(curve: Curve, axis: _Axis, width: int, height: int) -> list[Row]:
+    """Return the rows of the plot with their y labels."""
+    median = _line(curve.window.middle, axis, width, height)
+    rank = _line(curve.rank_line, axis, width, height)
+    bottoms, tops = _edges(curve.window, axis, width, height)
+    labels: dict[int, str] = {}
+    for tick in reversed(axis.ticks):
+        row = min(height - 1, int((1 - axis.at(tick)) * height))
+        labels.setdefault(row, _label(tick))
+    rows = []
+    for y in range(height):
+        label = labels.get(y)
+        pieces: Row = [((label or "").rjust(LABEL), "axis"), (" ┤" if label else " │", "rule")]
+        ground = "┈" if label else " "
+        floor_8 = 8 * (height - 1 - y)
+        rank_row, median_row = rank[y], median[y]
+        for x in range(width):
+            low, high = max(bottoms[x] - floor_8, 0), min(tops[x] - floor_8, 8)
+            if rank_row[x] and not (median_row[x] and x % 2):  # where the two meet they take turns
+                on_band = curve.blocks and high - low >= 4
+                pieces.append((chr(BRAILLE + rank_row[x]), "rank-on-band" if on_band else "rank"))
+            elif median_row[x]:
+                on_band = curve.blocks and high - low >= 4
+                pieces.append((chr(BRAILLE + median_row[x]), "median-on-band" if on_band else "median"))
+            elif high <= low:
+                pieces.append((ground, "rule"))
+            elif not curve.blocks:
+                pieces.append((_dots(low, high, sparse=True), "band"))
+            elif low == 0:
+                pieces.append((LOWER[high], "band"))
+            elif high == 8:
+                pieces.append((LOWER[low], "band-reversed"))
+            else:
+                pieces.append((_dots(low, high), "band"))
+        rows.append(merged(pieces))
+    return rows
+
+
+def _line(values: Sequence[float], axis: _Axis, width: int, height: int) -> list[bytearray]:
+    """Return a connected curve as bits of braille cells, [height, width]."""
+    cells = [bytearray(width) for _ in range(height)]
+    dots = 4 * height
+    before = -1
+    for column, value in enumerate(values[: 2 * width]):
+        if value != value:
+            before = -1
+            continue
+        place = axis.at(value)
+        if place != place:
+            before = -1
+            continue
+        y = min(dots - 1, int((1 - place) * dots))
+        bits = DOTS[column & 1]
+        x = column >> 1
+        cells[y >> 2][x] |= bits[y & 3]
+        if before >= 0 and abs(before - y) > 1:
+            for between in range(before + 1, y) if before < y else range(y + 1, before):
+                cells[between >> 2][x] |= bits[between & 3]
+        before = y
+    return cells
+
+
+def _edges(window: Window, axis: _Axis, width: int, height: int) -> tuple[list[int], list[int]]:
+    """Return the lower and upper edge of the band per cell, in eighths of a cell from the bottom."""
+    eighths = 8 * height
+    bottoms, tops = [0] * width, [0] * width
+    for x in range(width):
+        lows = [place for value in window.low[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
+        highs = [place for value in window.high[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
+        if highs:
+            tops[x] = round(max(highs) * eighths)
+            bottoms[x] = round(min(lows) * eighths) if len(lows) == len(highs) else 0
+    return bottoms, tops
+
+
+def _dots(low: int, high: int, *, sparse: bool = False) -> str:
+    """Return a braille cell filled between two heights in eighths."""
+    rows = range(4 - (high + 1) // 2, 4 - low // 2)
+    return chr(BRAILLE + sum(DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
+
+
+def _label(tick: float) -> str:
+    return short(round(tick, 12)).strip()
+
+
+def steps_row(first: int, last: int, width: int) -> Row:
+    """Return the x labels: round steps, and the newest at the right."""
+    cells = width - LABEL - 2
+    line = [" "] * width
+    end = f"step {last:,}"
+    free = max(width - len(end), 0)
+    line[free:] = end
+    if last > first:
+        distance = max(1, int(nice_step(last - first, max(1, cells // 12))))
+        busy = LABEL
+        for step in range(-(-first // distance) * distance, last, distance):
+            text = f"{step:,}"
+            begin = LABEL + 2 + (step - first) * cells // (last - first + 1)
+            if begin > busy and begin + len(text) + 2 <= free:
+                line[begin : begin + len(text)] = text
+                busy = begin + len(text) + 2
+    return [("".join(line), "axis")]
+
+
+class BandChart(Panel):
+    """The chart of one metric of the run."""
+
+    def __init__(
+        self,
+        live: Live,
+        metric: BandMetric,
+        title: str,
+        unit: str = "",
+        *,
+        empty: str = "no step yet",
+        id: str | None = None,
+        classes: str | None = None,
+    ) -> None:
+        super().__init__(live, id=id, classes=classes)
+        self.metric: BandMetric = metric
+        self.title_text = title
+        self.unit = unit
+        self.empty_text = empty
+        self.chart_scale: Scale = "linear"
+        self.last: int | None = None
+        """Steps to show; None: the whole run."""
+        self.smoothing = 0.0
+        """Share of what came before, 0 to below 1."""
+
+    def show(self, *, scale: Scale | None = None, last: int | None = None, smoothing: float | None = None) -> None:
+        """Choose how the curve is shown; ``last`` is always taken, None being the whole run."""
+        self.chart_scale = scale or self.chart_scale
+        self.last = last
+        self.smoothing = self.smoothing if smoothing is None else smoothing
+        self.redraw()
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the chart."""
+        series = self.live.series
+        columns = chart_columns(width)
+        window = series.window(self.metric, columns, last=self.last)
+        if self.smoothing:
+            window = Window(
+                first_step=window.first_step,
+                last_step=window.last_step,
+                low=window.low,
+                middle=smooth(window.middle, self.smoothing),
+                high=window.high,
+            )
+        rank = self.selected_rank
+        rank_line = [] if rank is None else series.rank_line(self.metric, rank, columns, last=self.last)
+        remarks = [] if self.last is None else [f"last {self.last:,} steps"]
+        if self.smoothing:
+            remarks.append(f"smooth {self.smoothing:g}")
+        curve = Curve(
+            title=self.title_text,
+            unit=self.unit,
+            window=window,
+            value=series.latest[self.metric].middle,
+            ranks=series.world_size,
+            rank=rank,
+            rank_line=smooth(rank_line, self.smoothing),
+            rank_value=nan if rank is None else series.rank_value(self.metric, rank),
+            scale=self.chart_scale,
+            remarks=tuple(remarks),
+            empty=self.empty_text,
+            blocks=not ramp.symbols,
+        )
+        return draw_curve(curve, width, height)

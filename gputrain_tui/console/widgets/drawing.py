@@ -1,0 +1,131 @@
+"""Rows of text with roles, and the figures in them: what the pure drawing functions share.
+
+A row is a list of ``(text, role)``; a widget turns roles into the theme's colours, a test joins the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import floor, isfinite, log10
+
+Row = list[tuple[str, str]]
+"""Pieces of one line: text, and the role that decides its colour."""
+
+EMPTY = "–"
+"""What stands where nothing was measured."""
+RULE = "─"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+"""Cells filled from the left by so many eighths."""
+LOWER = " ▁▂▃▄▅▆▇█"
+"""Cells filled from below by so many eighths."""
+
+
+def text_of(row: Row) -> str:
+    """Return a row without its roles."""
+    return "".join(text for text, _ in row)
+
+
+def length(row: Row) -> int:
+    """Return the cells of a row; every character that rows use takes one."""
+    return sum(len(text) for text, _ in row)
+
+
+def cut(row: Row, width: int) -> Row:
+    """Return a row with exactly ``width`` cells: cropped, or filled with blanks."""
+    out: Row = []
+    left = width
+    for text, role in row:
+        if left <= 0:
+            break
+        out.append((text[:left], role))
+        left -= len(text)
+    if left > 0:
+        out.append((" " * left, "base"))
+    return out
+
+
+def merged(pieces: Iterable[tuple[str, str]]) -> Row:
+    """Return a row in which neighbours of one role are one piece."""
+    out: Row = []
+    role_before: str | None = None
+    texts: list[str] = []
+    for text, role in pieces:
+        if role != role_before:
+            if role_before is not None:
+                out.append(("".join(texts), role_before))
+            role_before, texts = role, []
+        texts.append(text)
+    if role_before is not None:
+        out.append(("".join(texts), role_before))
+    return out
+
+
+def headline(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
+    """Return the first line of a panel: what it shows, a rule, and the remarks at the right that there is room for."""
+    right: Row = []
+    for remark in rights:
+        more = [*remark, *([("  ", "rule"), *right] if right else [])]
+        if length(left) + length(more) + 6 > width:
+            break
+        right = more
+    rule = width - length(left) - length(right) - (2 if right else 1)
+    if rule < 1:
+        return cut(left, width)
+    return [*left, (" " + RULE * rule, "rule"), *([(" ", "rule"), *right] if right else [])]
+
+
+def message(width: int, height: int, lines: Sequence[str]) -> list[Row]:
+    """Return a calm remark in the middle of an empty panel."""
+    lines = [line for line in lines if len(line) <= width][:height]
+    rows: list[Row] = [[] for _ in range((height - len(lines)) // 2)]
+    rows += [[(line.center(width), "dim")] for line in lines]
+    return [cut(row, width) for row in [*rows, *([[]] * height)][:height]]
+
+
+def figure(value: float | None, digits: int, wide: int) -> str:
+    """Return a number with so many decimals, fewer when it would not fit, right-aligned in ``wide`` cells."""
+    if value is None or not isfinite(value):
+        return EMPTY.rjust(wide)
+    text = f"{value:.{digits}f}"
+    while len(text) > wide and digits:
+        digits -= 1
+        text = f"{value:.{digits}f}"
+    return text.rjust(wide) if len(text) <= wide else short(value, wide)
+
+
+def short(value: float, wide: int = 6) -> str:
+    """Return a number of any size in at most ``wide`` cells, right-aligned."""
+    for text in (
+        f"{value:g}",
+        f"{value:.4g}",
+        f"{value:.3g}",
+        f"{value:.2g}",
+        f"{value:.0e}".replace("e+0", "e").replace("e+", "e"),
+    ):
+        text = text.replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+        if len(text) <= wide:
+            return text.rjust(wide)
+    return "…".rjust(wide)
+
+
+def current(value: float | None) -> str:
+    """Return a newest value in four significant digits."""
+    if value is None or not isfinite(value):
+        return EMPTY
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        digits = 3 if value == 0 else max(0, 3 - floor(log10(abs(value))))
+        return f"{value:,.{digits}f}"
+    return short(value, 8).strip()
+
+
+def nice_step(span: float, most: int) -> float:
+    """Return the distance of round ticks, 1, 2 or 5 times a power of ten, so that at most ``most`` fit into a span."""
+    rough = span / max(most, 1)
+    power = 10.0 ** floor(log10(rough))
+    return next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9)), 10 * power)
+
+
+def nice_floor(value: float) -> float:
+    """Return the greatest of 1, 2, 5, 10, 20 and so on that is not above a positive value."""
+    power = 10.0 ** floor(log10(value) + 1e-12)
+    return next(factor * power for factor in (5, 2, 1) if factor * power <= value * (1 + 1e-9) or factor == 1)

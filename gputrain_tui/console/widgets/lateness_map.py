@@ -1,0 +1,205 @@
+"""Who lets the others wait, and since when: lateness of ranks over the steps as a heat map, two ranks per line."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+
+from gputrain_tui.console.ramp import HEAT_LEVELS, Ramp
+from gputrain_tui.console.widgets.band_chart import LABEL, steps_row
+from gputrain_tui.console.widgets.drawing import Row, current, cut, headline, length, merged, message, nice_floor
+from gputrain_tui.console.widgets.panel import Live, Panel
+from gputrain_tui.series import METRICS, Series
+
+SHAPES = "·:-=+*%#"
+"""Heat levels where colours cannot tell."""
+LATE = METRICS.index("late_ms")
+URGENT_SHARE = 0.25
+"""The hottest level begins no lower than about this share of a step: what is less needs nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat:
+    """What the map shows."""
+
+    columns: Sequence[Sequence[float]]
+    """Lateness in ms per column and group of ranks; an empty column or NaN where nothing was measured."""
+    ranks: int
+    group: int
+    """Ranks that share a half line; the latest of them counts."""
+    first_step: int
+    last_step: int
+    step_ms: float = nan
+    """Median duration of a step, by which lateness is judged."""
+    slowest: tuple[int, float] | None = None
+    """The rank that the others wait for most, and how long, ms."""
+    selected: int | None = None
+
+
+def map_rows(height: int) -> int:
+    """Return the lines of the map itself in a panel of so many."""
+    return height - (2 if height > 5 else 1)
+
+
+def group_size(ranks: int, rows: int) -> int:
+    """Return how many ranks share a half line; whole nodes of eight where it is more than eight."""
+    size = max(-(-ranks // max(2 * rows, 1)), 1)
+    return size if size <= 8 else -(-size // 8) * 8
+
+
+def thresholds(most_late: float, step_ms: float) -> list[float]:
+    """Return where the levels above the first begin, ms: round, evenly spaced, the last being what needs a person."""
+    top = max(most_late, URGENT_SHARE * step_ms if isfinite(step_ms) else 0.0, 1e-3)
+    distance = nice_floor(top / (HEAT_LEVELS - 1))
+    return [distance * level for level in range(1, HEAT_LEVELS)]
+
+
+def heat_columns(series: Series, width: int, group: int, *, last: int | None = None) -> list[list[float]]:
+    """Return mean lateness per column and group, of the latest rank in each group."""
+    first, end = series.span(last)
+    scale = width / (end - first + 1)
+    sums: list[list[float]] = [[] for _ in range(width)]
+    counts = [0] * width
+    for frame in series.frames(first, end, 4 * width):
+        late = frame.values[LATE]
+        if late is None:
+            continue
+        if frame.cache is None or frame.cache[0] != group:
+            frame.cache = (group, _latest(late, group))
+        values = frame.cache[1]
+        begin = min(max(int((frame.first_step - first) * scale), 0), width - 1)
+        for column in range(begin, max(begin + 1, min(int((frame.last_step + 1 - first) * scale), width))):
+            before = sums[column]
+            if len(before) == len(values):
+                sums[column] = [a + b for a, b in zip(before, values, strict=True)]
+                counts[column] += 1
+            else:
+                sums[column], counts[column] = values, 1
+    out: list[list[float]] = []
+    for total, count in zip(sums, counts, strict=True):
+        if count:
+            out.append([value / count for value in total] if count > 1 else total)
+        else:  # between two steps that were measured
+            out.append(out[-1] if out else [])
+    newest = max((column for column in range(width) if counts[column]), default=-1)
+    return out[: newest + 1]
+
+
+def _latest(late: array[float], group: int) -> list[float]:
+    """Return the greatest lateness in each group; NaN where no rank has one."""
+    if group == 1:
+        return list(late)
+    if isfinite(sum(late)):
+        return [max(late[begin : begin + group]) for begin in range(0, len(late), group)]
+    return [
+        max((value for value in late[begin : begin + group] if isfinite(value)), default=nan)
+        for begin in range(0, len(late), group)
+    ]
+
+
+def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> list[Row]:
+    """Return the map as ``height`` rows of ``width`` cells."""
+    if height < 1:
+        return []
+    left: Row = [("late", "title")]
+    finite = [value for column in heat.columns for value in column if value == value]
+    lines = map_rows(height)
+    cells = width - LABEL - 2
+    if not finite or cells < 1 or lines < 1:
+        why = "lateness shows with two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
+        return [cut(headline(width, left), width), *message(width, height - 1, [why])]
+    limits = thresholds(max(finite), heat.step_ms)
+    if heat.slowest is not None:
+        rank, late = heat.slowest
+        left += [(" ", "base"), (current(late), "bright"), (f" ms  rank {rank}", "dim")]
+    legend = _legend(limits, symbols)
+    if length(left) + length(legend) + 4 > width:
+        legend = _short_legend(limits, symbols)
+    rows = [cut(headline(width, left, [legend]), width)]
+    groups = -(-heat.ranks // heat.group)
+    half_lines = max(2 * lines // groups, 1) if heat.group == 1 else 1
+    columns = [[bisect_right(limits, value) if value == value else None for value in col] for col in heat.columns]
+    for line in range(-(-groups * half_lines // 2)):
+        upper, lower = 2 * line // half_lines, (2 * line + 1) // half_lines
+        row = [_label(heat, upper, lower, labelled=2 * line % half_lines == 0 or half_lines == 1), ("  ", "base")]
+        row += merged(
+            _cell(_at(column, upper, groups), _at(column, lower, groups), symbols) for column in columns[:cells]
+        )
+        rows.append(cut(row, width))
+    if lines < height - 1:
+        rows.append(cut(steps_row(heat.first_step, heat.last_step, width), width))
+    return rows + [cut([], width) for _ in range(height - len(rows))]
+
+
+def _at(column: Sequence[int | None], group: int, groups: int) -> int | None:
+    return column[group] if group < min(groups, len(column)) else None
+
+
+def _label(heat: Heat, upper: int, lower: int, *, labelled: bool) -> tuple[str, str]:
+    """Return the first rank of a line, or the selected one."""
+    first, end = upper * heat.group, (lower + 1) * heat.group
+    if heat.selected is not None and first <= heat.selected < end:
+        return f"▸{heat.selected}".rjust(LABEL) if labelled else " " * LABEL, "accent"
+    return (f"{first}".rjust(LABEL) if labelled and first < heat.ranks else " " * LABEL), "axis"
+
+
+def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str]:
+    """Return one cell with two levels, one above the other."""
+    if symbols:
+        levels = [level for level in (upper, lower) if level is not None]
+        return (SHAPES[max(levels)], "base") if levels else (" ", "base")
+    if upper is None and lower is None:
+        return " ", "base"
+    if lower is None:
+        return "▀", f"heat:{upper}"
+    if upper is None:
+        return "▄", f"heat:{lower}"
+    return ("█", f"heat:{upper}") if upper == lower else ("▀", f"heat:{upper}:{lower}")
+
+
+def _legend(limits: Sequence[float], symbols: bool) -> Row:
+    """Return the levels with the milliseconds where they begin."""
+    row: Row = [("ms ", "dim"), (SHAPES[0] if symbols else "■", "heat:0")]
+    for level, limit in enumerate(limits, 1):
+        row += [(f" {limit:g} ", "dim"), (SHAPES[level] if symbols else "■", f"heat:{level}")]
+    return row
+
+
+def _short_legend(limits: Sequence[float], symbols: bool) -> Row:
+    """Return the levels with the milliseconds where the last begins."""
+    cells: Row = [(SHAPES[level] if symbols else "■", f"heat:{level}") for level in range(HEAT_LEVELS)]
+    return [("0 ", "dim"), *cells, (f" {limits[-1]:g} ms", "dim")]
+
+
+class LatenessMap(Panel):
+    """Lateness of every rank over the run."""
+
+    def __init__(self, live: Live, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(live, id=id, classes=classes)
+        self.last: int | None = None
+        """Steps to show; None: the whole run."""
+
+    def show(self, *, last: int | None) -> None:
+        """Choose the steps that are shown, the whole run being None."""
+        self.last = last
+        self.redraw()
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the map."""
+        series, state = self.live.series, self.live.state
+        group = group_size(series.world_size, map_rows(height))
+        first, end = series.span(self.last)
+        heat = Heat(
+            columns=heat_columns(series, max(width - LABEL - 2, 1), group, last=self.last),
+            ranks=series.world_size,
+            group=group,
+            first_step=first,
+            last_step=end,
+            step_ms=series.latest["step_ms"].middle,
+            slowest=state.slowest(),
+            selected=self.selected_rank,
+        )
+        return draw_heat(heat, width, height, symbols=ramp.symbols)

@@ -1,0 +1,171 @@
+"""The columns of the rank grid: what each shows, how wide it is, and which go first when the grid is narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from gputrain_tui.console.widgets.drawing import EMPTY, figure
+from gputrain_tui.state import RankView
+
+Value = float | str | None
+Lateness = Mapping[int, float]
+"""Milliseconds by rank, as ``RunState.lateness`` has them."""
+
+GIB = 1 << 30
+WIDEST_GAP = 3
+SHORTER = {"validating": "validate"}
+"""Words that are longer than their column."""
+WIDEST_HOST = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column."""
+
+    key: str
+    """Its name in filters and for sorting."""
+    title: str
+    """With the unit."""
+    wide: int
+    """Cells; of a host as many as the longest needs, up to a limit."""
+    value: Callable[[RankView, Lateness], Value]
+    """What is sorted and filtered by; None where nothing was measured."""
+    digits: int | None = None
+    """Decimals; None: text, left-aligned."""
+    order: int
+    """The lower, the longer it stays when there is less room."""
+    descending: bool = True
+    """Whether sorting begins with the greatest."""
+
+    def text(self, view: RankView, late: Lateness, wide: int) -> str:
+        """Return the cell, exactly ``wide`` long."""
+        value = self.value(view, late)
+        if isinstance(value, str):
+            value = SHORTER.get(value, value)
+            return value.ljust(wide) if len(value) <= wide else value[: wide - 1] + "…"
+        if self.digits is None:
+            return EMPTY.ljust(wide)
+        if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= wide:
+            return text.rjust(wide)
+        return figure(value, self.digits, wide)
+
+
+def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
+    """Return the getter of a field of the newest step event."""
+
+    def value(view: RankView, late: Lateness) -> Value:
+        found: float | None = getattr(view.last, name, None)
+        return found
+
+    return value
+
+
+def _memory(view: RankView, late: Lateness) -> Value:
+    count = view.memory_bytes
+    return None if count is None else count / GIB
+
+
+def _use(view: RankView, late: Lateness) -> Value:
+    """Use of the GPU; of one core where the rank has no GPU."""
+    if view.gpu is not None:
+        gpu: float | None = view.gpu.utilization_percent
+        return gpu
+    cpu: float | None = view.process.cpu_percent if view.process is not None else None
+    return cpu
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(key="rank", title="rank", wide=4, value=lambda v, late: v.rank, digits=0, order=0, descending=False),
+    Column(key="host", title="host", wide=4, value=lambda v, late: v.host, order=4, descending=False),
+    Column(
+        key="device",
+        title="device",
+        wide=7,
+        value=lambda v, late: v.device.partition(" ")[0] if v.device else None,
+        order=13,
+        descending=False,
+    ),
+    Column(key="state", title="state", wide=8, value=lambda v, late: v.state, order=6, descending=False),
+    Column(key="step", title="step", wide=7, value=lambda v, late: v.last.step if v.last else None, digits=0, order=1),
+    Column(key="loss", title="loss", wide=7, value=_of_step("loss"), digits=4, order=2),
+    Column(key="norm", title="norm", wide=6, value=_of_step("grad_norm"), digits=3, order=12),
+    Column(key="local", title="local", wide=6, value=_of_step("local_grad_norm"), digits=3, order=16),
+    Column(key="rate", title="smp/s", wide=7, value=lambda v, late: v.recent.samples_per_s, digits=1, order=7),
+    Column(key="data", title="data ms", wide=7, value=_of_step("data_ms"), digits=1, order=10),
+    Column(key="forward", title="fwd ms", wide=6, value=_of_step("forward_ms"), digits=1, order=9),
+    Column(key="backward", title="bwd ms", wide=6, value=_of_step("backward_ms"), digits=1, order=8),
+    Column(key="sync", title="sync ms", wide=7, value=_of_step("sync_exposed_ms"), digits=1, order=3),
+    Column(key="optimizer", title="opt ms", wide=6, value=_of_step("optimizer_ms"), digits=1, order=14),
+    Column(key="late", title="late ms", wide=7, value=lambda v, late: late.get(v.rank), digits=1, order=5),
+    Column(key="memory", title="mem GiB", wide=7, value=_memory, digits=1, order=11),
+    Column(key="use", title="use %", wide=5, value=_use, digits=0, order=15),
+)
+BY_KEY: dict[str, Column] = {column.key: column for column in COLUMNS}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A column in a grid of a certain width."""
+
+    column: Column
+    begin: int
+    """First cell."""
+    wide: int
+
+    @property
+    def end(self) -> int:
+        """The cell after the last."""
+        return self.begin + self.wide
+
+
+def layout(width: int, ranks: int, hosts: Collection[str]) -> list[Place]:
+    """Choose the columns that fit and spread them evenly; two cells at the left are left for marks."""
+    longest_host = max(map(len, hosts), default=0)
+
+    def wide(column: Column) -> int:
+        if column.key == "rank":
+            return max(column.wide, len(str(max(ranks - 1, 0))))
+        if column.key == "host":
+            return min(max(column.wide, longest_host), WIDEST_HOST if width >= 120 else 12)
+        return column.wide
+
+    def order(column: Column) -> int:
+        """A host that all ranks share says little."""
+        return len(COLUMNS) if column.key == "host" and len(hosts) < 2 else column.order
+
+    room = width - 2
+    chosen: list[Column] = []
+    for column in sorted(COLUMNS, key=order):
+        if wide(column) + (1 if chosen else 0) > room:
+            break
+        room -= wide(column) + (1 if chosen else 0)
+        chosen.append(column)
+    shown = [column for column in COLUMNS if column in chosen]
+    gaps = max(len(shown) - 1, 1)
+    extra, odd = divmod(min(room, gaps * (WIDEST_GAP - 1)), gaps)
+    places: list[Place] = []
+    begin = 2
+    for index, column in enumerate(shown):
+        places.append(Place(column, begin, wide(column)))
+        begin += wide(column) + 1 + extra + (1 if index < odd else 0)
+    return places
+
+
+def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descending: bool) -> list[RankView]:
+    """Return the ranks by a column; equal ones by rank, those without a value last in both directions."""
+    get = BY_KEY[key].value
+    keyed = [(get(view, late), view.rank, view) for view in views]
+    absent = sorted(
+        ((rank, view) for value, rank, view in keyed if value is None or value != value), key=lambda pair: pair[0]
+    )
+    present = [item for item in keyed if item[0] is not None and item[0] == item[0]]
+    present.sort(key=lambda item: item[1])
+    present.sort(key=_value, reverse=descending)
+    return [item[2] for item in present] + [view for _, view in absent]
+
+
+def _value(item: tuple[Value, int, RankView]) -> float | str:
+    value = item[0]
+    assert value is not None
+    return value

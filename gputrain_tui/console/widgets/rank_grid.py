@@ -1,0 +1,467 @@
+"""The ranks of a run as a table that stays cheap with a thousand of them: only visible lines are ever formatted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import ClassVar
+
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+
+from gputrain_tui.console.ramp import Ramp
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, merged
+from gputrain_tui.console.widgets.drawing import message as remark
+from gputrain_tui.console.widgets.panel import Live, Panel
+from gputrain_tui.console.widgets.rank_columns import (
+    BY_KEY,
+    Lateness,
+    Place,
+    layout,
+    sort_ranks,
+)
+from gputrain_tui.console.widgets.rank_filter import RankFilter
+from gputrain_tui.state import RankView
+
+HEAD = 2
+"""Lines above the first rank."""
+BRIGHT_S = 0.6
+"""How long a changed line is bright."""
+ARRANGE_S = 0.5
+"""Ranks change places no more often than this, so that eyes can follow."""
+LATE_WARNINGS = ("late", "straggler", "slow")
+
+
+@dataclass(kw_only=True)
+class GridView:
+    """What the grid shows."""
+
+    rows: Sequence[RankView]
+    """All that pass the filter, sorted."""
+    ranks: int
+    """All there are."""
+    late: Lateness = field(default_factory=dict)
+    warned: Collection[int] = ()
+    """Ranks with a raised finding."""
+    fresh: Collection[int] = ()
+    """Ranks whose line changed a moment ago."""
+    top: int = 0
+    """First visible row."""
+    cursor: int | None = None
+    """The rank under the cursor."""
+    focused: bool = False
+    sort_key: str = "rank"
+    descending: bool = False
+    filter_text: str = ""
+    hosts: Collection[str] = ()
+
+
+def grid_rows(height: int) -> int:
+    """Return the ranks that a grid of so many lines shows at once."""
+    return max(height - HEAD, 0)
+
+
+def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
+    """Return the grid as ``height`` rows of ``width`` cells."""
+    if height < 1 or width < 1:
+        return [[] for _ in range(max(height, 0))]
+    visible = grid_rows(height)
+    scrolls = len(grid.rows) > visible
+    places = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
+    rows = [cut(_head(grid, width, visible), width), cut(_titles(grid, places), width)][:height]
+    shown = grid.rows[grid.top : grid.top + visible]
+    if not shown:
+        why = f"no rank matches {grid.filter_text}" if grid.filter_text else "no rank was heard of yet"
+        return rows + remark(width, visible, [why])
+    thumb = _thumb(grid.top, visible, len(grid.rows)) if scrolls else (0, 0)
+    for y, view in enumerate(shown):
+        row = cut(_line(grid, view, places), width - 1 if scrolls else width)
+        if view.rank == grid.cursor:
+            ground = "cursor" if grid.focused else "blurred"
+            row = [(text, f"{role}@{ground}") for text, role in row]
+        if scrolls:
+            row.append(("┃", "dim") if thumb[0] <= y < thumb[1] else ("│", "rule"))
+        rows.append(row)
+    return rows + [cut([], width) for _ in range(height - len(rows))]
+
+
+def _head(grid: GridView, width: int, visible: int) -> Row:
+    left: Row = [("ranks", "title"), (" ", "base"), (f"{grid.ranks:,}", "bright")]
+    failed = sum(view.state == "failed" for view in grid.rows)
+    if failed:
+        left += [("  ", "base"), (f"{failed:,} failed", "error")]
+    if grid.filter_text:
+        left += [("  /", "dim"), (grid.filter_text, "accent"), (f"  {len(grid.rows):,}", "bright")]
+    rights: list[Row] = []
+    if len(grid.rows) > visible:
+        last = min(grid.top + visible, len(grid.rows))
+        rights.append([(f"{grid.top + 1:,}–{last:,}", "dim")])
+    if grid.sort_key != "rank" or grid.descending:
+        direction = "down" if grid.descending else "up"
+        rights.append([(f"by {BY_KEY[grid.sort_key].title}, {direction}", "dim")])
+    return headline(width, left, rights)
+
+
+def _titles(grid: GridView, places: Sequence[Place]) -> Row:
+    row: Row = []
+    at = 0
+    mark = "▾" if grid.descending else "▴"
+    for place in places:
+        column = place.column
+        chosen = column.key == grid.sort_key
+        if column.digits is None:
+            text = f"{column.title}{mark if chosen else ''}"[: place.wide].ljust(place.wide)
+            begin = place.begin
+        else:
+            text = column.title.rjust(place.wide)
+            begin = place.begin
+            if chosen:
+                text = f"{mark}{column.title}".rjust(max(place.wide, len(column.title) + 1))
+                begin = place.end - len(text)
+        row += [(" " * (begin - at), "base"), (text, "accent" if chosen else "column")]
+        at = place.end
+    return row
+
+
+def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
+    """Return one rank's line: dim as a rule, bright where it changed a moment ago."""
+    late = grid.late
+    failed = view.state == "failed"
+    warned = view.rank in grid.warned
+    if failed:
+        pieces: Row = [("✗ ", "error")]
+    elif warned:
+        pieces = [("▲ ", "warning")]
+    else:
+        pieces = [("▸ " if view.rank == grid.cursor else "  ", "accent")]
+    value_role = "error-text" if failed else "bright" if view.rank in grid.fresh else "value"
+    at = 2
+    for place in places:
+        column = place.column
+        text = column.text(view, late, place.wide)
+        if place.begin > at:
+            pieces.append((" " * (place.begin - at), pieces[-1][1]))
+        at = place.end
+        role = value_role
+        if text.strip() == EMPTY:
+            role = "absent"
+        elif column.key in ("host", "device", "state"):
+            role = _state_role(view.state) if column.key == "state" else "quiet"
+        elif column.key == "late" and warned:
+            role = "warning"
+        pieces.append((text, role))
+    return merged(pieces)
+
+
+def _state_role(state: str | None) -> str:
+    if state == "failed":
+        return "error"
+    return "quiet" if state in ("training", "finished") else "bright"
+
+
+def _thumb(top: int, visible: int, total: int) -> tuple[int, int]:
+    """Return the first line of the scroll mark and the one after its last."""
+    size = max(visible * visible // max(total, 1), 1)
+    begin = round(top / max(total - visible, 1) * (visible - size))
+    return begin, begin + size
+
+
+class RankGrid(Panel, can_focus=True):
+    """The rank table: cursor by keys and mouse, sorting by any column, filter."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "rank-grid--column",
+        "rank-grid--value",
+        "rank-grid--quiet",
+        "rank-grid--absent",
+        "rank-grid--error-text",
+        "rank-grid--cursor",
+        "rank-grid--blurred",
+    }
+
+    DEFAULT_CSS = """
+    RankGrid > .rank-grid--column { color: $foreground 60%; text-style: bold; }
+    RankGrid > .rank-grid--value { color: $foreground 75%; }
+    RankGrid > .rank-grid--quiet { color: $foreground 50%; }
+    RankGrid > .rank-grid--absent { color: $foreground 30%; }
+    RankGrid > .rank-grid--error-text { color: $foreground 60%; }
+    RankGrid > .rank-grid--cursor { background: $primary 40%; }
+    RankGrid > .rank-grid--blurred { background: $foreground 8%; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("pageup", "page(-1)", "Page up", show=False),
+        Binding("pagedown", "page(1)", "Page down", show=False),
+        Binding("home", "end(-1)", "First", show=False),
+        Binding("end", "end(1)", "Last", show=False),
+        Binding("enter", "open", "Open the rank", show=False),
+    ]
+
+    class Picked(Message):
+        """The cursor moved to a rank."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank = rank
+
+        def can_replace(self, message: Message) -> bool:
+            """Only the last of several moves counts."""
+            return isinstance(message, RankGrid.Picked)
+
+    class Opened(Message):
+        """A rank is to be shown in full."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank = rank
+
+    def __init__(
+        self,
+        live: Live,
+        *,
+        now: Callable[[], float] = monotonic,
+        id: str | None = None,
+        classes: str | None = None,
+    ) -> None:
+        super().__init__(live, id=id, classes=classes)
+        self._now = now
+        self._top = 0
+        self._sort_key = "rank"
+        self._descending = False
+        self._filter = RankFilter()
+        self._arranged: list[RankView] = []
+        self._arranged_at = -ARRANGE_S
+        self._arranged_version: object = None
+        self._late: Lateness = {}
+        self._warned: set[int] = set()
+        self._hosts: set[str] = set()
+        self._changed: dict[int, tuple[object, float]] = {}
+        """Per visible rank its newest event, and until when its line is bright."""
+        self._fade_at: float | None = None
+
+    # What the screen does with it
+
+    @property
+    def sort_key(self) -> str:
+        """Key of the column by which ranks are sorted."""
+        return self._sort_key
+
+    @property
+    def descending(self) -> bool:
+        """Whether the greatest is on top."""
+        return self._descending
+
+    @property
+    def filter_text(self) -> str:
+        """The filter in force."""
+        return self._filter.text
+
+    def sort_by(self, key: str, *, descending: bool | None = None) -> None:
+        """Sort by a column; by the same one again in the other direction."""
+        if descending is None:
+            descending = not self._descending if key == self._sort_key else BY_KEY[key].descending
+        self._sort_key, self._descending = key, descending
+        self._rearrange()
+
+    def sort_next(self, step: int = 1) -> None:
+        """Sort by the next visible column, or the one before."""
+        keys = [place.column.key for place in self._places()]
+        index = keys.index(self._sort_key) + step if self._sort_key in keys else 0
+        self.sort_by(keys[index % len(keys)], descending=BY_KEY[keys[index % len(keys)]].descending)
+
+    def reverse_sort(self) -> None:
+        """Sort in the other direction."""
+        self.sort_by(self._sort_key)
+
+    def set_filter(self, text: str) -> None:
+        """Show only the ranks that a filter line keeps.
+
+        Raises:
+            RequestError: the line is not understood; the filter in force stays.
+        """
+        self._filter = RankFilter(text)
+        self._rearrange()
+
+    # Cursor
+
+    def action_move(self, lines: int) -> None:
+        """Move the cursor by some lines."""
+        if not self._arranged:
+            return
+        index = self._cursor_index()
+        here = self._top if index is None and lines > 0 else (index or 0) + (lines if index is not None else 0)
+        self._pick(here)
+
+    def action_page(self, pages: int) -> None:
+        """Move the cursor by the visible height."""
+        self.action_move(pages * max(grid_rows(self.size.height) - 1, 1))
+
+    def action_end(self, side: int) -> None:
+        """Move the cursor to the first or last rank."""
+        self._pick(0 if side < 0 else len(self._arranged) - 1)
+
+    def action_open(self) -> None:
+        """Ask the screen to show the rank under the cursor."""
+        if self.selected_rank is not None:
+            self.post_message(self.Opened(self.selected_rank))
+
+    def _pick(self, index: int) -> None:
+        if not self._arranged:
+            return
+        index = min(max(index, 0), len(self._arranged) - 1)
+        self._selected_rank = self._arranged[index].rank
+        self._reveal(index)
+        self.redraw()
+        self.post_message(self.Picked(self._selected_rank))
+
+    def _cursor_index(self) -> int | None:
+        return next((i for i, view in enumerate(self._arranged) if view.rank == self.selected_rank), None)
+
+    def _reveal(self, index: int) -> None:
+        """Scroll so that a row is visible."""
+        visible = max(grid_rows(self.size.height), 1)
+        self._scroll(min(max(self._top, index - visible + 1), index))
+
+    def _scroll(self, top: int) -> None:
+        self._top = min(max(top, 0), max(len(self._arranged) - grid_rows(self.size.height), 0))
+
+    # Mouse
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Scroll by three lines."""
+        self._wheel(event, 3)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Scroll by three lines."""
+        self._wheel(event, -3)
+
+    def _wheel(self, event: events.MouseEvent, lines: int) -> None:
+        before = self._top
+        self._scroll(self._top + lines)
+        if self._top != before:
+            event.stop()
+            self.redraw()
+
+    def on_click(self, event: events.Click) -> None:
+        """Sort by a title, take a rank, or jump along the scroll mark."""
+        x, y = event.get_content_offset_capture(self)
+        visible = grid_rows(self.size.height)
+        if y == HEAD - 1:
+            place = next((p for p in self._places() if p.begin - 1 <= x < p.end), None)
+            if place is not None:
+                self.sort_by(place.column.key)
+        elif y >= HEAD and x == self.size.width - 1 and len(self._arranged) > visible:
+            self._scroll(round((y - HEAD) / max(visible - 1, 1) * (len(self._arranged) - visible)))
+            self.redraw()
+        elif y >= HEAD and self._top + y - HEAD < len(self._arranged):
+            self._pick(self._top + y - HEAD)
+            if event.chain == 2:
+                self.action_open()
+
+    def on_focus(self) -> None:
+        """Show where the keys go."""
+        self.redraw()
+
+    def on_blur(self) -> None:
+        """Show that the keys go elsewhere."""
+        self.redraw()
+
+    # Painting
+
+    def seen_version(self) -> object:
+        """Every event may change a line."""
+        return self.live.version
+
+    def tick(self) -> None:
+        """Repaint if the run moved, or lines that were bright have to become dim."""
+        if self._fade_at is not None and self._now() >= self._fade_at and self.display and self.size:
+            self._fade_at = None
+            self.redraw()
+            return
+        super().tick()
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the grid."""
+        now = self._now()
+        if now - self._arranged_at >= ARRANGE_S and self.live.version != self._arranged_version:
+            self._arrange(now)
+        self._scroll(self._top)
+        visible = self._arranged[self._top : self._top + grid_rows(height)]
+        return draw_grid(
+            GridView(
+                rows=self._arranged,
+                ranks=len(self.live.state.ranks),
+                late=self._late,
+                warned=self._warned,
+                fresh=self._fresh(visible, now),
+                top=self._top,
+                cursor=self.selected_rank,
+                focused=self.has_focus,
+                sort_key=self._sort_key,
+                descending=self._descending,
+                filter_text=self._filter.text,
+                hosts=self._hosts,
+            ),
+            width,
+            height,
+        )
+
+    def _rearrange(self) -> None:
+        """Sort and filter at once, as after a key."""
+        self._arrange(self._now())
+        index = self._cursor_index()
+        if index is not None:
+            self._reveal(index)
+        else:
+            self._scroll(self._top)
+        self.redraw()
+
+    def _arrange(self, now: float) -> None:
+        """Filter and sort the ranks; what the cursor is on stays in view if it was."""
+        state = self.live.state
+        self._arranged_at, self._arranged_version = now, self.live.version
+        self._late = state.lateness()
+        self._warned = {rank for _, rank in state.findings if rank is not None}
+        views = list(state.ranks.values())
+        self._hosts = {view.host for view in views if view.host}
+        before = self._cursor_index()
+        seen = before is not None and self._top <= before < self._top + grid_rows(self.size.height)
+        kept = [view for view in views if self._filter.keeps(view, self._late)] if self._filter.text else views
+        self._arranged = sort_ranks(kept, self._late, self._sort_key, descending=self._descending)
+        after = self._cursor_index()
+        if seen and after is not None and after != before:
+            self._reveal(after)
+
+    def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:
+        """Return the visible ranks whose newest event came a moment ago."""
+        changed: dict[int, tuple[object, float]] = {}
+        for view in visible:
+            known = self._changed.get(view.rank)
+            if known is None:
+                changed[view.rank] = (view.last, 0.0)
+            elif known[0] is not view.last:
+                changed[view.rank] = (view.last, now + BRIGHT_S)
+            else:
+                changed[view.rank] = known
+        self._changed = changed
+        fresh = {rank for rank, (_, until) in changed.items() if until > now}
+        self._fade_at = min((until for _, until in changed.values() if until > now), default=None)
+        return fresh
+
+    def _places(self) -> list[Place]:
+        width, height = self.size
+        scrolls = len(self._arranged) > grid_rows(height)
+        return layout(width - (2 if scrolls else 1), len(self.live.state.ranks), self._hosts)
+
+    def _style(self, role: str, ramp: Ramp) -> Style:
+        name, _, ground = role.partition("@")
+        own = f"rank-grid--{name}"
+        style = self.get_component_rich_style(own) if own in self.COMPONENT_CLASSES else super()._style(name, ramp)
+        if ground:
+            style += Style(bgcolor=self.get_component_rich_style(f"rank-grid--{ground}").bgcolor)
+        return style

@@ -1,0 +1,152 @@
+"""What a step's time is made of: one stacked bar per rank, or per group of ranks, all on the scale of the widest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from gputrain_tui.console.ramp import PARTS, Ramp
+from gputrain_tui.console.widgets.drawing import EIGHTHS, Row, current, cut, figure, headline, merged, message
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.state import RankView
+
+SHAPES = "▒█▓░▞·"
+"""What tells the parts apart where colours cannot."""
+LEGENDS = (
+    ("data", "forward", "backward", "sync", "optimizer"),
+    ("data", "fwd", "bwd", "sync", "opt"),
+    ("d", "f", "b", "s", "o"),
+)
+LABEL = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One line of the chart."""
+
+    label: str
+    parts: tuple[float, ...]
+    """Milliseconds of each part, in their order."""
+    selected: bool = False
+
+    @property
+    def total_ms(self) -> float:
+        """The whole step."""
+        return sum(self.parts)
+
+
+def parts_of(view: RankView) -> tuple[float, ...] | None:
+    """Return the milliseconds of each part of a rank's newest step; None where they were not measured."""
+    event = view.last
+    if event is None or event.step_ms is None or event.forward_ms is None:
+        return None
+    parts = (
+        (event.data_ms or 0.0) + (event.h2d_ms or 0.0),
+        event.forward_ms,
+        event.backward_ms or 0.0,
+        event.sync_exposed_ms or 0.0,
+        event.optimizer_ms or 0.0,
+    )
+    return (*parts, max(event.step_ms - sum(parts), 0.0))
+
+
+def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar]:
+    """Return at most ``most`` bars: of each rank, else of each node, else of equal groups; the selected rank on top."""
+    found = [(view, parts) for view in views if (parts := parts_of(view)) is not None]
+    if len(found) <= most:
+        return [Bar(label=f"{v.rank}", parts=parts, selected=v.rank == selected) for v, parts in found]
+    chosen = [Bar(label=f"{v.rank}", parts=parts, selected=True) for v, parts in found if v.rank == selected]
+    room = max(most - len(chosen), 1)
+    size = -(-len(found) // room)
+    if size > 8:
+        size = -(-size // 8) * 8
+    groups = [found[begin : begin + size] for begin in range(0, len(found), size)]
+    return chosen + [
+        Bar(
+            label=f"{group[0][0].rank}{'…' if len(group) > 1 else ''}",
+            parts=tuple(map(_mean, zip(*(parts for _, parts in group), strict=True))),
+        )
+        for group in groups
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def draw_bars(lines: Sequence[Bar], width: int, height: int, *, symbols: bool = False) -> list[Row]:
+    """Return the bars as ``height`` rows of ``width`` cells."""
+    if height < 1:
+        return []
+    left: Row = [("step", "title")]
+    if not lines:
+        head = headline(width, left)
+        return [cut(head, width), *message(width, height - 1, ["the parts of a step were not measured yet"])]
+    middle = median(line.total_ms for line in lines)
+    left += [(" ", "base"), (current(middle), "bright"), (" ms", "dim")]
+    legend: Row = []
+    for names in LEGENDS:
+        legend = _legend(names, symbols)
+        if sum(len(text) for text, _ in [*left, *legend]) + 4 <= width:
+            break
+    rows = [cut(headline(width, left, [legend]), width)]
+    cells = width - LABEL - 2 - 8
+    widest = max(line.total_ms for line in lines) or 1.0
+    for line in lines[: height - 1]:
+        row: Row = [(line.label.rjust(LABEL), "accent" if line.selected else "axis"), ("  ", "base")]
+        if cells > 0:
+            row += _bar(line.parts, cells, widest, symbols)
+        row.append((figure(line.total_ms, 1, 8), "bright" if line.selected else "dim"))
+        rows.append(cut(row, width))
+    return rows + [cut([], width) for _ in range(height - len(rows))]
+
+
+def _legend(names: Sequence[str], symbols: bool) -> Row:
+    row: Row = []
+    for index, name in enumerate(names):
+        mark = SHAPES[index] if symbols else "■"
+        row += [(f"{' ' if index else ''}{mark}", f"part:{PARTS[index]}"), (f" {name}", "dim")]
+    return row
+
+
+def _bar(parts: Sequence[float], cells: int, widest: float, symbols: bool) -> Row:
+    """Return a stacked bar in eighths of a cell; a cell where two parts meet has the colours of both."""
+    ends, done = [], 0.0
+    for part in parts:
+        done += part
+        ends.append(min(round(done / widest * cells * 8), cells * 8))
+    pieces: Row = []
+    index = 0
+    for x in range(cells):
+        begin = 8 * x
+        while index < len(ends) and ends[index] <= begin:
+            index += 1
+        if index == len(ends):
+            pieces.append((" ", "base"))
+            continue
+        here = PARTS[index]
+        filled = min(ends[index] - begin, 8)
+        if symbols:
+            pieces.append((SHAPES[index], f"part:{here}"))
+        elif filled == 8:
+            pieces.append(("█", f"part:{here}"))
+        else:
+            following = next((i for i in range(index + 1, len(ends)) if ends[i] > ends[index]), None)
+            role = f"part:{here}" if following is None else f"part:{here}:{PARTS[following]}"
+            pieces.append((EIGHTHS[filled], role))
+    return merged(pieces)
+
+
+class StepBars(Panel):
+    """The composition of the newest step, per rank."""
+
+    def seen_version(self) -> object:
+        """The bars show the newest events, complete steps or not."""
+        return self.live.version
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the bars."""
+        ranks = self.live.state.ranks
+        lines = bars([ranks[rank] for rank in sorted(ranks)], height - 1, self.selected_rank)
+        return draw_bars(lines, width, height, symbols=ramp.symbols)
