@@ -25,6 +25,7 @@ from trainer import child, forkserver, guard, memory
 from trainer.assignment import PipeSink, RankAssignment
 from trainer.descendants import kill_descendants, reap
 from trainer.errors import ExitCode
+from trainer.node_sampler import Gpus, NodeSampler
 from trainer.outcome import NodeOutcome, RankOutcome, RankReport, exit_code_of, is_lost_peer, root_cause, signal_name
 from trainer.record import EventWriter, Failure, RankState, RunDir
 from trainer.scratch import scratch_folder
@@ -38,6 +39,8 @@ EXIT_S = 20.0
 """How long a rank's process may take to end after its training is complete."""
 GIVE_UP_S = 5.0
 """How long a killed process may take to end; longer is one that the kernel cannot end."""
+SAMPLE_S = 1.0
+"""Time between two looks at the machine, when a record is kept."""
 
 
 def run_node(
@@ -70,6 +73,7 @@ def run_node(
             ranks.abandon()
         finally:
             left = _clear()
+            ranks.close()
     outcome = ranks.outcome(first)
     outcome.left = sorted(left)
     if run_dir is not None:
@@ -144,6 +148,10 @@ class _Node:
         self._stopped = False
         """Whether somebody asked for the end before anything failed."""
         self._oom_kills = memory.oom_kills()
+        self._pids: dict[int, int] = {}
+        """Of the ranks that run, for the sampler."""
+        self._sampler: NodeSampler | None = None
+        """Looks at the machine; None while nothing has been started and without a record."""
 
     # --- starting -------------------------------------------------------------------------------------------------
 
@@ -163,6 +171,16 @@ class _Node:
             if self._failures:
                 break
         self._signals.interrupt(False)
+        if self._writer.enabled:
+            first = assignments[0]
+            self._sampler = NodeSampler(
+                first.node,
+                first.host,
+                self._pids,
+                writer=self._writer,
+                gpus=_gpus(assignments),
+                interval_s=SAMPLE_S,
+            )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
         reports, pipe = context.Pipe(duplex=False)
@@ -178,6 +196,8 @@ class _Node:
         finally:
             pipe.close()
         self._ranks.append(_Rank(assignment, process, reports))
+        assert process.pid is not None
+        self._pids[assignment.rank] = process.pid
         self._writer.write(
             RankState(
                 time=time.time(),
@@ -201,6 +221,8 @@ class _Node:
             running = [rank for rank in self._ranks if not rank.ended]
             if not running or self._act(running, time.monotonic()):
                 return
+            if self._sampler is not None:
+                self._sampler.poll(time.time())
             sources: list[object] = [self._signals.wake]
             for rank in running:
                 sources.append(rank.process.sentinel)
@@ -208,6 +230,11 @@ class _Node:
                     sources.append(rank.reports)
             wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
             self._signals.drain()
+
+    def close(self) -> None:
+        """Let go of the GPUs."""
+        if self._sampler is not None:
+            self._sampler.close()
 
     def abandon(self) -> None:
         """End what has been started after a stop that came while starting."""
@@ -236,6 +263,7 @@ class _Node:
                 rank.ended = True
                 rank.exit_code = rank.process.exitcode
                 rank.reports.close()
+                self._pids.pop(rank.assignment.rank, None)  # the number may be given to another process
                 if rank.finished_at is None and not rank.failed and self._kill_at is None:
                     self._report_death(rank)
 
@@ -268,7 +296,10 @@ class _Node:
         if self._killed_at is not None:
             due = [self._killed_at + GIVE_UP_S]
         # An exit that is overdue is looked for again and again until it has happened.
-        return max(min(due) - time.monotonic(), 0.05) if due else None
+        wait_s = max(min(due) - time.monotonic(), 0.05) if due else None
+        if self._sampler is not None:
+            return SAMPLE_S if wait_s is None else min(wait_s, SAMPLE_S)
+        return wait_s
 
     # --- failures -------------------------------------------------------------------------------------------------
 
@@ -332,6 +363,12 @@ class _Node:
             ranks={rank.assignment.rank: rank.outcome() for rank in self._ranks},
             failure=failure,
         )
+
+
+def _gpus(assignments: Sequence[RankAssignment]) -> Gpus | None:
+    """Return the GPUs that the ranks were given, None for CPU ranks."""
+    uuids = {a.rank: uuid for a in assignments if (uuid := a.device.partition(" ")[2]).startswith("GPU-")}
+    return Gpus(uuids) if uuids else None
 
 
 def _torch_context() -> BaseContext:

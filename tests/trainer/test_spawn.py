@@ -16,7 +16,7 @@ import pytest
 
 from trainer.descendants import descendants
 from trainer.outcome import NodeOutcome, RankOutcome, is_lost_peer, root_cause
-from trainer.record import AnyEvent, Failure, RankState, RunDir, decode_events
+from trainer.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.rendezvous import free_port
 
 HERE = Path(__file__).parent
@@ -124,6 +124,9 @@ def test_ranks_that_finish_leave_a_record_and_nothing_else(start: Start) -> None
         (0, "spawned", "here", "cpu"),
         (1, "spawned", "here", "cpu"),
     ]
+    samples = [event for event in parent.events() if isinstance(event, NodeSample)]
+    assert [process.rank for process in samples[0].ranks] == [0, 1]
+    assert all(process.rss_bytes for process in samples[0].ranks)
     assert parent.run_dir.rank_log(1).read_text() == "rank 1 prints\nand complains\n"
     assert not parent.run_dir.tmp.exists()
     assert parent.errors.read_text() == ""
