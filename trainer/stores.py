@@ -30,6 +30,10 @@ BOOK = "gputrain-join"
 _SETTLING_S = 2.0
 """Within this a rank that has just created a file has written its claim into it."""
 
+_kept: list[Store] = []
+"""File stores, to the end of the process: when one is freed it writes into its file, and makes it anew if rank 0 has
+just removed it."""
+
 
 class JoinTimeoutError(TrainingError):
     """Not all ranks came in time; the message names the missing ones."""
@@ -185,7 +189,9 @@ def _open_file(url: str) -> Meeting:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise RequestError(f"init method {url!r}: {path} cannot be written on {socket.gethostname()}")
     _refuse_foreign_file(path)
-    return Meeting(FileStore(str(path), -1), url, file=path)
+    store = FileStore(str(path), -1)
+    _kept.append(store)
+    return Meeting(store, url, file=path)
 
 
 def _refuse_foreign_file(path: Path) -> None:
