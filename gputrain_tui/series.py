@@ -224,7 +224,7 @@ class Series:
         sync = self._take("sync_exposed_ms", step, [None if e is None else e.sync_exposed_ms for e in events])
         duration = self._take("step_ms", step, [None if e is None else e.step_ms for e in events])
         late: array[float] | None = None
-        if sync is not None and len(row) > 1:
+        if sync is not None and len(row) == self.world_size > 1:
             longest = self.latest["sync_exposed_ms"].high
             late = array("f", [longest - value for value in sync])
         first = key if self._width == 1 else key * self._width + 1

@@ -39,8 +39,12 @@ LIGHT = Ramp(
     parts=("#c08a1e", "#3d8fcb", "#1f5d8f", "#8e5bb5", "#2e8873", "#b4bcc4"),
 )
 SIXTEEN = Ramp(
-    heat=("black", "bright_black", "blue", "blue", "cyan", "yellow", "bright_yellow", "red"),
+    heat=("black", "black", "bright_black", "blue", "cyan", "yellow", "bright_yellow", "red"),
     parts=("yellow", "bright_blue", "blue", "magenta", "cyan", "bright_black"),
+)
+SIXTEEN_LIGHT = Ramp(
+    heat=("bright_white", "bright_white", "white", "bright_blue", "cyan", "bright_yellow", "yellow", "red"),
+    parts=SIXTEEN.parts,
 )
 PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PARTS), symbols=True)
 
@@ -49,9 +53,10 @@ def ramp_for(app: App[object]) -> Ramp:
     """Return the colours that the app's theme and terminal can show."""
     if app.no_color:
         return PLAIN
+    dark = app.current_theme.dark
     if app.native_ansi_color or (app.console.color_system == "standard" and not app.is_headless):
-        return SIXTEEN
-    return DARK if app.current_theme.dark else LIGHT
+        return SIXTEEN if dark else SIXTEEN_LIGHT
+    return DARK if dark else LIGHT
 
 
 @lru_cache(maxsize=512)

@@ -52,7 +52,7 @@ class Curve:
     rank_value: float = nan
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
-    """How it is shown, such as ``last 1,000 steps``."""
+    """How it is shown, such as ``last 1,000``."""
     empty: str = "no step yet"
     """What is said where nothing was measured."""
     blocks: bool = True
@@ -89,7 +89,7 @@ def _head(curve: Curve, width: int) -> Row:
         left.append((f" {curve.unit}", "dim"))
     if curve.rank is not None:
         left += [("  rank ", "dim"), (f"{curve.rank} {current(curve.rank_value)}", "accent")]
-    remarks = [*curve.remarks, *(["log"] if curve.scale == "log" else [])]
+    remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
     if curve.ranks > 1:
         remarks.append(f"median in min–max of {curve.ranks:,} ranks")
     return headline(width, left, [[(remark, "dim")] for remark in remarks])
@@ -239,7 +239,7 @@ def steps_row(first: int, last: int, width: int) -> Row:
     free = max(width - len(end), 0)
     line[free:] = end
     if last > first:
-        distance = max(1, int(nice_step(last - first, max(1, cells // 12))))
+        distance = max(1, int(nice_step(last - first, max(1, cells // 10))))
         busy = LABEL
         for step in range(-(-first // distance) * distance, last, distance):
             text = f"{step:,}"
@@ -297,7 +297,7 @@ class BandChart(Panel):
             )
         rank = self.selected_rank
         rank_line = [] if rank is None else series.rank_line(self.metric, rank, columns, last=self.last)
-        remarks = [] if self.last is None else [f"last {self.last:,} steps"]
+        remarks = [] if self.last is None else [f"last {self.last:,}"]
         if self.smoothing:
             remarks.append(f"smooth {self.smoothing:g}")
         curve = Curve(

@@ -66,7 +66,7 @@ def headline(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
     for remark in rights:
         more = [*remark, *([("  ", "rule"), *right] if right else [])]
         if length(left) + length(more) + 6 > width:
-            break
+            continue
         right = more
     rule = width - length(left) - length(right) - (2 if right else 1)
     if rule < 1:

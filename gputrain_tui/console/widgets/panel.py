@@ -62,14 +62,19 @@ class Panel(Widget):
     Panel > .panel--dim { color: $foreground 60%; }
     Panel > .panel--rule { color: $foreground 20%; }
     Panel > .panel--axis { color: $foreground 50%; }
-    Panel > .panel--accent { color: $accent; }
-    Panel > .panel--warning { color: $warning; }
-    Panel > .panel--error { color: $error; text-style: bold; }
-    Panel > .panel--band { color: $primary 45%; }
+    Panel > .panel--accent { color: $text-accent; }
+    Panel > .panel--warning { color: $text-warning; }
+    Panel > .panel--error { color: $text-error; text-style: bold; }
+    Panel > .panel--band { color: $primary 38%; }
     Panel > .panel--median { color: $foreground; }
-    Panel > .panel--median-on-band { color: $foreground; background: $primary 45%; }
-    Panel > .panel--rank { color: $accent; }
-    Panel > .panel--rank-on-band { color: $accent; background: $primary 45%; }
+    Panel > .panel--median-on-band { color: $foreground; background: $primary 38%; }
+    Panel > .panel--rank { color: $text-accent; }
+    Panel > .panel--rank-on-band { color: $text-accent; background: $primary 38%; }
+    Panel:ansi > .panel--dim, Panel:ansi > .panel--axis { text-style: dim; }
+    Panel:ansi > .panel--rule { color: ansi_bright_black; }
+    Panel:ansi > .panel--band { color: ansi_bright_black; }
+    Panel:ansi > .panel--median-on-band { background: ansi_bright_black; }
+    Panel:ansi > .panel--rank-on-band { background: ansi_bright_black; }
     """
 
     def __init__(self, live: Live, *, id: str | None = None, classes: str | None = None) -> None:

@@ -32,7 +32,8 @@ BRIGHT_S = 0.6
 """How long a changed line is bright."""
 ARRANGE_S = 0.5
 """Ranks change places no more often than this, so that eyes can follow."""
-LATE_WARNINGS = ("late", "straggler", "slow")
+ON_CURSOR = {"quiet": "value", "value": "bright", "absent": "quiet", "error-text": "bright"}
+"""Roles that are brighter on the cursor's ground, where dim ones could not be read."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +82,7 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
         row = cut(_line(grid, view, places), width - 1 if scrolls else width)
         if view.rank == grid.cursor:
             ground = "cursor" if grid.focused else "blurred"
-            row = [(text, f"{role}@{ground}") for text, role in row]
+            row = [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
         if scrolls:
             row.append(("┃", "dim") if thumb[0] <= y < thumb[1] else ("│", "rule"))
         rows.append(row)
@@ -184,12 +185,15 @@ class RankGrid(Panel, can_focus=True):
 
     DEFAULT_CSS = """
     RankGrid > .rank-grid--column { color: $foreground 60%; text-style: bold; }
-    RankGrid > .rank-grid--value { color: $foreground 75%; }
+    RankGrid > .rank-grid--value { color: $foreground 72%; }
     RankGrid > .rank-grid--quiet { color: $foreground 50%; }
     RankGrid > .rank-grid--absent { color: $foreground 30%; }
     RankGrid > .rank-grid--error-text { color: $foreground 60%; }
     RankGrid > .rank-grid--cursor { background: $primary 40%; }
     RankGrid > .rank-grid--blurred { background: $foreground 8%; }
+    RankGrid:ansi > .rank-grid--quiet, RankGrid:ansi > .rank-grid--absent { text-style: dim; }
+    RankGrid:ansi > .rank-grid--cursor { background: ansi_blue; }
+    RankGrid:ansi > .rank-grid--blurred { background: ansi_bright_black; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

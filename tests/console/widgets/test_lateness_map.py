@@ -6,7 +6,7 @@ import random
 import pytest
 from frames import assert_frame, synthetic_run
 
-from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PARTS, PLAIN, SIXTEEN, Ramp
+from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PARTS, PLAIN, SIXTEEN, SIXTEEN_LIGHT, Ramp
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.lateness_map import (
     Heat,
@@ -73,7 +73,11 @@ def test_one_rank_alone_is_never_late() -> None:
     assert "two ranks" in "".join(map(text_of, draw_heat(alone, 60, 8)))
 
 
-@pytest.mark.parametrize("ramp", [DARK, LIGHT, SIXTEEN, PLAIN], ids=["dark", "light", "16 colours", "no colours"])
+@pytest.mark.parametrize(
+    "ramp",
+    [DARK, LIGHT, SIXTEEN, SIXTEEN_LIGHT, PLAIN],
+    ids=["dark", "light", "16 colours", "16 colours on light", "no colours"],
+)
 def test_every_ramp_has_all_levels_and_parts(ramp: Ramp) -> None:
     assert len(ramp.heat) == HEAT_LEVELS
     assert len(ramp.parts) == len(PARTS)
