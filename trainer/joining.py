@@ -169,14 +169,16 @@ def _left_over(meeting: Meeting, holder: Claim, mine: Claim) -> str:
 
 
 def _closed(meeting: Meeting, mine: Claim, verdict: Verdict) -> str:
+    """Say why there is nothing to join any more."""
+    if verdict.refusal:
+        return verdict.refusal + (
+            f" (so says {meeting.file}; delete it before the next attempt)" if meeting.file else ""
+        )
     if meeting.file is not None:
-        ended = f" that failed: {verdict.refusal}" if verdict.refusal else ""
         return (
-            f"{meeting.file} is left from an earlier run, or in use by one{ended}; "
+            f"{meeting.file} is left from an earlier run, or in use by another one: "
             "delete it, or name a file that does not exist yet"
         )
-    if verdict.refusal:
-        return verdict.refusal
     return f"rank {mine.rank} ({mine.whom}) came to {meeting.url} after all {mine.world_size} ranks had joined"
 
 
