@@ -162,6 +162,9 @@ def distributed_init(
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := joining.gloo_interface(meeting, verdict)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         variables = ("GLOO_SOCKET_IFNAME",)
+    # Before the group exists: shutdown clears the meeting away even if the backend then fails to connect.
+    _here = _Here(meeting, rank, variables)
+    _exchanges = 0
     dist.init_process_group(
         backend,
         store=PrefixStore("group", meeting.store),
@@ -170,8 +173,6 @@ def distributed_init(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    _here = _Here(meeting, rank, variables)
-    _exchanges = 0
 
 
 def shutdown(*, abort: bool = False) -> None:
