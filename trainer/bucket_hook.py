@@ -68,6 +68,10 @@ class Buckets:
         """Last bucket ready to all reduced."""
         return self._until_reduced(clock, self.ready[-1])
 
+    def core_wait_ms(self, clock: Clock) -> float | None:
+        """Of the exposed synchronisation, what the thread waited for a core; None where that is not counted."""
+        return clock.waited_ms(self.ready[-1], self.end) if self.end is not None else None
+
     def _until_reduced(self, clock: Clock, start: Mark) -> float:
         if self.end is not None:
             return clock.elapsed_ms(start, self.end)

@@ -116,6 +116,9 @@ class Step(Event, kw_only=True, tag="step"):
     """Clipping and the optimizer's step."""
     gc_ms: float | None = None
     """Time in Python's garbage collector within the step."""
+    core_wait_ms: dict[str, float] | None = None
+    """Of each part (``data``, ``forward``, …, ``sync`` for the exposed synchronisation), the time in which this
+    rank's thread was ready to run and had no core. A part without is left out; None where nobody counts it."""
     sync_ms: float | None = None
     """First bucket launched to all reduced."""
     sync_exposed_ms: float | None = None
@@ -375,7 +378,7 @@ class EventWriter:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
-        self._before_write: Callable[[], None] | None = None
+        self._before_write: Callable[[bool], None] | None = None
         self._thread: threading.Thread | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -409,8 +412,11 @@ class EventWriter:
                 self._mark_gap()
                 self._pending.append(line)
 
-    def before_each_write(self, call: Callable[[], None]) -> None:
-        """Have the writing thread call this ten times a second, so that whoever holds events back lets old ones go."""
+    def before_each_write(self, call: Callable[[bool], None]) -> None:
+        """Have the writing thread call this ten times a second, to make events of what has gathered elsewhere.
+
+        The argument is True at the last time, when the writer closes.
+        """
         self._before_write = call
 
     def flush(self, timeout_s: float = 2.0) -> bool:
@@ -447,7 +453,7 @@ class EventWriter:
         while True:
             closing = self._closing
             if self._before_write is not None:
-                self._before_write()
+                self._before_write(closing)
             self._drain(fd)
             if closing:
                 break

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trainer.record import EventWriter, Step
 
@@ -53,46 +51,40 @@ def merge(steps: Sequence[Step]) -> Step:
         values = [value for step in steps if (value := getattr(step, name)) is not None]
         if values:
             setattr(merged, name, values[-1])
+    waits = [step.core_wait_ms for step in steps if step.core_wait_ms is not None]
+    if waits:
+        parts = dict.fromkeys(part for each in waits for part in each)
+        merged.core_wait_ms = {part: sum(each.get(part, 0.0) for each in waits) / len(waits) for part in parts}
     return merged
 
 
 class StepMerger:
-    """Writes each step, or one event for several when they come faster than 20 a second.
-
-    When steps stop coming, the writer's thread lets go of what waits: of ranks that hang in a collective, the record
-    then tells which step each of them reached.
-    """
+    """Writes each step, or one event for several when they come faster than 20 a second."""
 
     interval_s = 0.05
 
-    def __init__(self, writer: EventWriter, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, writer: EventWriter) -> None:
         self._writer = writer
-        self._now = now
         self._waiting: list[Step] = []
         self._next_at = 0.0
-        self._lock = threading.Lock()
-        writer.before_each_write(self._flush_old)
 
     def add(self, step: Step) -> None:
         """Take the next step; the first one is written at once, since start latency is measured by it."""
-        with self._lock:
-            self._waiting.append(step)
-            waits = 0.0 < self._next_at - step.time <= self.interval_s  # else time is up, or was set back
+        self._waiting.append(step)
+        waits = 0.0 < self._next_at - step.time <= self.interval_s  # else time is up, or was set back
         if not waits:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits."""
-        with self._lock:
-            if self._waiting:
-                self._next_at = self._waiting[-1].time + self.interval_s
-                self._writer.write(rounded(merge(self._waiting)))
-                self._waiting.clear()
+        if self._waiting:
+            self._next_at = self._waiting[-1].time + self.interval_s
+            self._writer.write(rounded(merge(self._waiting)))
+            self._waiting.clear()
 
-    def _flush_old(self) -> None:
-        with self._lock:
-            is_old = bool(self._waiting) and self._now() - self._waiting[-1].time > self.interval_s
-        if is_old:
+    def flush_old(self, now: float) -> None:
+        """Write what waits when no step has come for a while."""
+        if self._waiting and now - self._waiting[-1].time > self.interval_s:
             self.flush()
 
 
@@ -104,4 +96,6 @@ def rounded(step: Step) -> Step:
             setattr(step, name, round(value, 4))
     if step.bucket_ms is not None:
         step.bucket_ms = [round(value, 4) for value in step.bucket_ms]
+    if step.core_wait_ms is not None:
+        step.core_wait_ms = {part: round(value, 4) for part, value in step.core_wait_ms.items()}
     return step

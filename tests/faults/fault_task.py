@@ -1,0 +1,103 @@
+"""A task of a user's own whose one rank becomes slow, or whose loss goes wrong, from a chosen step on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.tasks.task import SizedDataset, Task
+
+
+class FaultOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    samples: int = 4096
+    width: int = 512
+    layers: int = 6
+    where: str = ""
+    """``forward``, ``backward``, ``data`` or ``optimizer``; empty for a balanced run."""
+    fault_rank: int = 1
+    after: int = 60
+    """Steps without the fault."""
+    delay_ms: float = 30.0
+
+
+class FaultTask(Task):
+    """Layers of equal width: some tens of milliseconds of real arithmetic per step."""
+
+    Options = FaultOptions
+    count_per_sample = 1
+
+    def __init__(self, options: FaultOptions) -> None:
+        super().__init__(options)
+        self.steps = 0
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        return {"train": _Points(self)}
+
+    def model(self) -> nn.Module:
+        width = self.options.width
+        layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(self.options.layers)]
+        return nn.Sequential(*layers, nn.Linear(width, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
+        inputs, targets = batch  # [batch, width], [batch, 1]
+        self.wait("forward")
+        outputs = model(inputs)
+        outputs = _SlowBackward.apply(outputs, self)
+        return (outputs - targets).square().sum(), len(inputs), {}
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return _SlowStep(model.parameters(), self)
+
+    def wait(self, where: str) -> None:
+        """Hold this rank up where, and from when on, the options say."""
+        options = self.options
+        if where == options.where and self.steps >= options.after and dist.get_rank() == options.fault_rank:
+            time.sleep(options.delay_ms / 1000)
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, task: FaultTask) -> Tensor:
+        ctx.task = task
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.task.wait("backward")
+        return gradients[0], None
+
+
+class _SlowStep(torch.optim.SGD):
+    def __init__(self, parameters: Any, task: FaultTask) -> None:
+        super().__init__(parameters, lr=1e-4)
+        self.task = task
+
+    def step(self, closure: Any = None) -> Any:
+        self.task.wait("optimizer")
+        done = super().step(closure)
+        self.task.steps += 1
+        return done
+
+
+class _Points:
+    def __init__(self, task: FaultTask) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.task = task
+        self.inputs = torch.randn(task.options.samples, task.options.width, generator=generator)
+        self.targets = self.inputs.sum(dim=1, keepdim=True).tanh()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.task.wait("data")
+        return [self[index] for index in indices]
