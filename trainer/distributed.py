@@ -211,8 +211,8 @@ def _leave(store: Store, rank: int, world_size: int) -> None:
         deadline = time.monotonic() + _LEAVE_S
         while not store.check(gone) and time.monotonic() < deadline:
             time.sleep(0.005)
-    except dist.DistError:
-        # The store's process has ended before us: nobody is left to be told.
+    except RuntimeError:
+        # The store is gone, with its process or its disk: nobody is left to be told.
         return
 
 
