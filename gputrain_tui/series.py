@@ -98,6 +98,20 @@ class Series:
         for key in sorted(self._open):
             self._close(key)
 
+    def coarsen(self, steps: int) -> None:
+        """Put the events of so many steps together until ``refine``.
+
+        For a long history that is read in samples, of which no two ranks' are of the same steps; a rank's next sample
+        must be nearer than ``steps``.
+        """
+        if steps > self._width:
+            self._widen(steps)
+
+    def refine(self) -> None:
+        """Draw every step by itself from here on."""
+        self.flush()
+        self._closed, self._width = self.last_step, 1
+
     # What views ask
 
     @property

@@ -26,6 +26,8 @@ class Ramp:
     """From calm to what needs a person."""
     parts: tuple[str, ...]
     """One per part of a step."""
+    shades: bool = True
+    """Whether there are colours between the ground and the text, so that areas can be filled."""
     symbols: bool = False
     """Whether shapes must tell what colours cannot."""
 
@@ -41,12 +43,14 @@ LIGHT = Ramp(
 SIXTEEN = Ramp(
     heat=("black", "black", "bright_black", "blue", "cyan", "yellow", "bright_yellow", "red"),
     parts=("yellow", "bright_blue", "blue", "magenta", "cyan", "bright_black"),
+    shades=False,
 )
 SIXTEEN_LIGHT = Ramp(
     heat=("bright_white", "bright_white", "white", "bright_blue", "cyan", "bright_yellow", "yellow", "red"),
     parts=SIXTEEN.parts,
+    shades=False,
 )
-PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PARTS), symbols=True)
+PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PARTS), shades=False, symbols=True)
 
 
 def ramp_for(app: App[object]) -> Ramp:

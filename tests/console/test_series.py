@@ -166,6 +166,27 @@ def test_ranks_that_cut_their_fast_steps_at_different_places_still_meet() -> Non
     assert window.high[5:45] == [1.0] * 40
 
 
+def test_a_history_of_samples_gives_the_bands_of_all_ranks() -> None:
+    source = random.Random(4)
+    series = Series(8)
+    series.coarsen(1000)
+    for rank in range(8):
+        for begin in range(0, 64_000, 500):
+            number = begin + source.randrange(1, 400)
+            for n in range(number, number + 5):
+                series.apply(step(rank, n, loss=float(rank)))
+    series.refine()
+    window = series.window("loss", 50)
+    assert window.low[:49] == [0.0] * 49
+    assert window.middle[:49] == [3.5] * 49
+    assert window.high[:49] == [7.0] * 49
+    last = series.last_step
+    for rank in range(8):
+        series.apply(step(rank, last + 1, loss=50.0))
+    assert series.last_step == last + 1
+    assert series.window("loss", 50).middle[-1] > 3.5
+
+
 def test_a_rank_that_never_reports_does_not_hold_memory_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gputrain_tui.series, "OPEN_EVENTS", 2048)
     series = Series(2)

@@ -56,7 +56,7 @@ class Curve:
     empty: str = "no step yet"
     """What is said where nothing was measured."""
     blocks: bool = True
-    """Whether the band may be filled cells; otherwise it is dots, for terminals without colours."""
+    """Whether the band may be filled cells; otherwise it is dots, for terminals with few colours."""
 
 
 def chart_columns(width: int) -> int:
@@ -312,6 +312,6 @@ class BandChart(Panel):
             scale=self.chart_scale,
             remarks=tuple(remarks),
             empty=self.empty_text,
-            blocks=not ramp.symbols,
+            blocks=ramp.shades,
         )
         return draw_curve(curve, width, height)

@@ -72,9 +72,8 @@ class Panel(Widget):
     Panel > .panel--rank-on-band { color: $text-accent; background: $primary 38%; }
     Panel:ansi > .panel--dim, Panel:ansi > .panel--axis { text-style: dim; }
     Panel:ansi > .panel--rule { color: ansi_bright_black; }
-    Panel:ansi > .panel--band { color: ansi_bright_black; }
-    Panel:ansi > .panel--median-on-band { background: ansi_bright_black; }
-    Panel:ansi > .panel--rank-on-band { background: ansi_bright_black; }
+    Panel:ansi > .panel--band { color: ansi_blue; }
+    Panel:ansi > .panel--median { text-style: bold; }
     """
 
     def __init__(self, live: Live, *, id: str | None = None, classes: str | None = None) -> None:

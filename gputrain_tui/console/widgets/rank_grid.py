@@ -32,7 +32,7 @@ BRIGHT_S = 0.6
 """How long a changed line is bright."""
 ARRANGE_S = 0.5
 """Ranks change places no more often than this, so that eyes can follow."""
-ON_CURSOR = {"quiet": "value", "value": "bright", "absent": "quiet", "error-text": "bright"}
+ON_CURSOR = {"quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
 """Roles that are brighter on the cursor's ground, where dim ones could not be read."""
 
 
@@ -189,7 +189,7 @@ class RankGrid(Panel, can_focus=True):
     RankGrid > .rank-grid--quiet { color: $foreground 50%; }
     RankGrid > .rank-grid--absent { color: $foreground 30%; }
     RankGrid > .rank-grid--error-text { color: $foreground 60%; }
-    RankGrid > .rank-grid--cursor { background: $primary 40%; }
+    RankGrid > .rank-grid--cursor { background: $primary 32%; }
     RankGrid > .rank-grid--blurred { background: $foreground 8%; }
     RankGrid:ansi > .rank-grid--quiet, RankGrid:ansi > .rank-grid--absent { text-style: dim; }
     RankGrid:ansi > .rank-grid--cursor { background: ansi_blue; }
