@@ -25,7 +25,7 @@ def test_the_first_step_comes_in_at_most_0_65_of_torchruns_time(tmp_path: Path) 
     recipe.write_text(
         'name = "latency"\n[[cluster.nodes]]\ncpu_ranks = 2\n'
         '[train]\ntask = "lm"\nbatch_size = 8\nmax_updates = 3\n'
-        f'[task]\ndata = "{text}"\ncontext = 64\nlayers = 2\nwidth = 64\nheads = 4\n'
+        f'[task]\ndata = "{text}"\ncontext = 64\nlayers = 2\ndim = 64\nheads = 4\n'
     )
     environment = {**os.environ, "GPUTRAIN_HOME": str(tmp_path / "home"), "GPUTRAIN_CACHE": str(tmp_path / "cache")}
     ours, theirs = [], []
