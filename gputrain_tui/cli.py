@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Name to module and one-line help; a command whose module is not installed is not offered."""
 
 CONSOLE = "gputrain_tui.console.app"
-"""What ``gputrain`` alone starts; its ``main() -> int`` runs until the person leaves."""
+"""What ``gputrain`` alone starts; its ``main(words) -> int`` runs until the person leaves."""
 
 SIGPIPE_STATUS = 141
 """What a shell sees of a program whose reader went away: 128 + SIGPIPE."""
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words:
-        return _console()
+    if not words or words[0].partition("=")[0] == "--fps":
+        return _console(words)
     name, *rest = words
     if name in ("-h", "--help", "help"):
         print(help_text())
@@ -89,11 +89,11 @@ def _dispatch(words: list[str]) -> int:
     return command.run(parse(command, name, rest))
 
 
-def _console() -> int:
+def _console(words: list[str]) -> int:
     if importlib.util.find_spec("gputrain_tui.console") is None or importlib.util.find_spec(CONSOLE) is None:
         print(help_text(), file=sys.stderr)
         return ExitCode.BAD_REQUEST
-    return int(importlib.import_module(CONSOLE).main())
+    return int(importlib.import_module(CONSOLE).main(words))
 
 
 def available() -> list[str]:

@@ -36,6 +36,18 @@ def run(args: Namespace) -> int:
     found = find(args.run)
     if found.state == "lost":
         print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
+    report, left = stop(found)
+    print(report)
+    return ExitCode.FAILED if left else ExitCode.FINISHED
+
+
+def stop(found: Run) -> tuple[str, list[int]]:
+    """Stop a run everywhere; return what became of it in one line, and the processes that would not go.
+
+    Raises:
+        RequestError: the run belongs to another machine.
+    """
+    if found.state == "lost":
         found = start.adopt(found)
     supervisor = found.status.supervisor
     if found.state not in ENDED and supervisor is not None:
@@ -44,8 +56,7 @@ def run(args: Namespace) -> int:
         _stop(supervisor)
     left = end(found.dir.path) if processes_of(found.dir.path) else []
     ended = open_run(found.dir.path) or found
-    print(_report(found, ended, left))
-    return ExitCode.FAILED if left else ExitCode.FINISHED
+    return _report(found, ended, left), left
 
 
 def _report(before: Run, after: Run, left: list[int]) -> str:

@@ -1,0 +1,277 @@
+"""The one table of what a person can do: bindings, footer, palette, help and the README's list of keys come from it.
+
+An action's name is the name of the method ``action_<name>`` on the screen, or on the app for ``app`` actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from textual.binding import Binding
+
+EVERYWHERE = "app"
+"""The place of actions that every screen has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """Something that a person can do by key, by mouse in the footer, and by name in the palette."""
+
+    name: str
+    """The method is ``action_<name>``; arguments may follow, ``show('loss')``."""
+    keys: tuple[str, ...]
+    """Textual's names of the keys; the first is the one that is shown."""
+    label: str
+    """One or two words, for the footer."""
+    description: str
+    """What it does, for palette and help."""
+    group: str
+    """Heading in help."""
+    places: tuple[str, ...] = (EVERYWHERE,)
+    """Screens that have it: ``cluster``, ``launch``, ``run``, ``rank``, ``history``, ``welcome``; ``app``: all."""
+    footer: int = 0
+    """Rank in the footer, 1 first: what does not fit is left out from the end. 0: not in the footer."""
+    shown_as: str = ""
+    """How the key is written, where its name is clumsy."""
+
+    @property
+    def key_text(self) -> str:
+        """The key as people write it."""
+        return self.shown_as or KEY_TEXTS.get(self.keys[0], self.keys[0])
+
+
+KEY_TEXTS = {
+    "enter": "⏎",
+    "escape": "esc",
+    "question_mark": "?",
+    "slash": "/",
+    "full_stop": ".",
+    "comma": ",",
+    "tab": "⇥",
+    "ctrl+p": "^p",
+    "up": "↑",
+    "down": "↓",
+    "left": "←",
+    "right": "→",
+}
+
+RUN = ("run",)
+RANK = ("rank",)
+BOTH = ("run", "rank")
+CLUSTER = ("cluster",)
+LAUNCH = ("launch",)
+HISTORY = ("history",)
+COMPARE = ("compare",)
+LOG = ("log",)
+"""The log, wherever it is shown, while it has the focus."""
+
+ACTIONS: tuple[Action, ...] = (
+    # Going somewhere
+    Action(name="go('cluster')", keys=("1",), label="Cluster", group="Screens",
+           description="Show the machines and their GPUs"),
+    Action(name="go('launch')", keys=("2",), label="Launch", group="Screens",
+           description="Choose a recipe, see its plan, launch it"),
+    Action(name="go('run')", keys=("3",), label="Run", group="Screens",
+           description="Watch the run that was opened last"),
+    Action(name="go('history')", keys=("4",), label="History", group="Screens",
+           description="List all runs, open and compare them"),
+    Action(name="help", keys=("question_mark", "f1"), label="Help", group="Screens", footer=90,
+           description="Show every key of this screen"),
+    Action(name="command_palette", keys=("ctrl+p",), label="Palette", group="Screens", footer=95,
+           description="Find any action by its name"),
+    Action(name="next_theme", keys=("T",), label="Theme", group="Screens",
+           description="Change between dark, light and the terminal's own colours"),
+    Action(name="quit", keys=("q",), label="Quit", group="Screens", footer=99,
+           description="Leave the console; every run goes on"),
+    # The first start
+    Action(name="demo", keys=("d",), label="Run the demo", group="Start", footer=1, places=("welcome", "history"),
+           description="Train a small model on this machine, about half a minute"),
+    # A run
+    Action(name="open_rank", keys=("enter",), label="Rank", group="Ranks", places=RUN, footer=1,
+           description="Open the selected rank"),
+    Action(name="sort", keys=("s",), label="Sort", group="Ranks", places=RUN, footer=3,
+           description="Sort the ranks by the next column"),
+    Action(name="reverse", keys=("r",), label="Reverse", group="Ranks", places=RUN,
+           description="Turn the order of the ranks around"),
+    Action(name="filter", keys=("slash",), label="Filter", group="Ranks", places=RUN, footer=4,
+           description="Show only the ranks that match, such as host:node3 or step<100"),
+    Action(name="show('loss')", keys=("l",), label="Loss", group="Panels", places=RUN, footer=10,
+           description="Show the loss of all ranks; again to enlarge it"),
+    Action(name="show('sync')", keys=("g",), label="Sync", group="Panels", places=RUN, footer=11,
+           description="Show the wait for gradient synchronisation; again to enlarge it"),
+    Action(name="show('bars')", keys=("b",), label="Bars", group="Panels", places=RUN, footer=12,
+           description="Show what a step is made of, rank by rank; again to enlarge it"),
+    Action(name="show('late')", keys=("h",), label="Heat", group="Panels", places=RUN, footer=13,
+           description="Show which ranks were late, over time; again to enlarge it"),
+    Action(name="show('findings')", keys=("f",), label="Findings", group="Panels", places=RUN, footer=14,
+           description="Show what was diagnosed; enter shows evidence and advice"),
+    Action(name="show('log')", keys=("o",), label="Output", group="Panels", places=BOTH, footer=15,
+           description="Show what the ranks printed; again to enlarge it"),
+    Action(name="show('ranks')", keys=("t",), label="Table", group="Panels", places=RUN,
+           description="Show the table of ranks; again to enlarge it"),
+    Action(name="next_panel", keys=("p",), label="Panel", group="Panels", places=RUN,
+           description="Show the next panel"),
+    Action(name="zoom", keys=("z",), label="Zoom", group="Panels", places=RUN, footer=20,
+           description="Give the whole screen to one panel, and back"),
+    Action(name="back", keys=("escape",), label="Back", group="Panels", places=BOTH,
+           description="One step back: filter, zoom, selection, screen"),
+    Action(name="scale", keys=("y",), label="Log scale", group="Charts", places=BOTH,
+           description="Change the charts between linear and logarithmic"),
+    Action(name="window", keys=("w",), label="Window", group="Charts", places=BOTH,
+           description="Change between the whole run and its last 1,000 and 100 steps"),
+    Action(name="smooth", keys=("m",), label="Smooth", group="Charts", places=BOTH,
+           description="Smooth the curves less or more"),
+    Action(name="stop_run", keys=("S",), label="Stop run", group="Run", places=BOTH, footer=30,
+           description="Stop this run on every machine; asks first"),
+    Action(name="stack", keys=("k",), label="Stack", group="Rank", places=RANK, footer=2,
+           description="Ask the rank's process for its Python stack"),
+    Action(name="next_rank", keys=("right", "n"), label="Next", group="Rank", places=RANK, footer=3,
+           description="Go to the next rank"),
+    Action(name="previous_rank", keys=("left", "N"), label="Previous", group="Rank", places=RANK, footer=4,
+           description="Go to the previous rank"),
+    # The machines
+    Action(name="toggle_gpu", keys=("space",), label="Choose", group="GPUs", places=CLUSTER, footer=2,
+           description="Choose the GPU for the next launch, or not"),
+    Action(name="choose_free", keys=("f",), label="All free", group="GPUs", places=CLUSTER, footer=3,
+           description="Choose every GPU that nobody uses; again to choose none"),
+    Action(name="use_gpus", keys=("enter",), label="Launch on them", group="GPUs", places=CLUSTER, footer=1,
+           description="Put the chosen GPUs into the recipe of the launch screen"),
+    Action(name="look", keys=("r",), label="Look again", group="GPUs", places=CLUSTER,
+           description="Look at the machine now"),
+    # A launch
+    Action(name="launch", keys=("L", "f5"), label="Launch", group="Launch", places=LAUNCH, footer=1,
+           description="Start the run, detached, and watch it"),
+    Action(name="edit", keys=("enter",), label="Edit", group="Form", places=LAUNCH, footer=2,
+           description="Change the field, or open the recipe under the cursor"),
+    Action(name="cycle(1)", keys=("space", "right"), label="Next value", group="Form", places=LAUNCH, footer=5,
+           description="Change a switch or a choice to its next value"),
+    Action(name="cycle(-1)", keys=("left",), label="Previous value", group="Form", places=LAUNCH,
+           description="Change a choice to its value before"),
+    Action(name="reset", keys=("backspace", "u"), label="Reset", group="Form", places=LAUNCH, footer=6,
+           description="Take back what was changed in the field; again for its default"),
+    Action(name="find", keys=("slash",), label="Find", group="Form", places=LAUNCH, footer=7,
+           description="Find a field by its name or help"),
+    Action(name="add_node", keys=("a",), label="Add node", group="Form", places=LAUNCH, footer=12,
+           description="Add a node to the cluster"),
+    Action(name="remove_node", keys=("x",), label="Remove node", group="Form", places=LAUNCH,
+           description="Remove the node under the cursor"),
+    Action(name="save", keys=("s",), label="Save", group="Recipe", places=LAUNCH, footer=3,
+           description="Save the recipe; its comments stay"),
+    Action(name="save_as", keys=("A",), label="Save as", group="Recipe", places=LAUNCH, footer=4,
+           description="Save the recipe under another name"),
+    Action(name="copy_commands", keys=("c",), label="Copy commands", group="Plan", places=LAUNCH, footer=8,
+           description="Copy the command of every node to the clipboard"),
+    Action(name="write_commands", keys=("C",), label="Commands to a file", group="Plan", places=LAUNCH,
+           description="Write the command of every node into a file beside the recipe"),
+    Action(name="back", keys=("escape",), label="Back", group="Form", places=LAUNCH,
+           description="Leave the editor without a change; then go back to the recipes"),
+    # The runs
+    Action(name="open", keys=("enter",), label="Open", group="Runs", places=HISTORY, footer=2,
+           description="Watch the run, or look at how it went"),
+    Action(name="mark", keys=("space",), label="Mark", group="Runs", places=HISTORY, footer=3,
+           description="Mark the run for a comparison, or not"),
+    Action(name="compare", keys=("c",), label="Compare", group="Runs", places=HISTORY, footer=4,
+           description="Compare two to six marked runs: curves, and how their recipes differ"),
+    Action(name="resume", keys=("r",), label="Resume", group="Runs", places=HISTORY, footer=5,
+           description="Go on from the run's last checkpoint, as a new run"),
+    Action(name="relaunch", keys=("e",), label="Edit and launch", group="Runs", places=HISTORY, footer=6,
+           description="Open the run's recipe on the launch screen"),
+    Action(name="stop_marked", keys=("S",), label="Stop", group="Runs", places=HISTORY, footer=8,
+           description="Stop the run on every machine; asks first"),
+    Action(name="delete", keys=("delete", "x"), label="Delete", group="Runs", places=HISTORY, footer=7,
+           description="Delete the run's directory; asks first, and refuses while it is running"),
+    # A comparison
+    Action(name="axis", keys=("t",), label="Steps or time", group="Comparison", places=COMPARE, footer=1,
+           description="Draw the curves over optimizer steps, or over time since the start"),
+    Action(name="scale", keys=("y",), label="Log scale", group="Comparison", places=COMPARE, footer=2,
+           description="Change the chart between linear and logarithmic"),
+    Action(name="smooth", keys=("m",), label="Smooth", group="Comparison", places=COMPARE, footer=3,
+           description="Smooth the curves less or more"),
+    Action(name="back", keys=("escape",), label="Back", group="Comparison", places=COMPARE, footer=4,
+           description="Back to the runs"),
+    # The log, while it has the focus
+    Action(name="scroll_lines(-1)", keys=("up", "k"), label="Up", group="Log", places=LOG,
+           description="Scroll back; the end is no longer followed"),
+    Action(name="scroll_lines(1)", keys=("down", "j"), label="Down", group="Log", places=LOG,
+           description="Scroll on"),
+    Action(name="scroll_pages(-1)", keys=("pageup",), label="Page up", group="Log", places=LOG,
+           description="Scroll back by a page"),
+    Action(name="scroll_pages(1)", keys=("pagedown", "space"), label="Page down", group="Log", places=LOG,
+           description="Scroll on by a page"),
+    Action(name="oldest", keys=("home",), label="Oldest", group="Log", places=LOG,
+           description="Go to the oldest line that is kept"),
+    Action(name="follow", keys=("end", "F"), label="Follow", group="Log", places=LOG,
+           description="Go to the end and follow it"),
+    Action(name="shift(-1)", keys=("left",), label="Left", group="Log", places=LOG,
+           description="Move long lines back"),
+    Action(name="shift(1)", keys=("right",), label="Right", group="Log", places=LOG,
+           description="Move long lines sideways"),
+    Action(name="search", keys=("slash",), label="Search", group="Log", places=LOG,
+           description="Search the log"),
+    Action(name="next_match", keys=("n",), label="Next match", group="Log", places=LOG,
+           description="Go to the next line that was searched for"),
+    Action(name="previous_match", keys=("N",), label="Previous match", group="Log", places=LOG,
+           description="Go to the line before that was searched for"),
+    Action(name="level", keys=("L",), label="Level", group="Log", places=LOG,
+           description="Show all lines, warnings and errors, or errors only"),
+    Action(name="clear_search", keys=("escape",), label="Clear", group="Log", places=LOG,
+           description="Forget the search"),
+)  # fmt: skip
+"""Every action of the console. A screen's module takes its own rows with ``bindings``."""
+
+
+def of_place(place: str) -> list[Action]:
+    """Return the actions that belong to a screen itself."""
+    return [action for action in ACTIONS if place in action.places]
+
+
+def available(place: str) -> list[Action]:
+    """Return what can be done on a screen: its own actions, then those of every screen."""
+    return of_place(place) + (of_place(EVERYWHERE) if place != EVERYWHERE else [])
+
+
+def bindings(place: str) -> list[Binding]:
+    """Return the bindings of a screen, or of the app for ``app``."""
+    return [
+        Binding(
+            ",".join(action.keys),
+            action.name,
+            action.label,
+            key_display=action.key_text,
+            show=action.footer > 0,
+            tooltip=action.description,
+            id=f"{place}.{action.name}",
+        )
+        for action in of_place(place)
+    ]
+
+
+def footer(place: str) -> list[Action]:
+    """Return what the footer offers, the most important first."""
+    return sorted((action for action in available(place) if action.footer), key=lambda action: action.footer)
+
+
+def groups(place: str) -> dict[str, list[Action]]:
+    """Return what can be done on a screen under its headings, in the order of the table."""
+    found: dict[str, list[Action]] = {}
+    for action in available(place):
+        found.setdefault(action.group, []).append(action)
+    return found
+
+
+def clashes(actions: Iterable[Action] = ACTIONS) -> list[tuple[str, str, str]]:
+    """Return the keys that mean two things on one screen, with the two actions: none, or the table is wrong."""
+    found = []
+    seen: dict[tuple[str, str], str] = {}
+    every = list(actions)
+    places = {place for action in every for place in action.places} - {EVERYWHERE}
+    for place in sorted(places):
+        for action in every:
+            if place not in action.places and EVERYWHERE not in action.places:
+                continue
+            for key in action.keys:
+                other = seen.setdefault((place, key), action.name)
+                if other != action.name:
+                    found.append((key, other, action.name))
+    return found

@@ -1,0 +1,343 @@
+"""The console: one app that wires screens to runs.
+
+Screens own what they show; what is done goes through the same functions as the commands, and leaving never touches a
+run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from textual.app import App, SystemCommand
+from textual.binding import BindingType
+from textual.screen import Screen
+
+from gputrain_tui.console import settings, stderr_guard
+from gputrain_tui.console.actions import EVERYWHERE, available, bindings
+from gputrain_tui.console.desk import Desk
+from gputrain_tui.console.live import LiveRun
+from gputrain_tui.runs import ENDED, Run, find, list_runs
+from trainer.errors import ExitCode, RequestError
+
+if TYPE_CHECKING:
+    from gputrain_tui.start import Prepared
+
+FPS = 10
+"""Paints a second, where ``--fps`` says nothing else."""
+CATCH_UP_S = 0.004
+"""Pause between two readings while much is waiting, in which a key is seen."""
+TRIM_S = 60.0
+"""How often what was written to standard error is kept from growing."""
+PAGES: dict[str, str] = {
+    "cluster": "gputrain_tui.console.screens.cluster:ClusterScreen",
+    "launch": "gputrain_tui.console.screens.launch:LaunchScreen",
+    "history": "gputrain_tui.console.screens.history:HistoryScreen",
+    "welcome": "gputrain_tui.console.screens.welcome:WelcomeScreen",
+}
+"""Modes besides the run's, imported when they are first shown."""
+THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
+"""What the theme key goes through; the last two are the terminal's own sixteen colours."""
+
+
+class GputrainApp(App[int]):
+    """The console on the runs of this person."""
+
+    TITLE = "gputrain"
+    CSS_PATH = "console.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(EVERYWHERE)]
+
+    def __init__(
+        self,
+        run: Run | None = None,
+        *,
+        fps: float = FPS,
+        runs: Callable[[], list[Run]] = list_runs,
+        follow: Callable[[Run], LiveRun] = LiveRun,
+        clocked: bool = True,
+    ) -> None:
+        """Make the console.
+
+        Args:
+            run: to open at once; without one the runs are looked through.
+            fps: paints a second at most.
+            runs: lists the runs, newest first.
+            follow: opens a run's record.
+            clocked: whether time moves the screens; a test calls ``beat`` itself.
+        """
+        super().__init__()
+        self.live: LiveRun | None = None
+        """The run that was opened last."""
+        self.desk = Desk()
+        """What the screens hand to each other."""
+        self._first = run
+        self._fps = min(max(fps, 0.2), 30.0)
+        self._runs = runs
+        self._follow = follow
+        self._clocked = clocked
+        self._run_mode = ""
+        self._opened = 0
+        self._known: set[str] = set()
+        self._supervisors: list[subprocess.Popen[bytes]] = []
+        """Started here: asked now and then whether they have ended, so that none stays a zombie."""
+        chosen = settings.theme(os.environ)
+        self.theme = chosen if chosen in self.available_themes else THEMES[0]
+
+    # From the start to the end
+
+    async def on_mount(self) -> None:
+        """Show the first screen, and begin to look at the record."""
+        self._catch_signals()
+        if self._clocked:
+            self.set_interval(1 / self._fps, self.beat)
+            self.set_interval(TRIM_S, stderr_guard.trim)
+        await self._begin()
+
+    async def _begin(self) -> None:
+        runs = [] if self._first is not None else self._runs()
+        going = next((run for run in runs if run.state not in (*ENDED, "lost")), None)
+        first = self._first or going
+        if first is not None:
+            await self.open_run(first)
+        elif not runs:
+            await self.switch_mode(self._page("welcome"))
+        elif self.has_page("history"):
+            await self.switch_mode(self._page("history"))
+        else:
+            await self.open_run(runs[0])
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            with suppress(NotImplementedError, ValueError, RuntimeError):  # not the main thread, as in a test
+                loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
+
+    def beat(self) -> None:
+        """Read what was appended and let the screen repaint what moved."""
+        live = self.live
+        if live is not None and live.poll() and self._clocked:
+            self.set_timer(CATCH_UP_S, self._read_on)
+        self.tick()
+
+    def tick(self) -> None:
+        """Let the active screen repaint what moved."""
+        tick = getattr(self.screen, "tick", None)
+        if tick is not None:
+            tick()
+        elif (below := getattr(self.screen_stack[0], "tick", None)) is not None:
+            below()  # behind a question or the palette
+
+    def _read_on(self) -> None:
+        """Catch up in small portions between two paints."""
+        if self.live is not None and self.live.poll():
+            self.set_timer(CATCH_UP_S, self._read_on)
+
+    def on_unmount(self) -> None:
+        """Let go of the record; the run goes on."""
+        if self.live is not None:
+            self.live.close()
+
+    # Where to go
+
+    def has_page(self, name: str) -> bool:
+        """Return whether there is such a screen."""
+        try:
+            return importlib.util.find_spec(PAGES[name].partition(":")[0]) is not None
+        except ModuleNotFoundError:
+            return False
+
+    def _page(self, name: str) -> str:
+        """Return a mode, made known when it is first asked for."""
+        if name not in self._known:
+            self._known.add(name)
+            self.add_mode(name, partial(_screen, PAGES[name]))
+        return name
+
+    async def action_go(self, name: str) -> None:
+        """Go to one of the four screens."""
+        if name != "run":
+            if self.has_page(name):
+                await self.switch_mode(self._page(name))
+            return
+        if self.live is not None:
+            await self.switch_mode(self._run_mode)
+            return
+        newest = next(iter(self._runs()), None)
+        if newest is None:
+            await self.switch_mode(self._page("welcome"))
+        else:
+            await self.open_run(newest)
+
+    async def open_run(self, run: Run) -> None:
+        """Show a run from its beginning on."""
+        if self.live is not None and self.live.id == run.id:
+            await self.switch_mode(self._run_mode)
+            return
+        from gputrain_tui.console.screens.run import RunScreen
+
+        before, left = self.live, self._run_mode
+        live = self.live = self._follow(run)
+        live.poll()
+        self._opened += 1
+        self._run_mode = f"run-{self._opened}"
+        self.add_mode(self._run_mode, lambda: RunScreen(live))
+        await self.switch_mode(self._run_mode)
+        if before is not None:
+            before.close()
+            await self.remove_mode(left)
+
+    def action_help(self) -> None:
+        """Show the keys of this screen."""
+        from gputrain_tui.console.screens.help import HelpScreen
+
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(self.place))
+
+    def action_next_theme(self) -> None:
+        """Change to the next theme and keep it for the next start."""
+        index = THEMES.index(self.theme) + 1 if self.theme in THEMES else 0
+        self.theme = THEMES[index % len(THEMES)]
+        settings.keep_theme(self.theme)
+
+    @property
+    def place(self) -> str:
+        """What the table of actions calls the active screen."""
+        for screen in reversed(self.screen_stack):
+            place = getattr(screen, "PLACE", None)
+            if place is not None:
+                return str(place)
+        return EVERYWHERE
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Offer every action of the screen by name."""
+        for action in available(str(getattr(screen, "PLACE", EVERYWHERE))):
+            if action.name == "command_palette":
+                continue
+            name = f"app.{action.name}" if EVERYWHERE in action.places else action.name
+            yield SystemCommand(
+                f"{action.label} ({action.key_text})", action.description, partial(screen.run_action, name)
+            )
+        yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
+        yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
+
+    # What is done to runs
+
+    def say(self, text: str, *, alarm: bool = False) -> None:
+        """Tell something that goes away by itself."""
+        self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
+
+    def action_demo(self) -> None:
+        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does."""
+        self.run_worker(self._prepare_demo, thread=True, exclusive=True, group="launch")
+        self.say("preparing the demo")
+
+    def _prepare_demo(self) -> None:
+        from gputrain_tui import demo, start
+
+        try:
+            prepared = start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
+        except RequestError as error:
+            self.call_from_thread(self.say, str(error), alarm=True)
+            return
+        self.call_from_thread(self._launch_soon, prepared)
+
+    def _launch_soon(self, prepared: Prepared) -> None:
+        self.call_next(self.launch, prepared)
+
+    async def launch(self, prepared: Prepared) -> None:
+        """Start a prepared run, detached, and show it.
+
+        It is started here and not by a worker: what a process is told of its parent's death comes when the thread
+        that started it ends.
+        """
+        from gputrain_tui import start
+
+        try:
+            run, supervisor = start.launch(prepared, leased=False)
+        except RequestError as error:
+            self.say(str(error), alarm=True)
+            return
+        self._supervisors = [started for started in self._supervisors if started.poll() is None]
+        self._supervisors.append(supervisor)
+        self.run_worker(partial(self._await_supervisor, run, supervisor), thread=True, group="supervisor")
+        await self.open_run(run)
+
+    def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
+        from gputrain_tui import start
+
+        try:
+            start.await_supervisor(run, supervisor, was=run.status.supervisor)
+        except RequestError as error:
+            self.call_from_thread(self.say, str(error), alarm=True)
+
+    def ask_to_stop(self, run: Run) -> None:
+        """Stop a run everywhere, once the person has confirmed it."""
+        from gputrain_tui.console.screens.confirm import Confirm
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.say(f"stopping {run.id}")
+                self.run_worker(partial(self._stop, run), thread=True, group="stop")
+
+        ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
+        question = Confirm(f"Stop {run.id}?", f"Its {ranks} end on every machine. Checkpoints are kept.", yes="Stop it")
+        self.push_screen(question, answered)
+
+    def _stop(self, run: Run) -> None:
+        from gputrain_tui.commands.stop import stop
+
+        try:
+            report, left = stop(find(run.id))
+        except RequestError as error:
+            self.call_from_thread(self.say, str(error), alarm=True)
+            return
+        self.call_from_thread(self.say, report, alarm=bool(left))
+
+
+def _screen(path: str) -> Screen[Any]:
+    """Import a screen and make it."""
+    module, _, name = path.partition(":")
+    return cast(Screen[Any], getattr(importlib.import_module(module), name)())
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the console's own flags."""
+    parser.add_argument(
+        "--fps", type=float, default=FPS, metavar="N", help=f"paints a second at most, for slow links; by default {FPS}"
+    )
+
+
+def main(argv: Sequence[str] = (), *, run: Run | None = None) -> int:
+    """Show the console until the person leaves; return the exit code.
+
+    Raises:
+        RequestError: there is no terminal.
+    """
+    parser = ArgumentParser(prog="gputrain", add_help=False)
+    add_arguments(parser)
+    args = parser.parse_args(list(argv))
+    return show(run, fps=args.fps)
+
+
+def show(run: Run | None, *, fps: float = FPS) -> int:
+    """Show the console on a run, or on all of them.
+
+    Raises:
+        RequestError: there is no terminal.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
+    app = GputrainApp(run, fps=fps)
+    with stderr_guard.guarded():
+        app.run()
+    return app.return_code if app.return_code is not None else ExitCode.FINISHED

@@ -1,0 +1,1 @@
+"""Screens of the console, each imported when it is first shown."""

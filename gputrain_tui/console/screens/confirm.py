@@ -1,0 +1,49 @@
+"""A question before something that cannot be undone."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Button, Static
+
+
+class Confirm(ModalScreen[bool]):
+    """Asks yes or no; the answer that changes nothing has the keys."""
+
+    PLACE = "confirm"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "Yes"),
+        Binding("n,escape,q", "answer(False)", "No"),
+        Binding("left,right", "app.focus_next", show=False),
+    ]
+
+    def __init__(self, question: str, consequence: str, *, yes: str) -> None:
+        super().__init__()
+        self._question = question
+        self._consequence = consequence
+        self._yes = yes
+
+    def compose(self) -> ComposeResult:
+        """Yield the question and two answers."""
+        with Vertical(id="dialog"):
+            yield Static(self._question, id="question", markup=False)
+            yield Static(self._consequence, id="consequence", markup=False)
+            with Horizontal(id="answers"):
+                yield Button(f"{self._yes} (y)", id="yes", variant="error", compact=True)
+                yield Button("Leave it (n)", id="no", compact=True)
+
+    def on_mount(self) -> None:
+        """Enter alone changes nothing."""
+        self.query_one("#no").focus()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """Take the answer."""
+        self.dismiss(event.button.id == "yes")
+
+    def action_answer(self, yes: bool) -> None:
+        """Take the answer by key."""
+        self.dismiss(yes)

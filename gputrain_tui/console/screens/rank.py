@@ -1,0 +1,233 @@
+"""One rank: its figures, its charts, what it prints, and on demand where in the code it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.events import Resize
+from textual.geometry import Region
+from textual.screen import Screen
+
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.screens.run import CHARTS_S, LOG_VIEW, SMOOTHINGS, WINDOWS
+from gputrain_tui.console.stack import StackRequest, ask
+from gputrain_tui.console.stage import GAP, Stage, kind
+from gputrain_tui.console.widgets.band_chart import BandChart
+from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
+from gputrain_tui.console.widgets.run_header import RunHeader
+from gputrain_tui.console.widgets.stack_view import StackView
+from trainer.errors import RequestError
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.app import GputrainApp
+    from gputrain_tui.console.live import LiveRun
+
+CHARTS = ("loss", "sync", "step")
+PATIENCE_S = 3.0
+"""After this long without an answer the process is said not to answer."""
+
+
+def arrange_rank(width: int, height: int, *, facts: int, below: str, has_log: bool) -> dict[str, Region]:
+    """Return the panels of the screen and where they stand.
+
+    Args:
+        width: cells.
+        height: lines.
+        facts: lines that the figures want.
+        below: the panel that was asked for last.
+        has_log: whether there is a log view.
+    """
+    if width < 1 or height < 1:
+        return {}
+    area = Region(0, 0, width, height)
+    size = kind(width, height)
+    top, rest = area.split_horizontal(min(facts + (size != "narrow"), max(height // 2, 3)))
+    if size == "narrow":
+        return {"facts": top, below: rest}
+    text = below if below in ("log", "stack") else "log" if has_log else "stack"
+    charts, bottom = rest.split_horizontal(rest.height // 2)
+    each = (width - 2 * GAP) // 3
+    placed = {
+        name: Region(index * (each + GAP), charts.y, each if index < 2 else width - 2 * (each + GAP), charts.height)
+        for index, name in enumerate(CHARTS)
+    }
+    if size == "wide" and has_log:
+        log, stack = bottom.split_vertical(width * 3 // 5)
+        return {"facts": top, **placed, "log": log,
+                "stack": Region(stack.x + GAP, stack.y, stack.width - GAP, stack.height)}  # fmt: skip
+    return {"facts": top, **placed, text: bottom}
+
+
+class RankScreen(Screen[None]):
+    """Everything of one rank."""
+
+    PLACE = "rank"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank")]
+
+    app: GputrainApp
+
+    def __init__(self, live: LiveRun, rank: int) -> None:
+        super().__init__()
+        self.live = live
+        self.rank = rank
+        self._below = "loss"
+        self._has_log = importlib.util.find_spec(LOG_VIEW) is not None
+        self._request: StackRequest | None = None
+        self._asked_at = 0.0
+        self._charts_at = float("-inf")
+        self._window = 0
+        self._smoothing = 0
+
+    def compose(self) -> ComposeResult:
+        """Yield the panels."""
+        live = self.live
+        yield RunHeader(live, id="header")
+        with Stage(id="stage"):
+            yield RankFacts(live, id="facts")
+            yield BandChart(live, "loss", "loss", id="loss")
+            yield BandChart(
+                live, "sync_exposed_ms", "sync wait ms", empty="no gradient synchronisation was measured yet", id="sync"
+            )
+            yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", id="step")
+            yield StackView(live, id="stack")
+            if self._has_log:
+                from gputrain_tui.console.widgets.log_view import LogView
+
+                yield LogView(live.run.dir, rank=self.rank, id="log")
+        yield KeyBar(self.PLACE)
+
+    def on_mount(self) -> None:
+        """Point everything at the rank."""
+        self._point()
+        self._arrange()
+
+    def on_resize(self, event: Resize) -> None:
+        """Find new places at once."""
+        self._arrange()
+
+    def tick(self) -> None:
+        """Repaint what moved."""
+        self._listen()
+        now = time.monotonic()
+        charts = now - self._charts_at >= CHARTS_S
+        if charts:
+            self._charts_at = now
+            self.query_one(RunHeader).tick()
+        for child in self.query_one("#stage").children:
+            if child.display and (charts or child.id == "log"):
+                child.tick()  # type: ignore[attr-defined]
+
+    def repaint(self) -> None:
+        """Bring everything up to date at once."""
+        self._charts_at = float("-inf")
+        self.tick()
+
+    def _arrange(self) -> None:
+        width, height = self.app.size.width, max(self.app.size.height - 3, 0)
+        count = len(facts(self.live.state, self.rank, 0.0))
+        self.query_one(Stage).place(
+            arrange_rank(width, height, facts=facts_height(width, count), below=self._below, has_log=self._has_log)
+        )
+
+    def _point(self) -> None:
+        for panel in self.query(Panel):
+            panel.selected_rank = self.rank
+
+    # What the person does
+
+    def action_show(self, name: str) -> None:
+        """Show a panel where only one fits, and give it the keys."""
+        widget = next(iter(self.query(f"#{name}")), None)
+        if widget is None:
+            return
+        self._below = "loss" if self._below == name and kind(*self.app.size) == "narrow" else name
+        self._arrange()
+        if widget.can_focus and widget.display:
+            widget.focus()
+
+    def action_back(self) -> None:
+        """Return to the run."""
+        self.dismiss()
+
+    def _turn(self, step: int) -> None:
+        ranks = sorted(self.live.state.ranks)
+        if not ranks:
+            return
+        index = ranks.index(self.rank) + step if self.rank in ranks else 0
+        self.rank = ranks[index % len(ranks)]
+        self._request = None
+        self.query_one(StackView).show([])
+        if self._has_log:
+            from gputrain_tui.console.widgets.log_view import LogView
+
+            self.query_one(LogView).show_rank(self.rank)
+        self._point()
+        self._arrange()
+
+    def action_next_rank(self) -> None:
+        """Go to the next rank."""
+        self._turn(1)
+
+    def action_previous_rank(self) -> None:
+        """Go to the rank before."""
+        self._turn(-1)
+
+    def action_stack(self) -> None:
+        """Ask the process where it is."""
+        self._below = "stack"
+        self._arrange()
+        view = self.query_one(StackView)
+        try:
+            self._request = ask(self.live.run.dir, self.live.state.rank(self.rank))
+        except RequestError as error:
+            self._request = None
+            view.show([], str(error))
+            return
+        self._asked_at = time.monotonic()
+        view.show([], f"asked rank {self.rank}")
+
+    def _listen(self) -> None:
+        """Show what the process has answered."""
+        if self._request is None:
+            return
+        lines = self._request.answer()
+        waited = time.monotonic() - self._asked_at
+        if lines:
+            at = time.strftime("%H:%M:%S")
+            view = self.query_one(StackView)
+            view.show(lines, f"rank {self.rank} at {at}")
+            if waited > PATIENCE_S / 3:
+                self._request = None
+        elif waited > PATIENCE_S:
+            self.query_one(StackView).show([], f"rank {self.rank} does not answer; it may be stopped")
+            self._request = None
+
+    def action_scale(self) -> None:
+        """Change between a linear and a logarithmic axis."""
+        for chart in self.query(BandChart):
+            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOWS[self._window])
+
+    def action_window(self) -> None:
+        """Show the whole run, or its last steps."""
+        self._window = (self._window + 1) % len(WINDOWS)
+        for chart in self.query(BandChart):
+            chart.show(last=WINDOWS[self._window])
+
+    def action_smooth(self) -> None:
+        """Smooth the curves more, and from the most back to not at all."""
+        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
+        for chart in self.query(BandChart):
+            chart.show(last=WINDOWS[self._window], smoothing=SMOOTHINGS[self._smoothing])
+
+    def action_stop_run(self) -> None:
+        """Stop the run, after a question."""
+        if self.live.over:
+            self.app.say(f"{self.live.id} is {self.live.status} already")
+        else:
+            self.app.ask_to_stop(self.live.run)

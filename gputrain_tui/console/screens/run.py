@@ -1,0 +1,311 @@
+"""One run: how it goes, every rank, and what was found; the person chooses what to look at closely."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import TYPE_CHECKING, ClassVar, get_args
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.events import Resize
+from textual.geometry import Size
+from textual.screen import Screen
+from textual.widget import Widget
+
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.stage import PANELS, PanelName, Stage, Wish, arrange
+from gputrain_tui.console.widgets.band_chart import BandChart
+from gputrain_tui.console.widgets.culprit import CulpritCard, culprit_height
+from gputrain_tui.console.widgets.findings import Findings
+from gputrain_tui.console.widgets.joining import JoiningView
+from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.widgets.lateness_map import LatenessMap
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.rank_grid import RankGrid
+from gputrain_tui.console.widgets.run_header import RunHeader
+from gputrain_tui.console.widgets.step_bars import StepBars
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.app import GputrainApp
+    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.console.widgets.filter_line import FilterLine
+    from gputrain_tui.console.widgets.log_view import LogView
+
+CHARTS_S = 0.25
+"""Time between two paintings of charts; the table is painted with every beat."""
+WINDOWS = (None, 1000, 100)
+"""Steps that the charts show; None: the whole run."""
+SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
+LOG_VIEW = "gputrain_tui.console.widgets.log_view"
+
+
+class RunScreen(Screen[None]):
+    """A run, running or ended."""
+
+    PLACE = "run"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("run")]
+
+    app: GputrainApp
+
+    def __init__(self, live: LiveRun) -> None:
+        super().__init__()
+        self.live = live
+        self.selected_rank: int | None = None
+        """The rank that table, charts and log point at."""
+        self.wish = Wish(ranks=live.state.world_size, has=_panels())
+        """What is shown, as far as the person chose it."""
+        self._charts_at = float("-inf")
+        self._window = 0
+        self._smoothing = 0
+        self._arranged: tuple[Size, Wish] | None = None
+
+    def compose(self) -> ComposeResult:
+        """Yield the panels; ``stage.arrange`` says where they stand."""
+        live = self.live
+        yield RunHeader(live, id="header")
+        with Stage(id="stage"):
+            yield CulpritCard(live, id="culprit")
+            yield RankGrid(live, id="ranks")
+            yield JoiningView(live, id="joining")
+            yield BandChart(live, "loss", "loss", id="loss")
+            yield BandChart(
+                live, "sync_exposed_ms", "sync wait ms", empty="no gradient synchronisation was measured yet", id="sync"
+            )
+            yield StepBars(live, id="bars")
+            yield LatenessMap(live, id="late")
+            yield Findings(live, id="findings")
+        yield KeyBar(self.PLACE)
+
+    def on_mount(self) -> None:
+        """Give the keys to the table."""
+        self._arrange()
+        self.query_one(RankGrid).focus()
+        if "log" in self.wish.has:
+            self.call_after_refresh(self._mount_log)
+
+    def on_resize(self, event: Resize) -> None:
+        """Find new places at once."""
+        self._arrange()
+
+    async def _mount_log(self) -> None:
+        """Bring the log after the first frame: it is the one panel that needs more than lines."""
+        from gputrain_tui.console.widgets.log_view import LogView
+
+        if not self.query(LogView):
+            await self.query_one("#stage").mount(LogView(self.live.run.dir, id="log"))
+            self._arranged = None
+            self._arrange()
+
+    # The clock
+
+    def tick(self) -> None:
+        """Repaint what moved: the table every time, charts less often."""
+        self._arrange()
+        now = time.monotonic()
+        charts = now - self._charts_at >= CHARTS_S
+        if charts:
+            self._charts_at = now
+        for panel in self._shown():
+            if charts or panel.id in ("ranks", "log"):
+                panel.tick()
+        if charts:
+            self.query_one(RunHeader).tick()
+
+    def repaint(self) -> None:
+        """Bring everything up to date at once."""
+        self._charts_at = float("-inf")
+        self.tick()
+
+    def _shown(self) -> list[Panel | LogView]:
+        return [child for child in self.query_one("#stage").children if child.display]  # type: ignore[misc]
+
+    # Where things stand
+
+    def _wished(self, size: Size) -> Wish:
+        """Return what is to be shown in an area, which also depends on the run."""
+        state = self.live.state
+        card = self.query_one(CulpritCard)
+        culprit = card.culprit()
+        most = max(size.height // 2, 3) if size.height < 36 else 16
+        return Wish(
+            ranks=len(state.ranks),
+            panel=self.wish.panel,
+            left=self.wish.left,
+            right=self.wish.right,
+            zoomed=self.wish.zoomed,
+            joining=all(view.last is None for view in state.ranks.values()) and not self.live.over,
+            card=culprit_height(culprit, size.width, most) if culprit is not None else 0,
+            has=self.wish.has,
+        )
+
+    def _arrange(self) -> None:
+        """Show and hide panels, and lay them out anew, if there is a reason to."""
+        stage = self.query_one(Stage)
+        size = Size(self.app.size.width, max(self.app.size.height - 3, 0))
+        wish = self._wished(size)
+        if (size, wish) == self._arranged:
+            return
+        self._arranged = (size, wish)
+        stage.place(arrange(size.width, size.height, wish))
+
+    def _look(
+        self, *, panel: PanelName | None = None, zoomed: bool | None = None, has: frozenset[str] | None = None
+    ) -> None:
+        """Change what is shown."""
+        panel = self.wish.panel if panel is None else panel
+        self.wish = Wish(
+            ranks=self.wish.ranks,
+            panel=panel,
+            left=panel if panel in ("bars", "late") else self.wish.left,
+            right=panel if panel in ("findings", "log") else self.wish.right,
+            zoomed=self.wish.zoomed if zoomed is None else zoomed,
+            has=self.wish.has if has is None else has,
+        )
+        self._arrange()
+
+    def _panel(self, name: str) -> Widget | None:
+        return next(iter(self.query(f"#{name}")), None)
+
+    # What the person does
+
+    def action_show(self, name: str) -> None:
+        """Show a panel; where it is shown already, give it the keys, and then the whole screen."""
+        assert name in get_args(PanelName)
+        panel: PanelName = name  # type: ignore[assignment]
+        widget = self._panel(name)
+        if widget is None:
+            return
+        visible = widget.display
+        if self.wish.zoomed:
+            self._look(panel=panel, zoomed=self.wish.panel != panel)
+        elif not visible:
+            self._look(panel=panel)
+        elif not widget.can_focus or widget.has_focus:
+            self._look(panel=panel, zoomed=True)
+        self._focus(widget)
+
+    def _focus(self, widget: Widget) -> None:
+        grid = self.query_one(RankGrid)
+        if widget.can_focus:
+            widget.focus()
+        elif grid.display:
+            grid.focus()
+        else:
+            self.set_focus(None)
+
+    def action_next_panel(self) -> None:
+        """Show the next panel that is not to be seen yet, or zoom the next one."""
+        there: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
+        begin = there.index(self.wish.panel) + 1 if self.wish.panel in there else 0
+        order = there[begin:] + there[:begin]
+        hidden = [name for name in order if not self.query_one(f"#{name}").display]
+        name = (order if self.wish.zoomed else hidden or order)[0]
+        self._look(panel=name)
+        self._focus(self.query_one(f"#{name}"))
+
+    def action_zoom(self) -> None:
+        """Give everything to the panel that was looked at last, or take it back."""
+        focused = self.focused
+        name = focused.id if focused is not None and not self.wish.zoomed else None
+        panel: PanelName = name if name in ("findings", "log") else self.wish.panel  # type: ignore[assignment]
+        self._look(panel=panel, zoomed=not self.wish.zoomed)
+        self._focus(self.query_one(f"#{panel}"))
+
+    def action_back(self) -> None:
+        """Undo one thing: zoom, filter, selection."""
+        grid = self.query_one(RankGrid)
+        if self.wish.zoomed:
+            self._look(zoomed=False)
+            grid.focus()
+        elif self.focused is not grid and grid.display:
+            grid.focus()
+        elif grid.filter_text:
+            grid.set_filter("")
+        elif self.selected_rank is not None:
+            self.select(None)
+        elif self.wish.panel == "ranks":
+            self._look(panel="loss")
+
+    def select(self, rank: int | None) -> None:
+        """Point every panel at a rank, or at none."""
+        self.selected_rank = rank
+        for panel in self.query(Panel):
+            panel.selected_rank = rank
+
+    @on(RankGrid.Picked)
+    def _picked(self, message: RankGrid.Picked) -> None:
+        self.select(message.rank)
+
+    @on(Findings.Picked)
+    def _pointed(self, message: Findings.Picked) -> None:
+        self.select(message.rank)
+
+    @on(RankGrid.Opened)
+    def _opened(self, message: RankGrid.Opened) -> None:
+        self.open_rank(message.rank)
+
+    def action_open_rank(self) -> None:
+        """Open the selected rank, or the first one."""
+        ranks = sorted(self.live.state.ranks)
+        if self.selected_rank is not None or ranks:
+            self.open_rank(self.selected_rank if self.selected_rank is not None else ranks[0])
+
+    def open_rank(self, rank: int) -> None:
+        """Show everything of one rank."""
+        from gputrain_tui.console.screens.rank import RankScreen
+
+        self.select(rank)
+        self.app.push_screen(RankScreen(self.live, rank))
+
+    def action_sort(self) -> None:
+        """Sort the table by the next column."""
+        self.query_one(RankGrid).sort_next()
+
+    def action_reverse(self) -> None:
+        """Turn the order of the table around."""
+        self.query_one(RankGrid).reverse_sort()
+
+    async def action_filter(self) -> None:
+        """Ask which ranks to show."""
+        from gputrain_tui.console.widgets.filter_line import FilterLine
+
+        line: FilterLine | None = next(iter(self.query(FilterLine)), None)
+        if line is None:
+            grid = self.query_one(RankGrid)
+            line = FilterLine(grid)
+            await self.mount(line, before=self.query_one(KeyBar))
+        line.ask()
+
+    def action_scale(self) -> None:
+        """Change between a linear and a logarithmic axis."""
+        for chart in self.query(BandChart):
+            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOWS[self._window])
+
+    def action_window(self) -> None:
+        """Show the whole run, or its last steps."""
+        self._window = (self._window + 1) % len(WINDOWS)
+        for chart in self.query(BandChart):
+            chart.show(last=WINDOWS[self._window])
+        self.query_one(LatenessMap).show(last=WINDOWS[self._window])
+
+    def action_smooth(self) -> None:
+        """Smooth the curves more, and from the most back to not at all."""
+        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
+        for chart in self.query(BandChart):
+            chart.show(last=WINDOWS[self._window], smoothing=SMOOTHINGS[self._smoothing])
+
+    def action_stop_run(self) -> None:
+        """Stop the run, after a question."""
+        if self.live.over:
+            self.app.say(f"{self.live.id} is {self.live.status} already")
+        else:
+            self.app.ask_to_stop(self.live.run)
+
+
+def _panels() -> frozenset[str]:
+    """Return the panels that there are."""
+    if importlib.util.find_spec(LOG_VIEW) is None:
+        return frozenset(PANELS) - {"log"}
+    return frozenset(PANELS)

@@ -1,0 +1,48 @@
+"""What a first start shows: what this is, and one key that makes something happen."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Container
+from textual.screen import Screen
+from textual.widgets import Static
+
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.widgets.key_bar import KeyBar
+
+STEPS = (
+    ("d", "train the demo: two processes on this machine's CPU, no GPU, no download, half a minute"),
+    ("2", "choose a recipe of your own, see what each machine will run, launch it"),
+    ("1", "see the machines and their GPUs"),
+    ("?", "every key"),
+)
+
+
+class WelcomeScreen(Screen[None]):
+    """The first screen of somebody who has no runs yet."""
+
+    PLACE = "welcome"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("welcome")]
+
+    def compose(self) -> ComposeResult:
+        """Yield the words."""
+        with Container(id="welcome"):
+            yield Static(Text("gputrain", style="bold"), id="title")
+            yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")
+            yield Static("There is no run on this machine yet.", id="state")
+            yield Static(_steps(), id="steps")
+            yield Static("Or from a shell:  gputrain run recipes/demo.toml", id="shell")
+        yield KeyBar(self.PLACE)
+
+
+def _steps() -> Text:
+    text = Text()
+    for key, what in STEPS:
+        text.append(f" {key} ", "bold reverse" if key == "d" else "bold")
+        text.append(f"  {what}\n")
+    text.rstrip()
+    return text

@@ -1,0 +1,203 @@
+"""Where the panels of a run stand: pure, by the terminal's size, the number of ranks, and what the person looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from textual.geometry import NULL_OFFSET, NULL_SPACING, Region, Size
+from textual.layout import ArrangeResult, Layout, WidgetPlacement
+from textual.widget import Widget
+
+PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log"]
+PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
+"""The panels in the order in which a key goes through them."""
+LEFT: tuple[PanelName, ...] = ("bars", "late")
+RIGHT: tuple[PanelName, ...] = ("findings", "log")
+"""Panels that share a place in the middle-sized layout."""
+GRID_HEAD = 2
+"""Lines of the rank table besides the ranks."""
+GAP = 2
+"""Cells between two columns of panels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is to be shown."""
+
+    ranks: int
+    panel: PanelName = "loss"
+    """What the person asked for last."""
+    left: PanelName = "bars"
+    """Of the panels that share the left place, the one asked for last."""
+    right: PanelName = "findings"
+    """Of those at the right."""
+    zoomed: bool = False
+    """Whether one panel has everything."""
+    joining: bool = False
+    """Whether the first step has not been made yet: charts would be empty."""
+    card: int = 0
+    """Lines that the culprit card wants; 0: nothing failed."""
+    has: Collection[str] = PANELS
+    """Panels that there are."""
+
+
+def kind(width: int, height: int) -> Literal["narrow", "medium", "wide"]:
+    """Return which of three layouts fits."""
+    if width < 96 or height < 28:
+        return "narrow"
+    return "wide" if width >= 160 and height >= 44 else "medium"
+
+
+def arrange(width: int, height: int, wish: Wish) -> dict[str, Region]:
+    """Return the panels that are shown and where; they never overlap, and leave no row unused."""
+    if width < 1 or height < 1:
+        return {}
+    if wish.zoomed:
+        return {wish.panel: Region(0, 0, width, height)}
+    placed: dict[str, Region] = {}
+    area = Region(0, 0, width, height)
+    if wish.card:
+        card = min(wish.card, max(height // 2, 3))
+        placed["culprit"], area = area.split_horizontal(card)
+    layout = {"narrow": _narrow, "medium": _medium, "wide": _wide}[kind(width, height)]
+    placed |= layout(area, wish)
+    return {name: region for name, region in placed.items() if region.width > 0 and region.height > 0}
+
+
+def _narrow(area: Region, wish: Wish) -> dict[str, Region]:
+    """The table and one panel below it."""
+    if wish.panel == "ranks" or area.height < 8:
+        return {"ranks": area}
+    top, below = area.split_horizontal(_grid_height(area, wish, share=0.45))
+    return {"ranks": top, _one(wish): below}
+
+
+def _one(wish: Wish) -> str:
+    if wish.joining and wish.panel in ("loss", "sync", "bars", "late"):
+        return "joining"
+    return wish.panel
+
+
+def _medium(area: Region, wish: Wish) -> dict[str, Region]:
+    if _few(area, wish):
+        top, rest = area.split_horizontal(_grid_height(area, wish, share=0.34))
+        if wish.joining:
+            joining, bottom = rest.split_horizontal(rest.height * 3 // 5)
+            return {"ranks": top, "joining": joining, wish.right: bottom}
+        charts, bottom = rest.split_horizontal((rest.height + 1) // 2)
+        loss, sync = _columns(charts, 2)
+        left, right = _columns(bottom, 2)
+        return {"ranks": top, "loss": loss, "sync": sync, wish.left: left, wish.right: right}
+    upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 6))
+    left, right = _columns(upper, 2)
+    if wish.joining:
+        return {"ranks": left, "joining": right, wish.right: bottom}
+    loss, sync, late = _rows(right, 3)
+    bars, told = _columns(bottom, 2)
+    return {"ranks": left, "loss": loss, "sync": sync, "late": late, "bars": bars, wish.right: told}
+
+
+def _wide(area: Region, wish: Wish) -> dict[str, Region]:
+    has_log = "log" in wish.has
+    if _few(area, wish):
+        top, rest = area.split_horizontal(_grid_height(area, wish, share=0.34))
+        if wish.joining:
+            joining, bottom = rest.split_horizontal(rest.height * 3 // 5)
+            return {"ranks": top, "joining": joining, **_told(bottom, has_log)}
+        charts, bottom = rest.split_horizontal((rest.height + 1) // 2)
+        loss, sync = _columns(charts, 2)
+        left, right = _columns(bottom, 2)
+        bars, late = _rows(left, 2)
+        if has_log:
+            findings, log = right.split_horizontal(max(right.height // 3, 5))
+            told = {"findings": findings, "log": log}
+        else:
+            told = {"findings": right}
+        return {"ranks": top, "loss": loss, "sync": sync, "bars": bars, "late": late, **told}
+    upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 8))
+    left, right = _columns(upper, 2)
+    if wish.joining:
+        return {"ranks": left, "joining": right, **_told(bottom, has_log)}
+    loss, sync, late = _rows(right, 3)
+    if has_log:
+        bars, findings, log = _columns(bottom, 3)
+        low = {"bars": bars, "findings": findings, "log": log}
+    else:
+        bars, findings = _columns(bottom, 2)
+        low = {"bars": bars, "findings": findings}
+    return {"ranks": left, "loss": loss, "sync": sync, "late": late, **low}
+
+
+def _told(area: Region, has_log: bool) -> dict[str, Region]:
+    if not has_log:
+        return {"findings": area}
+    findings, log = _columns(area, 2)
+    return {"findings": findings, "log": log}
+
+
+def _few(area: Region, wish: Wish) -> bool:
+    """Return whether the whole table fits above the charts."""
+    return wish.ranks + GRID_HEAD <= max(area.height * 0.34, 6)
+
+
+def _grid_height(area: Region, wish: Wish, *, share: float) -> int:
+    """Return the lines of a table above other panels: what it needs and a blank one, within its share."""
+    return min(wish.ranks + GRID_HEAD + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
+
+
+def _columns(area: Region, count: int) -> list[Region]:
+    """Cut an area into columns of about equal width with a gap between them."""
+    usable = area.width - GAP * (count - 1)
+    edges = [round(usable * index / count) for index in range(count + 1)]
+    return [Region(area.x + edges[i] + GAP * i, area.y, edges[i + 1] - edges[i], area.height) for i in range(count)]
+
+
+def _rows(area: Region, count: int) -> list[Region]:
+    """Cut an area into rows of about equal height."""
+    edges = [round(area.height * index / count) for index in range(count + 1)]
+    return [Region(area.x, area.y + edges[i], area.width, edges[i + 1] - edges[i]) for i in range(count)]
+
+
+class Placing(Layout):
+    """Places children by their ids; those that are not named are not shown."""
+
+    name = "placing"
+
+    def __init__(self) -> None:
+        self.placed: dict[str, Region] = {}
+
+    def arrange(self, parent: Widget, children: list[Widget], size: Size, greedy: bool = True) -> ArrangeResult:
+        """Return where each child stands."""
+        return [
+            WidgetPlacement(region, NULL_OFFSET, NULL_SPACING, child)
+            for child in children
+            if (region := self.placed.get(child.id or "")) is not None
+        ]
+
+
+class Stage(Widget):
+    """Holds panels that stand where a pure function says."""
+
+    DEFAULT_CSS = """
+    Stage { height: 1fr; width: 1fr; }
+    """
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._placing = Placing()
+
+    @property
+    def layout(self) -> Layout:
+        """Not one of the style sheet's layouts."""
+        return self._placing
+
+    def place(self, placed: dict[str, Region]) -> None:
+        """Show the named panels where they are to stand, and hide the others."""
+        if placed == self._placing.placed and all(child.display == (child.id in placed) for child in self.children):
+            return
+        self._placing.placed = placed
+        for child in self.children:
+            child.display = child.id in placed
+        self.refresh(layout=True)

@@ -1,0 +1,75 @@
+"""The line in which ranks are chosen by words, checked while it is typed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.widgets import Input, Static
+
+from gputrain_tui.console.widgets.rank_grid import RankGrid
+from trainer.errors import RequestError
+
+HINT = "5  node3  rank:0-7  state:failed  late>5  !host:node1"
+
+
+class FilterLine(Horizontal):
+    """A line over the footer; Enter keeps the filter, Escape takes it away."""
+
+    DEFAULT_CSS = """
+    FilterLine { dock: bottom; height: 1; margin-bottom: 1; background: $boost; display: none; }
+    FilterLine.-open { display: block; }
+    FilterLine > #mark { width: 9; padding: 0 1; color: $accent; }
+    FilterLine > Input { width: 1fr; border: none; height: 1; padding: 0; background: transparent; }
+    FilterLine > #hint { width: auto; max-width: 60%; padding: 0 1; color: $foreground 60%; }
+    FilterLine > #hint.-wrong { color: $warning; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Clear", show=False)]
+
+    def __init__(self, grid: RankGrid) -> None:
+        super().__init__()
+        self._grid = grid
+
+    def compose(self) -> ComposeResult:
+        """Yield the field and what it says."""
+        yield Static("filter", id="mark")
+        yield Input(compact=True)
+        yield Static(HINT, id="hint", markup=False)
+
+    def ask(self) -> None:
+        """Open the line."""
+        self.add_class("-open")
+        field = self.query_one(Input)
+        field.value = self._grid.filter_text
+        field.focus()
+
+    def action_leave(self) -> None:
+        """Take the filter away and close the line."""
+        self._grid.set_filter("")
+        self._close()
+
+    def _close(self) -> None:
+        self.remove_class("-open")
+        self._grid.focus()
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        hint = self.query_one("#hint", Static)
+        try:
+            self._grid.set_filter(event.value)
+        except RequestError as error:
+            hint.update(str(error))
+            hint.add_class("-wrong")
+        else:
+            hint.update(HINT)
+            hint.remove_class("-wrong")
+
+    @on(Input.Submitted)
+    def _submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self._close()

@@ -1,0 +1,121 @@
+"""What is known of one rank, in columns of name and value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gputrain_tui.console.ramp import Ramp
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, headline
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.headless import loss_text, percent
+from gputrain_tui.state import RankView, RunState
+from gputrain_tui.tables import duration, printable, size
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
+
+Fact = tuple[str, str, str]
+"""Name, value, and the role of the value."""
+
+NAME = 14
+VALUE = 22
+"""Cells of a name and of a value."""
+
+
+def facts(state: RunState, rank: int, now: float) -> list[Fact]:
+    """Return what is known, the most asked for first."""
+    view = state.ranks.get(rank)
+    if view is None:
+        return [("state", "never heard of", "dim")]
+    last, recent, gpu, process = view.last, view.recent, view.gpu, view.process
+    late = state.lateness().get(rank)
+    heard = None if view.time is None else max(0.0, now - view.time)
+    found: list[Fact] = [
+        ("state", view.state or "not started", "error" if view.state == "failed" else "bright"),
+        ("last heard of", f"{duration(heard)} ago" if heard is not None and state.ended is None else EMPTY, "bright"),
+        ("host", printable(view.host or EMPTY), "bright"),
+        ("device", printable(_device(view)), "bright"),
+        ("local rank", EMPTY if view.local_rank is None else str(view.local_rank), "bright"),
+        ("pid", EMPTY if view.pid is None else str(view.pid), "bright"),
+        ("step", f"{view.step:,}" if last else EMPTY, "bright"),
+        ("loss", loss_text(last.loss if last else None), "title"),
+        ("samples/s", current(recent.samples_per_s), "bright"),
+        ("samples", f"{view.totals.samples:,}" if last else EMPTY, "bright"),
+        ("norm", current(last.grad_norm if last else None), "bright"),
+        ("local norm", current(last.local_grad_norm if last else None), "bright"),
+        ("step ms", current(recent.mean_step_ms), "bright"),
+        ("data ms", current(last.data_ms if last else None), "bright"),
+        ("forward ms", current(last.forward_ms if last else None), "bright"),
+        ("backward ms", current(last.backward_ms if last else None), "bright"),
+        ("sync wait ms", current(recent.mean_exposed_ms), "bright"),
+        ("optimizer ms", current(last.optimizer_ms if last else None), "bright"),
+        ("late ms", current(late), "bright"),
+        ("sync share", percent(recent.sync_share), "bright"),
+        ("memory", size(view.memory_bytes) or EMPTY, "bright"),
+    ]
+    if gpu is not None:
+        found += [
+            ("GPU use", _with(gpu.utilization_percent, "%"), "bright"),
+            ("temperature", _with(gpu.temperature_celsius, "°C"), "bright"),
+            ("power", _with(gpu.power_watts, "W"), "bright"),
+            ("clock", _with(gpu.sm_clock_mhz, "MHz"), "bright"),
+            ("throttled by", ", ".join(gpu.throttle_reasons) or "nothing",
+             "warning" if gpu.throttle_reasons else "bright"),
+        ]  # fmt: skip
+    if process is not None:
+        found += [
+            ("CPU use", _with(process.cpu_percent, "%"), "bright"),
+            ("waits for CPU", _with(process.wait_percent, "%"), "bright"),
+        ]
+    return found
+
+
+def _device(view: RankView) -> str:
+    return view.device or EMPTY
+
+
+def _with(value: float | None, unit: str) -> str:
+    return EMPTY if value is None else f"{value:.0f} {unit}"
+
+
+def draw_facts(rank: int, found: list[Fact], width: int, height: int, message: str = "") -> list[Row]:
+    """Return the facts as ``height`` rows of ``width`` cells, column by column."""
+    rights: list[Row] = [[(printable(message), "warning")]] if message else []
+    rows: list[Row] = [headline(width, [(f"rank {rank}", "title")], rights)]
+    columns = max(min(width // (NAME + VALUE), 6), 1)
+    lines = max(min(height - 1, -(-len(found) // columns)), 1)
+    wide = width // columns
+    for y in range(lines):
+        row: Row = []
+        for x in range(columns):
+            index = x * lines + y
+            if index < len(found):
+                name, value, role = found[index]
+                room = max(wide - NAME - 2, 1)
+                text = value if len(value) <= room else value[: room - 1] + "…"
+                row += [(f" {name.ljust(NAME - 1)}", "dim"), (text.ljust(room), role), ("  ", "base")]
+        rows.append(row)
+    return [cut(row, width) for row in [*rows, *([[]] * height)][:height]]
+
+
+def facts_height(width: int, count: int) -> int:
+    """Return the lines that so many facts want."""
+    return 1 + -(-count // max(min(width // (NAME + VALUE), 6), 1))
+
+
+class RankFacts(Panel):
+    """The facts of the selected rank."""
+
+    live: LiveRun
+
+    def seen_version(self) -> object:
+        """Also how long ago it was heard of."""
+        live = self.live
+        return live.version, None if live.over else int(live.now())
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the facts."""
+        rank = self.selected_rank or 0
+        view = self.live.state.ranks.get(rank)
+        message = (view.message or "") if view is not None else ""
+        return draw_facts(rank, facts(self.live.state, rank, self.live.now()), width, height, message)

@@ -1,0 +1,213 @@
+"""The first lines of a run: how it goes, how far it is and how well it uses its machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gputrain_tui.console.ramp import Ramp
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, length
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.headless import loss_text
+from gputrain_tui.state import RunState
+from gputrain_tui.tables import duration, printable
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
+
+MARKS: dict[str, tuple[str, str]] = {
+    "starting": ("◌", "bright"),
+    "running": ("●", "accent"),
+    "stopping": ("◍", "warning"),
+    "finished": ("✓", "bright"),
+    "stopped": ("■", "bright"),
+    "failed": ("✗", "error"),
+    "lost": ("?", "warning"),
+}
+"""Mark and role per status."""
+BAR = (8, 48)
+"""Least and greatest width of the progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of a whole run at one moment; None: not measured."""
+
+    step: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    """Mean of the ranks' newest losses, nats."""
+    samples_per_s: float | None = None
+    """Of all ranks together, over their last events."""
+    efficiency: float | None = None
+    """Share of step time in which the ranks computed: forward, backward and optimizer, 0 to 1."""
+    sync_share: float | None = None
+    """Share of step time in which they waited for the gradient synchronisation, 0 to 1."""
+
+
+def summarise(state: RunState) -> Summary:
+    """Take the figures in one pass over the ranks, which stays cheap with a thousand of them."""
+    steps: list[int] = []
+    epoch = 0
+    loss, losses = 0.0, 0
+    rate, rates = 0.0, 0
+    parts = working = synced = exposed = 0.0
+    for view in state.ranks.values():
+        last = view.last
+        if last is None:
+            continue
+        steps.append(last.step)
+        epoch = last.epoch if not epoch else min(epoch, last.epoch)
+        if last.loss is not None:
+            loss += last.loss
+            losses += 1
+        new, old = view.totals, view.marks[0]
+        step_ms = new.step_ms - old.step_ms
+        if step_ms > 0:
+            rate += 1000 * (new.timed_samples - old.timed_samples) / step_ms
+            rates += 1
+        parts += new.parts_ms - old.parts_ms
+        working += new.compute_ms - old.compute_ms + new.optimizer_ms - old.optimizer_ms
+        synced += new.synced_ms - old.synced_ms
+        exposed += new.exposed_ms - old.exposed_ms
+    return Summary(
+        step=min(steps, default=0),
+        epoch=epoch,
+        loss=loss / losses if losses else None,
+        samples_per_s=rate if rates else None,
+        efficiency=working / parts if parts > 0 else None,
+        sync_share=exposed / synced if synced > 0 else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heading:
+    """What the header shows."""
+
+    status: str
+    name: str
+    """The recipe's."""
+    id: str
+    world_size: int
+    hosts: int
+    summary: Summary
+    total: int | None = None
+    """Steps after which the training ends."""
+    max_epochs: int = 0
+    elapsed_s: float | None = None
+    eta_s: float | None = None
+    reading: float | None = None
+    """Share of the record that was read, while it is being read."""
+    note: str = ""
+    """Such as a message of the supervisor."""
+
+
+def draw_header(head: Heading, width: int, height: int) -> list[Row]:
+    """Return the header as ``height`` rows of ``width`` cells."""
+    return [cut(_names(head, width), width), cut(_figures(head, width), width)][:height]
+
+
+def _names(head: Heading, width: int) -> Row:
+    mark, role = MARKS.get(head.status, ("·", "bright"))
+    left: Row = [(f" {mark} ", role), (head.status, role if role != "bright" else "title")]
+    right: Row = []
+    if head.elapsed_s is not None:
+        right += [("elapsed ", "dim"), (duration(head.elapsed_s).rjust(7), "bright")]
+    if head.reading is not None:
+        right += [("   reading the record ", "dim"), (f"{head.reading:4.0%}", "accent")]
+    elif head.eta_s is not None and head.status == "running":
+        right += [("   left ", "dim"), (duration(head.eta_s).rjust(7), "bright")]
+    right.append((" ", "base"))
+    ranks = f"{head.world_size:,} rank{'s' * (head.world_size != 1)}"
+    if head.hosts > 1:
+        ranks += f" on {head.hosts:,} hosts"
+    for text, style in ((head.name, "title"), (ranks, "bright"), (head.id, "dim"), (head.note, "warning")):
+        more: Row = [("   ", "base"), (printable(text), style)]
+        if text and length(left) + length(more) + length(right) + 2 <= width:
+            left += more
+    gap = width - length(left) - length(right)
+    return [*left, (" " * max(gap, 1), "base"), *right]
+
+
+def _figures(head: Heading, width: int) -> Row:
+    """Return progress bar and figures; what matters least goes first when there is little room."""
+    s = head.summary
+    total = f"{head.total:,}" if head.total else ""
+    step = f"{s.step:,}".rjust(max(len(total), 5)) if s.step else EMPTY.rjust(5)
+    epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
+    fields: list[tuple[int, Row]] = [
+        (0, [("step ", "dim"), (step, "bright"), (f"/{total}" if total else "", "dim")]),
+        (5, [("epoch ", "dim"), (epochs, "bright")]),
+        (1, [("loss ", "dim"), (loss_text(s.loss).rjust(6), "title")]),
+        (2, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
+        (4, [("efficiency ", "dim"), (_percent(s.efficiency), "bright")]),
+        (3, [("sync ", "dim"), (_percent(s.sync_share), "bright")]),
+    ]
+    if head.world_size == 1:
+        fields = [field for field in fields if field[0] != 3]
+    progress = min(s.step / head.total, 1.0) if head.total else None
+    chosen = list(fields)
+    while len(chosen) > 1 and _taken(chosen, progress) > width:
+        least = max(order for order, _ in chosen)
+        chosen = [field for field in chosen if field[0] != least]
+    row: Row = [(" ", "base")]
+    if progress is not None:
+        room = width - _taken(chosen, None) - 7
+        wide = max(min(room, BAR[1]), BAR[0])
+        done = round(progress * wide)
+        row += [("━" * done, "accent"), ("─" * (wide - done), "rule"), (f" {progress:4.0%}", "bright"), ("   ", "base")]
+    for index, (_, pieces) in enumerate(chosen):
+        row += [*([("   ", "base")] if index else []), *pieces]
+    return row
+
+
+def _taken(fields: list[tuple[int, Row]], progress: float | None) -> int:
+    return 1 + sum(length(row) + 3 for _, row in fields) - 3 + (BAR[0] + 8 if progress is not None else 0)
+
+
+def _rate(value: float | None) -> str:
+    return EMPTY if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return (EMPTY if share is None else f"{share:.0%}").rjust(4)
+
+
+class RunHeader(Panel):
+    """Two lines on top of a run's screens."""
+
+    DEFAULT_CSS = """
+    RunHeader { dock: top; height: 2; background: $panel; }
+    """
+
+    live: LiveRun
+
+    def seen_version(self) -> object:
+        """The clock ticks also while nothing happens."""
+        elapsed = self.live.elapsed_s
+        return self.live.version, int(elapsed) if elapsed is not None else None
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the header."""
+        return draw_header(heading(self.live), width, height)
+
+
+def heading(live: LiveRun) -> Heading:
+    """Return what is told of a run."""
+    state = live.state
+    status = live.status
+    hosts = {view.host for view in state.ranks.values()} - {None}
+    return Heading(
+        status=status,
+        name=state.recipe or live.run.status.recipe,
+        id=live.id,
+        world_size=state.world_size,
+        hosts=len(hosts),
+        summary=summarise(state),
+        total=state.updates_total,
+        max_epochs=state.max_epochs,
+        elapsed_s=live.elapsed_s,
+        eta_s=state.eta_s,
+        reading=live.reading,
+        note="its supervisor was killed" if status == "lost" else "",
+    )
