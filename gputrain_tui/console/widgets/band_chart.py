@@ -107,7 +107,7 @@ def _limits(curve: Curve) -> tuple[float, float] | None:
                 high = value
     if not isfinite(low) or not isfinite(high):
         return None
-    low, high = max(low, -GREATEST), min(high, GREATEST)
+    low, high = (min(max(value, -GREATEST), GREATEST) for value in (low, high))
     return (max(low, LEAST), max(high, LEAST)) if curve.scale == "log" else (low, high)
 
 
@@ -127,7 +127,11 @@ class _Axis:
                 ticks = [f * 10.0**d for d in decades for f in factors if self.low <= log10(f) + d <= self.high]
                 if len(ticks) <= most:
                     break
-            self.ticks = ticks[:: max(1, ceil(len(ticks) / most))] or [low]
+            if len(ticks) < 2:  # less than a decade: evenly spaced ones say more
+                low, high = 10**self.low, 10**self.high
+                step = nice_step(high - low, most)
+                ticks = [n * step for n in range(ceil(low / step), floor(high / step) + 1)]
+            self.ticks = ticks[:: max(1, ceil(len(ticks) / most))]
             return
         if high - low <= max(1e-9 * max(abs(low), abs(high)), LEAST):  # a constant stands in the middle
             pad = abs(high) * 0.1 if abs(high) > LEAST else 1.0
@@ -239,7 +243,7 @@ def steps_row(first: int, last: int, width: int) -> Row:
     free = max(width - len(end), 0)
     line[free:] = end
     if last > first:
-        distance = max(1, int(nice_step(last - first, max(1, cells // 10))))
+        distance = max(1, int(nice_step(last - first, max(1, cells // 9))))
         busy = LABEL
         for step in range(-(-first // distance) * distance, last, distance):
             text = f"{step:,}"

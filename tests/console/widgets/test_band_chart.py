@@ -48,6 +48,12 @@ def test_a_logarithmic_curve_has_round_decades() -> None:
     assert_frame("band_chart_log", rows, 58, 12)
 
 
+def test_a_logarithmic_curve_within_a_decade_still_has_labels() -> None:
+    rows = draw_curve(curve_of([1.3 + n / 50 for n in range(50)], scale="log"), 40, 12)
+    labels = [text_of(row)[:6].strip() for row in rows[1:-1]]
+    assert len(set(labels) - {""}) >= 2
+
+
 @pytest.mark.parametrize(
     ("values", "marks"),
     [
