@@ -144,7 +144,12 @@ class Loop:
         self._save_now = self._time_is_up = False
         self._last_said = 0.0
         self._checkpoints = (
-            CheckpointWriter(here.checkpoints, keep_last=options.keep_last, on_saved=self._checkpoint_saved)
+            CheckpointWriter(
+                here.checkpoints,
+                keep_last=options.keep_last,
+                on_saved=self._checkpoint_saved,
+                on_failed=self._checkpoint_failed,
+            )
             if here.checkpoints is not None and here.rank == 0
             else None
         )
@@ -358,6 +363,21 @@ class Loop:
         self.here.writer.write(
             record.Checkpoint(
                 time=time.time(), step=saved.step, path=str(saved.path), bytes=saved.bytes, write_ms=saved.write_ms
+            )
+        )
+
+    def _checkpoint_failed(self, step: int, why: str) -> None:
+        """A full disk costs the checkpoint, not the training; the record says so."""
+        self.here.say(why)
+        self.here.writer.write(
+            record.Finding(
+                time=time.time(),
+                kind="checkpoint_lost",
+                severity="critical",
+                rank=self.here.rank,
+                step=step,
+                message=why,
+                advice="free space in the checkpoint folder; the training goes on and the next checkpoint is tried",
             )
         )
 

@@ -57,7 +57,7 @@ class _Rank:
             self.writer.flush()
             self.assignment.failed(failure)
             self.writer.close()
-            # Peers may be gone: a group that cannot be left in order is left as it is.
+            distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         self.set_state("finished")
         self.writer.flush()
