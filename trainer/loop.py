@@ -22,7 +22,7 @@ from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
 from trainer.desync import check as check_desync
 from trainer.errors import RequestError, TrainingError
 from trainer.evaluate import Evaluation, evaluate
-from trainer.model import accumulate, clip, compression, shapes, to_device, trainable, unwrap, wrap
+from trainer.model import accumulate, clip, compression, is_out_of_memory, shapes, to_device, trainable, unwrap, wrap
 from trainer.optim import Schedule, build_optimizer
 from trainer.options import Training
 from trainer.reading import mixed
@@ -219,7 +219,9 @@ class Loop:
                     scaled = local_sum * (self.here.world_size / denominator)
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")
-            except (torch.OutOfMemoryError, MemoryError) as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise OutOfMemoryError(self._out_of_memory(batch, error)) from error
             loss_sum = loss_sum + local_sum.detach()
             samples += micro.samples

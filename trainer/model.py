@@ -115,6 +115,13 @@ def shapes(batch: Any) -> str:
     return type(batch).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or on the host, where torch's allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the optimizer and the gradient norm see."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 import traceback
@@ -17,6 +16,7 @@ from trainer.assignment import RankAssignment
 from trainer.checkpoint import CheckpointError, load, newest
 from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.loop import Loop, NonFiniteError, OutOfMemoryError, Surroundings
+from trainer.model import is_out_of_memory
 from trainer.options import Training
 from trainer.outcome import is_lost_peer
 from trainer.record import EventWriter, Failure, RankStateName, RunDir
@@ -185,7 +185,7 @@ def _kind(error: Exception) -> str:
     """Sort an error into the record's kinds of failure."""
     if isinstance(error, RequestError | CheckpointError):
         return "request"
-    if isinstance(error, OutOfMemoryError | torch.OutOfMemoryError | MemoryError) or _is_cpu_out_of_memory(error):
+    if isinstance(error, OutOfMemoryError) or is_out_of_memory(error):
         return "out_of_memory"
     if isinstance(error, NonFiniteError):
         return "non_finite"
@@ -194,14 +194,6 @@ def _kind(error: Exception) -> str:
     if is_lost_peer(str(error)):
         return "lost_peer"
     return "training" if isinstance(error, TrainingError) else "exception"
-
-
-def _is_cpu_out_of_memory(error: Exception) -> bool:
-    """Torch's CPU allocator raises a plain RuntimeError."""
-    return (
-        isinstance(error, RuntimeError)
-        and re.search(r"DefaultCPUAllocator|can't allocate memory", str(error)) is not None
-    )
 
 
 def _say(line: str) -> None:

@@ -232,3 +232,52 @@ def test_the_language_models_loss_curve_does_not_depend_on_how_the_global_batch_
     assert len(one) == 50
     assert two == pytest.approx(one, rel=1e-5)
     assert accumulated == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("raise", "exception", "ArithmeticError: the answer is not 42"),
+        ("memory", "out_of_memory", "out of memory at step 3, batch [5, 8] float32, [5, 3] int64"),
+        ("exit", "exit", "exit code 7"),
+        ("kill", "signal", "SIGKILL"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_run_at_once_and_is_named(
+    tmp_path: Path, fault: str, kind: str, message: str
+) -> None:
+    flags = ("--batch-size", 5, "--max-epochs", 1000, "--fault-rank", 1, "--fault-step", 3, "--fault", fault)
+    done = train(tmp_path, *flags, ranks=2)
+    assert done.code == 1
+    result = json.loads((tmp_path / "nodes" / "0.json").read_text())
+    assert (result["failure"]["rank"], result["failure"]["kind"]) == (1, kind)
+    assert message in result["failure"]["message"]
+    assert sum(event["steps"] for event in done.of("step", 0)) <= 3
+
+
+def test_dropout_differs_between_ranks_and_repeats_with_the_seed(tmp_path: Path) -> None:
+    flags = ("--batch-size", 5, "--max-epochs", 1, "--dropout", 0.5)
+    same = [train(tmp_path / name, *flags, ranks=2).parameters for name in ("first", "second")]
+    assert torch.equal(*same)
+    other = train(tmp_path / "other", *flags, "--seed", 2, ranks=2).parameters
+    assert not torch.equal(same[0], other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--task", TASK.replace(":TinyTask", ":OtherTask")), "is of task"),
+        (("--width", 17), "does not fit this model"),
+        (("--resume", "nowhere.pt"), "nowhere.pt"),
+    ],
+    ids=["another task", "another shape", "no file"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, flags: tuple[object, ...], line: str
+) -> None:
+    limits = ("--batch-size", 10, "--max-updates", 3)
+    assert train(tmp_path / "first", *limits).code == 0
+    done = train(tmp_path / "second", *limits, "--resume", tmp_path / "first" / "checkpoints", *flags)
+    assert done.code == 2, done.output
+    assert len([text for text in done.output.splitlines() if line in text]) == 1
+    assert "Traceback" not in done.output

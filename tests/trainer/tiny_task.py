@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainer.distributed import get_rank
 from trainer.tasks.task import SizedDataset, Task
 
 
@@ -27,7 +27,8 @@ class TinyOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     fault_rank: int = -1
     fault_step: int = -1
     fault: str = ""
-    """What happens at the fault's rank and step: ``raise``, ``exit``, ``kill``, ``memory``, ``hang``."""
+    """What happens at the fault's rank and step: ``raise``, ``exit``, ``kill`` or ``memory``."""
+    width: int = 16
 
 
 class TinyTask(Task):
@@ -43,8 +44,13 @@ class TinyTask(Task):
         return {"train": _Points(self.options.samples, 7), "valid": _Points(self.options.valid_samples, 8)}
 
     def model(self) -> nn.Module:
+        width = self.options.width
         model = nn.Sequential(
-            nn.Linear(8, 16), nn.Tanh(), nn.Dropout(self.options.dropout), nn.Linear(16, 12), _Poison(self.options)
+            nn.Linear(8, width),
+            nn.Tanh(),
+            nn.Dropout(self.options.dropout),
+            nn.Linear(width, 12),
+            _Poison(self.options),
         )
         return model.double() if self.options.double else model
 
@@ -61,7 +67,7 @@ class TinyTask(Task):
 
     def _fault(self) -> None:
         options = self.options
-        if self.calls != options.fault_step or int(os.environ.get("TINY_RANK", "-1")) != options.fault_rank:
+        if self.calls != options.fault_step or get_rank() != options.fault_rank:
             return
         match options.fault:
             case "raise":
@@ -72,8 +78,6 @@ class TinyTask(Task):
                 os.kill(os.getpid(), 9)
             case "memory":
                 torch.empty(1 << 60, dtype=torch.uint8)
-            case "hang":
-                time.sleep(3600)
 
 
 class _Poison(nn.Module):
@@ -107,3 +111,7 @@ class _Points:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
+
+
+class OtherTask(TinyTask):
+    """The same, under another name."""
