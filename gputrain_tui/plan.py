@@ -111,8 +111,6 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     """
     from gputrain_tui.devices import Devices
 
-    if recipe.script is not None:
-        raise RequestError(f"{recipe.where('train', 'script')}: this version runs tasks only; name one in train.task")
     devices = Devices(inventories, share=recipe.launch.share_devices, cuda_visible_devices=local.cuda_visible_devices)
     machines, shares = [], []
     for index, node in enumerate(recipe.cluster.nodes):
@@ -143,8 +141,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                     *("-m", "trainer"),
                     *flags,
                     *to_flags(recipe.launch),
-                    *to_flags(recipe.train),
-                    *task_flags(recipe.task_options),
+                    *_what_to_train(recipe),
                 ],
                 env=_environment(recipe, share, init_method, machines, local),
             )
@@ -162,10 +159,23 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
 def with_run_dir(plan: Plan, run_dir: str) -> Plan:
     """Return the plan of a run that is recorded in a directory."""
     nodes = [
-        msgspec.structs.replace(node, argv=[*node.argv, "--run-dir", run_dir, "--node", str(node.node)])
+        msgspec.structs.replace(node, argv=with_flags(node.argv, "--run-dir", run_dir, "--node", str(node.node)))
         for node in plan.nodes
     ]
     return msgspec.structs.replace(plan, nodes=nodes)
+
+
+def with_flags(argv: Sequence[str], *flags: str) -> list[str]:
+    """Return a command with more flags for the trainer, before the arguments of a script."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [*argv[:end], *flags, *argv[end:]]
+
+
+def _what_to_train(recipe: Recipe) -> list[str]:
+    if recipe.script is None:
+        return [*to_flags(recipe.train), *task_flags(recipe.task_options)]
+    arguments = recipe.script.args
+    return ["--script", recipe.script.script, *(["--", *arguments] if arguments else [])]
 
 
 def task_flags(options: Mapping[str, Any]) -> list[str]:
@@ -221,6 +231,10 @@ def _init_method(recipe: Recipe, machines: Sequence[str], world_size: int, local
         if asked != "auto":
             raise RequestError(f"{where} is {asked!r}, but the run has a single rank, which meets nobody; remove it")
         return None
+    if recipe.script is not None and asked.startswith("file://"):
+        raise RequestError(
+            f"{where} is {asked!r}, but a script meets at MASTER_ADDR and MASTER_PORT: use tcp://HOST:PORT or auto"
+        )
     if several:
         _refuse_loopback(recipe, machines, local)
     if asked.startswith("tcp://"):

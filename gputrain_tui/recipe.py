@@ -17,7 +17,7 @@ from msgspec import Meta
 from gputrain_tui.pytext import is_pytext, translate
 from gputrain_tui.recipe_source import Key, RecipeError, Source, override, parse, read
 from trainer.errors import RequestError, nearest
-from trainer.options import Distributed, Training
+from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe
 
 __all__ = [
@@ -113,13 +113,6 @@ class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "nodes")
 """The keys of ``[cluster]``."""
-
-
-class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody else's training script instead of a task."""
-
-    script: Annotated[str, Meta(min_length=1, description="a Python script to run instead of a task")]
-    args: Annotated[tuple[str, ...], Meta(description="the script's arguments")] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,12 +354,25 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
         script = _check(Script, {key: table[key] for key in table if key in of_script}, source, "train")
     if script is not None and train.task:
         raise RecipeError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
+    if script is not None:
+        _refuse_options_of_tasks(source, own)
     if script is None and not train.task:
         from trainer.tasks.registry import BUILT_IN
 
         missing = source.where(("train", "task"))
         raise RecipeError(f"{missing} is missing: {', '.join(BUILT_IN)}, or your own as module:Class or path.py:Class")
     return train, launch, script
+
+
+def _refuse_options_of_tasks(source: Source, own: set[str]) -> None:
+    """A script brings its own loop: what ``[train]`` says of batches and optimizers would reach nobody."""
+    for key in source.data["train"]:
+        if key == "resume":
+            raise RecipeError(f"{source.where(('train', key))} is for tasks: a script resumes by its own train.args")
+        if key in own and key != "task":
+            raise RecipeError(
+                f"{source.where(('train', key))} is for tasks, but train.script runs a script; use train.args"
+            )
 
 
 def _belongs_in_task(source: Source, key: str) -> str:

@@ -9,11 +9,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gputrain_tui.addresses import free_port
-from gputrain_tui.plan import Plan, is_loopback
+from gputrain_tui.plan import Plan, is_loopback, with_flags
 from trainer.record import RunDir
 
 INIT_FLAG = "--distributed-init-method"
 RESUME_FLAG = "--resume"
+SCRIPT_FLAG = "--script"
 
 
 def max_restarts(run_dir: RunDir) -> int:
@@ -28,13 +29,16 @@ def max_restarts(run_dir: RunDir) -> int:
 
 
 def again(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return the plan for all nodes once more, from the last checkpoint where there is one."""
+    """Return the plan for all nodes once more, from the last checkpoint where there is one.
+
+    A script looks for its checkpoint itself.
+    """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
     resume = str(run_dir.checkpoints) if any(run_dir.checkpoints.iterdir()) else None
     nodes = []
     for node in plan.nodes:
-        words = _with_flag(node.argv, INIT_FLAG, init_method) if INIT_FLAG in node.argv and init_method else node.argv
-        if resume is not None:
+        words = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
+        if resume is not None and SCRIPT_FLAG not in words:
             words = _with_flag(words, RESUME_FLAG, resume)
         nodes.append(msgspec.structs.replace(node, argv=list(words)))
     return msgspec.structs.replace(plan, nodes=nodes, init_method=init_method)
@@ -57,9 +61,10 @@ def fresh_init_method(init_method: str) -> str:
 
 
 def _with_flag(words: Sequence[str], flag: str, value: str) -> list[str]:
-    """Set a flag's value, in place where it stands, else at the end."""
+    """Set a flag's value, in place where it stands, else at the end of the trainer's flags."""
     changed = list(words)
-    if flag in changed:
-        changed[changed.index(flag) + 1] = value
+    ours = changed[: changed.index("--")] if "--" in changed else changed
+    if flag in ours:
+        changed[ours.index(flag) + 1] = value
         return changed
-    return [*changed, flag, value]
+    return with_flags(changed, flag, value)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -74,6 +75,7 @@ def prepare(recipe: Recipe) -> Prepared:
     facts = local_facts(hosts)
     planned = _planned(recipe, facts)
     launcher(planned.launcher)
+    _check_script(recipe)
     _check_data(recipe)
     if problem := meeting_problem(planned, facts):
         raise RequestError(problem)
@@ -87,6 +89,16 @@ def _planned(recipe: Recipe, facts: LocalFacts) -> Plan:
     from gputrain_tui.inventory import take_inventory  # asks the driver, which ranks on CPUs do not wait for
 
     return plan(recipe, {THIS_MACHINE: take_inventory()}, local=facts)
+
+
+def _check_script(recipe: Recipe) -> None:
+    """Refuse a script that is not there; every node of a run sees it under the same path."""
+    if recipe.script is None:
+        return
+    path = Path(recipe.script.script)
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else f"does not exist in {Path.cwd()}"
+        raise RequestError(f"{recipe.where('train', 'script')}: {path} {what}; name a Python file")
 
 
 def _check_data(recipe: Recipe) -> None:

@@ -6,10 +6,11 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.errors import ExitCode, RequestError, TrainingError, nearest
-from trainer.options import Distributed, Training
+from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe, read_flags
 
 S = TypeVar("S")
@@ -19,11 +20,12 @@ def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
     """Run the command line and return the exit code; what a user did wrong is one line on standard error."""
     words = list(sys.argv[1:] if words is None else words)
     try:
-        if "--describe-task" in words:
-            return _describe_task(words)
-        if "--help" in words or "-h" in words:
-            return _help(words)
-        return _train(words, environ)
+        ours, after = _split(words)
+        if "--describe-task" in ours:
+            return _describe_task(ours)
+        if "--help" in ours or "-h" in ours:
+            return _help(ours)
+        return _train(ours, after, environ)
     except RequestError as error:
         return _refuse(error, ExitCode.BAD_REQUEST)
     except TrainingError as error:
@@ -37,20 +39,62 @@ def _refuse(error: Exception, code: ExitCode) -> ExitCode:
     return code
 
 
-def _train(words: Sequence[str], environ: Mapping[str, str]) -> int:
+def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return the trainer's words, and a script's: those after ``--``."""
+    if "--" not in words:
+        return words, None
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     options, left = _read(Distributed, words)
-    _check_training(left)
+    script = _script(left, after)
+    if script is None:
+        _check_training(left)
 
     # Not before the flags are known to be right: help and refusals answer at once.
     from trainer.devices import visible_devices
     from trainer.dispatch import decide
     from trainer.launch import launch
+    from trainer.script_environment import refuse_file
 
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
+    if script is not None:
+        refuse_file(decision.init_method)
     if decision.spawn:
         print(f"trainer: {decision.why}", file=sys.stderr)
-    return launch(decision, options, left, devices=devices, environ=environ)
+    return launch(decision, options, left, devices=devices, environ=environ, script=script)
+
+
+def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
+    """Read what a script needs; a script takes the place of a task and of all options of training.
+
+    Raises:
+        RequestError: there is no such script, or words that would reach nobody.
+    """
+    values, left = read_flags(words, [option for option in describe(Script) if option.name == "script"])
+    if "script" not in values:
+        if after is not None:
+            raise RequestError("the words after -- are the arguments of a script: name it with --script")
+        return None
+    path = Path(values["script"])
+    if path.is_dir() or not path.exists():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise RequestError(f"--script {path} {what}: name a Python file")
+    _, unknown = read_flags(left, describe(Training))
+    of_tasks = [word for word in left if word not in unknown]
+    if of_tasks:
+        flag = of_tasks[0].partition("=")[0]
+        if flag == "--task":
+            raise RequestError("--script and --task exclude each other: keep one of them")
+        raise RequestError(f"{flag} is for tasks, but --script runs a script, whose own arguments follow --")
+    if unknown:
+        flags = [flag for option in describe(Distributed) for flag in (option.flag, *option.aliases)]
+        hint = nearest(unknown[0].partition("=")[0], flags) or "; the script's own arguments follow --"
+        raise RequestError(f"{unknown[0]!r} is no option of the trainer{hint}")
+    return Script(script=str(path), args=tuple(after or ()))
 
 
 def _check_training(words: Sequence[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Literal
 
@@ -59,6 +59,10 @@ class RankAssignment:
     run_id: str
     """Equal on all nodes of a run and on no other's; empty when typed by hand without a run directory."""
     report: ReportSink
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """What a script's rank finds in its environment besides what is there; None takes a variable away."""
+    is_script: bool = False
+    """Whether ``words`` are a script and its arguments; ending with exit code 0 and no report, it has succeeded."""
 
     def finished(self) -> None:
         """Say, before the teardown, that the training is complete: from here on exit codes do not matter."""

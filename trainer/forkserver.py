@@ -9,7 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -22,10 +22,14 @@ SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
 """Environment variable: pid of the node's parent whose fork server it is; ``trainer.chain`` reads it."""
 
 
-def start() -> BaseContext:
-    """Start loading torch in the fork server and return the context that starts processes from it."""
+def start(preloaded: Sequence[str] | None = None) -> BaseContext:
+    """Start the fork server and return the context that starts processes from it.
+
+    Args:
+        preloaded: what the server imports; default: ``PRELOADED``, and so torch.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(list(PRELOADED if preloaded is None else preloaded))
     resource_tracker.ensure_running()
     # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it waits that long.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -6,13 +6,17 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.options import Distributed, Training
+import msgspec
+
+from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, describe
 
 USAGE = """\
 usage: python -m trainer --task TASK [options] [options of the task]
+       python -m trainer --script FILE [options of ranks] [-- ARGUMENTS OF THE SCRIPT]
 
-Trains a model with distributed data parallelism, on this machine or as one node of several.
+Trains a model with distributed data parallelism, on this machine or as one node of several. A script of your own runs
+as under torchrun: one process per rank, with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 examples:
   python -m trainer --task lm --data . --max-updates 100
@@ -20,6 +24,7 @@ examples:
   python -m trainer --task lm --data . --max-updates 100 --cpu --distributed-init-method tcp://10.0.0.1:29500 \\
       --distributed-world-size 4 --distributed-gpus 2 --distributed-rank 0        # and on the other node: 2
   torchrun --nproc-per-node 4 -m trainer --task lm --data . --max-updates 100
+  python -m trainer --script train.py --distributed-gpus 4 -- --epochs 3
 
   --help, -h               this text; with --task TASK also the options of the task
   --describe-task TASK     print the options of a task as JSON
@@ -38,7 +43,8 @@ def render(task: str, task_options: Sequence[Option] | None, width: int) -> str:
         width: columns of the terminal.
     """
     parts = [USAGE]
-    parts.append(_group("Ranks", describe(Distributed), width))
+    script = [msgspec.structs.replace(option, required=False) for option in describe(Script) if option.name == "script"]
+    parts.append(_group("Ranks", [*describe(Distributed), *script], width))
     groups: dict[str, list[Option]] = {}
     for option in describe(Training):
         groups.setdefault(option.group or "Task", []).append(option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
@@ -14,15 +15,19 @@ from trainer.assignment import RankAssignment
 from trainer.decision import Decision, with_counts
 from trainer.devices import Device, label
 from trainer.errors import ExitCode, RequestError
-from trainer.options import Distributed
+from trainer.options import Distributed, Script
 from trainer.outcome import NodeOutcome, RankReport
-from trainer.rendezvous import exchange_counts, meeting
+from trainer.rendezvous import exchange_counts, free_port, meeting
+from trainer.script_environment import launcher_environment, master
 from trainer.spawn import run_node
 
 RUN_ID = "GPUTRAIN_RUN_ID"
 """Environment variable: the run's id, where the run directory's name does not tell it."""
 
 RANK = "trainer.rank:run_rank"
+SCRIPT = "trainer.script:run_script"
+BEFORE_SCRIPTS = ("trainer.chain", "trainer.script")
+"""What the fork server imports for scripts: no torch, because a script may say in its environment how it is to load."""
 
 
 def launch(
@@ -32,7 +37,7 @@ def launch(
     *,
     devices: Sequence[Device],
     environ: Mapping[str, str],
-    target: str = RANK,
+    script: Script | None = None,
 ) -> int:
     """Run what was decided and return the exit code; where this process was the rank, it ends here.
 
@@ -42,7 +47,7 @@ def launch(
         words: the flags that are left: training and task options.
         devices: the visible GPUs.
         environ: the environment.
-        target: what a rank runs, ``module:function``.
+        script: what the ranks run instead of a task.
 
     Raises:
         RequestError: the meeting point or the run directory cannot be used.
@@ -50,6 +55,8 @@ def launch(
     if decision.exchange is not None:
         counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
         decision = with_counts(decision, counts)
+    if script is not None:
+        words = (script.script, *script.args)
     # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     with meeting(decision) as init_method:
@@ -57,11 +64,21 @@ def launch(
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
-        if decision.spawn:
-            outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=target)
+        if script is not None:
+            # Also a single rank: a script may end its process in any way, and somebody must be left to tell.
+            address = master(init_method, environ, free_port=free_port() if init_method is None else 0)
+            outcome = run_node(
+                [_of_script(assignment, address, environ) for assignment in assignments],
+                start_method=options.start_method,
+                environ=environ,
+                target=SCRIPT,
+                preloaded=BEFORE_SCRIPTS,
+            )
+        elif decision.spawn:
+            outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK)
         else:
-            code = run_alone(assignments[0], environ=environ, target=target)
-    if not decision.spawn:
+            code = run_alone(assignments[0], environ=environ, target=RANK)
+    if script is None and not decision.spawn:
         child.leave(code)
     tell(outcome)
     return outcome.exit_code
@@ -101,6 +118,11 @@ def assign(
         )
         for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)
     ]
+
+
+def _of_script(assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]) -> RankAssignment:
+    environment = launcher_environment(assignment, address, environ)
+    return dataclasses.replace(assignment, is_script=True, environment=environment)
 
 
 def _nobody_listens(_: RankReport) -> None:

@@ -72,6 +72,15 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     node: Annotated[int, Meta(ge=0, description="index of this node in the plan, for the record")] = 0
 
 
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody else's training script instead of a task."""
+
+    script: Annotated[
+        str, Meta(min_length=1, description="a Python script to run instead of a task; its arguments follow --")
+    ]
+    args: Annotated[tuple[str, ...], Meta(description="the script's arguments")] = ()
+
+
 class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What to train and how: everything that a recipe's ``[train]`` table may hold."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,7 @@ from trainer import child, forkserver, guard, memory
 from trainer.assignment import PipeSink, RankAssignment
 from trainer.descendants import kill_descendants, reap
 from trainer.errors import ExitCode
+from trainer.last_words import error_in
 from trainer.node_sampler import Gpus, NodeSampler
 from trainer.outcome import NodeOutcome, RankOutcome, RankReport, exit_code_of, is_lost_peer, root_cause, signal_name
 from trainer.record import EventWriter, Failure, RankState, RunDir
@@ -49,6 +51,7 @@ def run_node(
     start_method: Literal["forkserver", "spawn"],
     environ: Mapping[str, str],
     target: str = "trainer.rank:run_rank",
+    preloaded: Sequence[str] | None = None,
 ) -> NodeOutcome:
     """Run the ranks to their end and leave no process behind.
 
@@ -57,17 +60,20 @@ def run_node(
         start_method: how to start them.
         environ: the environment, for what a starter says about the lease.
         target: what a rank runs, ``module:function``.
+        preloaded: what the fork server imports; default: torch and what ranks of a task need.
     """
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
     writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
-    if run_dir is not None:
-        run_dir.node_result(first.node).unlink(missing_ok=True)
+    # Under a launcher that starts the ranks one by one, no process is the parent of the whole node.
+    node_dir = run_dir if len(assignments) == first.local_world_size else None
+    if node_dir is not None:
+        node_dir.node_result(first.node).unlink(missing_ok=True)
     guard.adopt_orphans()
-    with StopSignals(environ) as signals, scratch_folder(run_dir, first.node):
+    with StopSignals(environ) as signals, scratch_folder(node_dir, first.node):
         ranks = _Node(writer, signals)
         try:
-            ranks.start(assignments, start_method, target)
+            ranks.start(assignments, start_method, target, preloaded)
             ranks.watch()
         except StopRequested:
             ranks.abandon()
@@ -76,8 +82,8 @@ def run_node(
             ranks.close()
     outcome = ranks.outcome(first)
     outcome.left = sorted(left)
-    if run_dir is not None:
-        outcome.write(run_dir.node_result(first.node))
+    if node_dir is not None:
+        outcome.write(node_dir.node_result(first.node))
     writer.close()
     return outcome
 
@@ -101,6 +107,9 @@ class _Rank:
     assignment: RankAssignment
     process: BaseProcess
     reports: Connection
+    log: Path | None = None
+    log_from: int = 0
+    """What the log held before this start, in bytes."""
     finished_at: float | None = None
     """When it reported its success, on the monotonic clock."""
     failed: bool = False
@@ -156,7 +165,11 @@ class _Node:
     # --- starting -------------------------------------------------------------------------------------------------
 
     def start(
-        self, assignments: Sequence[RankAssignment], start_method: Literal["forkserver", "spawn"], target: str
+        self,
+        assignments: Sequence[RankAssignment],
+        start_method: Literal["forkserver", "spawn"],
+        target: str,
+        preloaded: Sequence[str] | None,
     ) -> None:
         """Start all ranks.
 
@@ -165,7 +178,7 @@ class _Node:
         """
         # Starting waits until the fork server has loaded torch, which takes seconds.
         self._signals.interrupt(True)
-        context = forkserver.start() if start_method == "forkserver" else _torch_context()
+        context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
         for assignment in assignments:
             self._start_rank(context, assignment, target)
             if self._failures:
@@ -183,6 +196,8 @@ class _Node:
             )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
+        log = RunDir(assignment.run_dir).rank_log(assignment.rank) if assignment.run_dir is not None else None
+        log_from = log.stat().st_size if log is not None and log.exists() else 0
         reports, pipe = context.Pipe(duplex=False)
         told = dataclasses.replace(assignment, parent_pid=os.getpid(), report=PipeSink(pipe))
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]
@@ -195,7 +210,7 @@ class _Node:
             return
         finally:
             pipe.close()
-        self._ranks.append(_Rank(assignment, process, reports))
+        self._ranks.append(_Rank(assignment, process, reports, log, log_from))
         assert process.pid is not None
         self._pids[assignment.rank] = process.pid
         self._writer.write(
@@ -265,7 +280,10 @@ class _Node:
                 rank.reports.close()
                 self._pids.pop(rank.assignment.rank, None)  # the number may be given to another process
                 if rank.finished_at is None and not rank.failed and self._kill_at is None:
-                    self._report_death(rank)
+                    if rank.assignment.is_script and rank.exit_code == 0:
+                        self._finish(rank)
+                    else:
+                        self._report_death(rank)
 
     def _act(self, running: list[_Rank], now: float) -> bool:
         """Do what is due; True when nothing that is left can be waited for."""
@@ -330,11 +348,21 @@ class _Node:
             )
         )
 
+    def _finish(self, rank: _Rank) -> None:
+        """Record the success of a script that left by ``os._exit(0)`` or became another program."""
+        rank.finished_at = time.monotonic()
+        here = rank.assignment
+        if here.run_dir is not None:
+            writer = EventWriter(RunDir(here.run_dir).rank_events(here.rank), rank=here.rank)
+            writer.write(RankState(time=time.time(), rank=here.rank, state="finished"))
+            writer.close()
+
     def _report_death(self, rank: _Rank) -> None:
         assert rank.exit_code is not None
+        words = error_in(rank.log, since=rank.log_from)
         if rank.exit_code >= 0:
             message = f"the process ended with exit code {rank.exit_code} before its training was complete"
-            self._fail(rank.assignment, "exit", message)
+            self._fail(rank.assignment, "exit", f"{message}: {words}" if words else message)
             return
         name = signal_name(-rank.exit_code)
         message = f"the process was ended by {name}"
@@ -342,6 +370,8 @@ class _Node:
             message += ": the kernel's out-of-memory killer ended a process at that time"
         elif name == "SIGKILL":
             message += ": by hand, by a scheduler, or by a memory limit"
+        elif words:
+            message += f": {words}"
         self._fail(rank.assignment, "signal", message)
 
     def outcome(self, first: RankAssignment) -> NodeOutcome:

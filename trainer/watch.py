@@ -26,10 +26,8 @@ from torch.optim import Optimizer
 
 from trainer.desync import fingerprint
 from trainer.record import Checksum, EventWriter, Failure, RankState, RankStateName, RunDir
+from trainer.script_environment import RANK_PID, RUN_DIR
 from trainer.sync import Part, StepMeter, ddp_of
-
-RUN_DIR = "GPUTRAIN_RUN_DIR"
-"""Environment variable with the run directory; absent, nothing is recorded."""
 
 Batch = TypeVar("Batch")
 
@@ -75,6 +73,7 @@ def watch(
         detail_every=detail_every,
         checksum_every=checksum_every,
         first_step=first_step,
+        launched=environ.get(RANK_PID) == str(os.getpid()),
     )
 
 
@@ -92,6 +91,7 @@ class Watched:
         detail_every: int,
         checksum_every: int,
         first_step: int,
+        launched: bool = False,
     ) -> None:
         self.step = first_step
         """Optimizer steps done."""
@@ -113,6 +113,8 @@ class Watched:
         self._samples = 0
         self._loss: Tensor | float | None = None
         self._tokens: int | None = None
+        self._tells_states = not launched
+        """Whether the rank's states and its end are this object's to record."""
 
     def __enter__(self) -> Watched:
         if self._writer.enabled:
@@ -136,7 +138,7 @@ class Watched:
             handle.remove()
         self._meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if error is not None and not ended_well:
+        if error is not None and not ended_well and self._tells_states:
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             self._set_state("failed", message=message)
             self._writer.write(
@@ -220,6 +222,8 @@ class Watched:
         )
 
     def _set_state(self, state: RankStateName, message: str | None = None) -> None:
+        if not self._tells_states:
+            return
         self._writer.write(
             RankState(
                 time=time.time(),

@@ -19,10 +19,12 @@ from gputrain_tui.addresses import free_port, is_port_free, local_facts, meeting
 from gputrain_tui.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory
 from gputrain_tui.plan import DEFAULT_PORT, LocalFacts, Plan, plan, task_flags, with_run_dir
 from gputrain_tui.recipe import build, load
+from gputrain_tui.restart import again
 from gputrain_tui.sbatch import script
 from trainer.dispatch import decide
 from trainer.errors import RequestError
 from trainer.options import Distributed
+from trainer.record import RunDir
 from trainer.schema import check, describe, read_flags
 from trainer.tasks.options import LmOptions
 
@@ -444,10 +446,36 @@ def test_a_plan_has_exactly_the_keys_of_the_contract_and_comes_back_from_json() 
     assert msgspec.json.decode(encoded, type=Plan) == found
 
 
-def test_a_script_is_refused_in_one_line() -> None:
-    found = build('[train]\nscript = "train.py"\nargs = ["--lr", "1"]\n', name="r.toml")
-    with pytest.raises(RequestError, match=r"r.toml:2: train.script: this version runs tasks only"):
-        plan(found, {}, local=HERE)
+SCRIPT = (
+    '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\nscript = "train.py"\nargs = ["--lr", "1"]\nstart_method = "spawn"\n'
+)
+
+
+def test_a_script_is_planned_like_a_task_with_its_arguments_last() -> None:
+    found = with_run_dir(plan(build(SCRIPT, name="r.toml"), {}, local=HERE), "/runs/x")
+    (node,) = found.nodes
+    at = node.argv.index("--start-method")
+    assert node.argv[at:] == [
+        *("--start-method", "spawn", "--script", "train.py"),
+        *("--run-dir", "/runs/x", "--node", "0", "--", "--lr", "1"),
+    ]
+
+
+def test_a_script_does_not_meet_at_a_file() -> None:
+    text = '[cluster]\ninit_method = "file:///shared/x"\n' + SCRIPT
+    with pytest.raises(RequestError, match=r"r.toml:2: cluster.init_method is .* a script meets at MASTER_ADDR"):
+        plan(build(text, name="r.toml"), {}, local=HERE)
+
+
+def test_a_failed_script_is_started_again_at_a_new_port_and_finds_its_checkpoint_itself(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.checkpoints.mkdir()
+    (run_dir.checkpoints / "own.pt").touch()
+    before = plan(build(SCRIPT, name="r.toml"), {}, local=HERE)
+    after = again(before, run_dir)
+    assert after.init_method != before.init_method
+    (old,), (new,) = before.nodes, after.nodes
+    assert [word for word in new.argv if word not in old.argv] == [after.init_method]
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------

@@ -184,6 +184,12 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         (BASE.replace("[task]", "distributed_rank = 4\n[task]"), "train.distributed_rank is computed for every node"),
         (BASE.replace("[task]", 'script = "t.py"\n[task]'), "r.toml:3: train.script and train.task exclude each other"),
         ('[train]\nargs = ["--lr"]\n', "r.toml:1: train.script is missing"),
+        ('[train]\nscript = "t.py"\nlr = 1.0\n', "r.toml:3: train.lr is for tasks, but train.script runs a script"),
+        (
+            '[train]\nscript = "t.py"\nresume = "x"\n',
+            "r.toml:3: train.resume is for tasks: a script resumes by its own",
+        ),
+        ('[train]\nscript = "t.py"\n[task]\nx = 1\n', "r.toml:3: task is for a task, but train.script runs a script"),
         ("[train\n", "r.toml:1: is not valid TOML: Expected ']' at the end of a table declaration"),
         ("a = 1\nb = 'x\n", "r.toml:2: is not valid TOML"),
         ("a = 1\na = 2\n", "r.toml:2: is not valid TOML: Cannot overwrite a value"),

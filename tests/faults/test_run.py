@@ -261,6 +261,62 @@ def test_what_only_the_ranks_can_refuse_leaves_no_run_behind(bench: Bench) -> No
     assert bench.runs() == []
 
 
+SCRIPT_RECIPE = """\
+name = "own"
+[[cluster.nodes]]
+cpu_ranks = 2
+[train]
+script = "own.py"
+args = ["{end}"]
+"""
+OWN_SCRIPT = """\
+import os, sys, time
+print("rank", os.environ["RANK"], "says", sys.argv[1])
+if sys.argv[1] == "wait":
+    time.sleep(600)
+if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
+    raise ValueError("no more data")
+"""
+
+
+def script_recipe(bench: Bench, end: str) -> Path:
+    (bench.folder / "own.py").write_text(OWN_SCRIPT)
+    path = bench.folder / f"{end}.toml"
+    path.write_text(SCRIPT_RECIPE.format(end=end))
+    return path
+
+
+def test_a_recipe_runs_a_script_of_ones_own_and_keeps_its_record(bench: Bench) -> None:
+    done = bench.call("run", script_recipe(bench, "hello"))
+    assert done.returncode == 0, done.stderr
+    assert "finished in" in done.stderr
+    run = bench.runs()[0]
+    assert (run.state, run.dir.rank_log(1).read_text()) == ("finished", "rank 1 says hello\n")
+
+
+def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> None:
+    done = bench.call("run", script_recipe(bench, "fail"))
+    assert done.returncode == 1
+    assert "ValueError: no more data" in done.stderr
+    assert "trainer/script.py" not in done.stderr
+    assert bench.runs()[0].status.message == "ValueError: no more data"
+
+
+def test_a_detached_script_is_stopped(bench: Bench) -> None:
+    assert bench.call("run", script_recipe(bench, "wait"), "--detach").returncode == 0
+    run = bench.runs()[0]
+    until(lambda: run.dir.rank_log(1).exists() and "says wait" in run.dir.rank_log(1).read_text())
+    assert bench.call("stop", "last").stdout == f"{run.id} is stopped; processes left: none\n"
+    assert leftovers.processes_of(run.dir.path) == []
+
+
+def test_a_script_that_is_missing_leaves_no_run_behind(bench: Bench) -> None:
+    done = bench.call("run", script_recipe(bench, "x"), "--set", "train.script=oven.py")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert f"train.script: oven.py does not exist in {bench.folder}" in done.stderr
+    assert bench.runs() == []
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

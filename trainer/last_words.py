@@ -1,0 +1,48 @@
+"""Finds in a rank's log what a process that ended without a report said of its end."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+TAIL_BYTES = 64 << 10
+"""How much of the end of a log is searched."""
+LONGEST = 300
+"""Characters of a message."""
+
+_CPP = re.compile(r"^\s*what\(\):\s+(.+)|^(Fatal Python error: .+)")
+
+
+def error_in(log: Path | None, *, since: int = 0, any_line: bool = False) -> str:
+    """Return the line that names the error of the last traceback, or an empty string.
+
+    Args:
+        log: the file; None where a rank prints to the terminal.
+        since: what the log held before, in bytes.
+        any_line: without a traceback take the last line, whatever it says.
+    """
+    if log is None:
+        return ""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(since, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    found = _last_error(lines)
+    if not found and any_line:
+        found = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return found[:LONGEST]
+
+
+def _last_error(lines: list[str]) -> str:
+    found, inside = "", False
+    for line in lines:
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and line.strip() and not line[0].isspace():
+            found, inside = line.strip(), False
+        elif match := _CPP.match(line):
+            found = (match[1] or match[2]).strip()
+    return found
