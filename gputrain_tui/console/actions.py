@@ -32,6 +32,8 @@ class Action:
     """Screens that have it: ``cluster``, ``launch``, ``run``, ``rank``, ``history``, ``welcome``; ``app``: all."""
     footer: int = 0
     """Rank in the footer, 1 first: what does not fit is left out from the end. 0: not in the footer."""
+    folds: bool = False
+    """Whether the footer may shorten it and its like to their keys and the name of their group."""
     shown_as: str = ""
     """How the key is written, where its name is clumsy."""
 
@@ -90,29 +92,31 @@ ACTIONS: tuple[Action, ...] = (
     # A run
     Action(name="open_rank", keys=("enter",), label="Rank", group="Ranks", places=RUN, footer=1,
            description="Open the selected rank"),
-    Action(name="sort", keys=("s",), label="Sort", group="Ranks", places=RUN, footer=3,
+    Action(name="sort", keys=("s",), label="Sort", group="Ranks", places=RUN, footer=21,
            description="Sort the ranks by the next column"),
     Action(name="reverse", keys=("r",), label="Reverse", group="Ranks", places=RUN,
            description="Turn the order of the ranks around"),
     Action(name="filter", keys=("slash",), label="Filter", group="Ranks", places=RUN, footer=4,
            description="Show only the ranks that match, such as host:node3 or step<100"),
-    Action(name="show('loss')", keys=("l",), label="Loss", group="Panels", places=RUN, footer=10,
+    Action(name="show('loss')", keys=("l",), label="Loss", group="Panels", places=BOTH, footer=10, folds=True,
            description="Show the loss of all ranks; again to enlarge it"),
-    Action(name="show('sync')", keys=("g",), label="Sync", group="Panels", places=RUN, footer=11,
+    Action(name="show('sync')", keys=("g",), label="Sync", group="Panels", places=BOTH, footer=11, folds=True,
            description="Show the wait for gradient synchronisation; again to enlarge it"),
-    Action(name="show('bars')", keys=("b",), label="Bars", group="Panels", places=RUN, footer=12,
+    Action(name="show('bars')", keys=("b",), label="Bars", group="Panels", places=RUN, footer=12, folds=True,
            description="Show what a step is made of, rank by rank; again to enlarge it"),
-    Action(name="show('late')", keys=("h",), label="Heat", group="Panels", places=RUN, footer=13,
+    Action(name="show('late')", keys=("h",), label="Heat", group="Panels", places=RUN, footer=13, folds=True,
            description="Show which ranks were late, over time; again to enlarge it"),
-    Action(name="show('findings')", keys=("f",), label="Findings", group="Panels", places=RUN, footer=14,
+    Action(name="show('findings')", keys=("f",), label="Findings", group="Panels", places=RUN, footer=14, folds=True,
            description="Show what was diagnosed; enter shows evidence and advice"),
-    Action(name="show('log')", keys=("o",), label="Output", group="Panels", places=BOTH, footer=15,
+    Action(name="show('log')", keys=("o",), label="Output", group="Panels", places=BOTH, footer=15, folds=True,
            description="Show what the ranks printed; again to enlarge it"),
+    Action(name="show('step')", keys=("t",), label="Step", group="Panels", places=RANK, footer=12, folds=True,
+           description="Show how long its steps took"),
     Action(name="show('ranks')", keys=("t",), label="Table", group="Panels", places=RUN,
            description="Show the table of ranks; again to enlarge it"),
     Action(name="next_panel", keys=("p",), label="Panel", group="Panels", places=RUN,
            description="Show the next panel"),
-    Action(name="zoom", keys=("z",), label="Zoom", group="Panels", places=RUN, footer=20,
+    Action(name="zoom", keys=("z",), label="Zoom", group="Panels", places=RUN, footer=22,
            description="Give the whole screen to one panel, and back"),
     Action(name="back", keys=("escape",), label="Back", group="Panels", places=BOTH,
            description="One step back: filter, zoom, selection, screen"),
@@ -122,7 +126,7 @@ ACTIONS: tuple[Action, ...] = (
            description="Change between the whole run and its last 1,000 and 100 steps"),
     Action(name="smooth", keys=("m",), label="Smooth", group="Charts", places=BOTH,
            description="Smooth the curves less or more"),
-    Action(name="stop_run", keys=("S",), label="Stop run", group="Run", places=BOTH, footer=30,
+    Action(name="stop_run", keys=("S",), label="Stop", group="Run", places=BOTH, footer=20,
            description="Stop this run on every machine; asks first"),
     Action(name="stack", keys=("k",), label="Stack", group="Rank", places=RANK, footer=2,
            description="Ask the rank's process for its Python stack"),
@@ -142,6 +146,8 @@ ACTIONS: tuple[Action, ...] = (
     # A launch
     Action(name="launch", keys=("L", "f5"), label="Launch", group="Launch", places=LAUNCH, footer=1,
            description="Start the run, detached, and watch it"),
+    Action(name="demo", keys=("d",), label="Run the demo", group="Launch", places=LAUNCH, footer=11,
+           description="Train a small model on this machine, about half a minute"),
     Action(name="edit", keys=("enter",), label="Edit", group="Form", places=LAUNCH, footer=2,
            description="Change the field, or open the recipe under the cursor"),
     Action(name="cycle(1)", keys=("space", "right"), label="Next value", group="Form", places=LAUNCH, footer=5,

@@ -10,12 +10,13 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp, Resize, Unmount
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
+from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
 from gputrain_tui.console.widgets.log_line import line_strip, prefix
 from gputrain_tui.log_buffer import Level, LogBuffer
@@ -36,21 +37,7 @@ ROLES = ("title", "dim", "rule", "accent", "prefix", "warning", "error", "match"
 class LogView(Widget, can_focus=True):
     """The log of a run, or of one rank of it; ``tick`` is called by the screen's clock."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "scroll_lines(-1)", "Up", show=False),
-        Binding("down,j", "scroll_lines(1)", "Down", show=False),
-        Binding("pageup,b", "scroll_pages(-1)", "Page up", show=False),
-        Binding("pagedown,space", "scroll_pages(1)", "Page down", show=False),
-        Binding("home,g", "oldest", "Oldest", show=False),
-        Binding("end,G", "follow", "Follow", show=False),
-        Binding("left,h", "shift(-1)", "Left", show=False),
-        Binding("right", "shift(1)", "Right", show=False),
-        Binding("slash", "search", "Search", show=False),
-        Binding("n", "next_match", "Next match", show=False),
-        Binding("N", "previous_match", "Previous match", show=False),
-        Binding("l", "level", "Level", show=False),
-        Binding("escape", "clear_search", "Clear", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("log")]
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"log--{role}" for role in ROLES}
 
@@ -359,7 +346,7 @@ class LogView(Widget, can_focus=True):
 
     def _nothing(self) -> list[str]:
         if self.buffer.level and self.buffer.names:
-            return [f"nothing here but lines below the level: {LEVEL_NAMES[self.buffer.level]}", "l changes the level"]
+            return [f"nothing here but lines below the level: {LEVEL_NAMES[self.buffer.level]}", "L changes the level"]
         return ["nothing was printed yet"]
 
     def _bar(self, y: int) -> str:

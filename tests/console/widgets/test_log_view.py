@@ -325,12 +325,12 @@ async def test_keys_search_and_choose_the_level(run: RunDir) -> None:
         await pilot.press("slash", *"line 7", "enter")
         assert "line 7" in screen(app.view)[1:]
         assert "/line 7" in screen(app.view)[0]
-        await pilot.press("escape", "l", "l")
+        await pilot.press("escape", "L", "L")
         assert screen(app.view)[1] == "ValueError: no"
         assert "errors only" in screen(app.view)[0]
         await pilot.press("slash", *"absent", "enter")
         assert "not found" in screen(app.view)[0]
-        await pilot.press("escape", "l")
+        await pilot.press("escape", "L")
         assert app.view.buffer.rows == 71
 
 

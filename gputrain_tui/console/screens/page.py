@@ -1,0 +1,46 @@
+"""What the screens without a run have in common: the line of places above, the keys below, and the console itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from textual.app import ComposeResult
+from textual.screen import Screen
+
+from gputrain_tui.console.desk import Desk
+from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.widgets.places import Places
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.app import GputrainApp
+
+
+class Page(Screen[None]):
+    """A screen of the console."""
+
+    PLACE: ClassVar[str] = ""
+    """What the table of actions calls it."""
+
+    def compose(self) -> ComposeResult:
+        """Yield the first and the last line, and what the screen has between them."""
+        yield Places(self.PLACE)
+        yield from self.body()
+        yield KeyBar(self.PLACE)
+
+    def body(self) -> ComposeResult:
+        """Yield what stands between the first and the last line."""
+        raise NotImplementedError
+
+    @property
+    def console(self) -> GputrainApp:
+        """The console."""
+        return cast("GputrainApp", self.app)
+
+    @property
+    def desk(self) -> Desk:
+        """What the screens hand to each other."""
+        return self.console.desk
+
+    def action_demo(self) -> None:
+        """Launch the demo."""
+        self.console.action_demo()

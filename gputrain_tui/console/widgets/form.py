@@ -1,0 +1,175 @@
+"""A recipe as a list of fields under headings: one line each, however many, with what is wrong beside the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gputrain_tui.console.widgets.canvas import Canvas, Listing
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
+from gputrain_tui.draft import Field, shown
+from gputrain_tui.tables import printable
+
+NAME_CELLS = (18, 26)
+"""Least and greatest width of the names."""
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A line over the fields of one group."""
+
+    text: str
+
+
+def lines_of(fields: Sequence[Field], wanted: str = "") -> list[Heading | Field]:
+    """Return the lines of a form: the fields that hold a text in name or help, each group under its heading."""
+    words = wanted.lower().split()
+    lines: list[Heading | Field] = []
+    group = None
+    for field in fields:
+        if not all(word in f"{field.key} {field.option.help}".lower() for word in words):
+            continue
+        if field.group != group:
+            group = field.group
+            lines.append(Heading(group))
+        lines.append(field)
+    return lines
+
+
+def draw_field(field: Field, width: int, problem: str) -> Row:
+    """Return the line of one field: name, value, and its help or what is wrong with it."""
+    names = min(max(width // 4, NAME_CELLS[0]), NAME_CELLS[1])
+    values = min(max(width // 4, 14), 40)
+    text = printable(field.text) or EMPTY
+    if len(text) > values - 2:
+        text = text[: values - 3] + "…"
+    if problem:
+        role, mark = "error", ("!", "error")
+    else:
+        role = "bright" if field.written else "dim"
+        mark = ("•", "accent") if field.changed else (" ", "base")
+    told, left = printable(problem) or field.option.help, width - names - values - 2
+    if len(told) > left:
+        told = told[: max(left - 1, 0)] + "…"
+    return cut(
+        [
+            mark,
+            (" ", "base"),
+            (field.name[: names - 1].ljust(names), "bright" if field.written or problem else "dim"),
+            (text.ljust(values), role),
+            (told, "error" if problem else "dim"),
+        ],
+        width,
+    )
+
+
+class Form(Listing):
+    """The fields of the recipe at hand."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.title_text = ""
+        self.remarks: list[Row] = []
+        self.wanted = ""
+        """Only fields that hold these words are shown."""
+        self._fields: Sequence[Field] = ()
+        self._lines: list[Heading | Field] = []
+        self._problems: Mapping[str, str] = {}
+
+    def show(self, fields: Sequence[Field], problems: Mapping[str, str]) -> None:
+        """Show fields and what is wrong by key; the cursor stays on its field."""
+        before = self.field
+        self._fields, self._problems = fields, problems
+        self._lines = lines_of(fields, self.wanted)
+        keys = [line.key if isinstance(line, Field) else "" for line in self._lines]
+        if before is not None and before.key in keys:
+            self.cursor = keys.index(before.key)
+        else:
+            self.cursor = min(self.cursor, max(len(self._lines) - 1, 0))
+            if self._lines and not self.selectable(self.cursor):
+                self.cursor += 1
+        self.redraw()
+
+    def find(self, wanted: str) -> None:
+        """Show only the fields that hold some words."""
+        self.wanted = wanted
+        self.show(self._fields, self._problems)
+
+    def go_to(self, key: str) -> None:
+        """Put the cursor on a field."""
+        for index, line in enumerate(self._lines):
+            if isinstance(line, Field) and line.key == key:
+                self.go(index)
+                return
+
+    @property
+    def field(self) -> Field | None:
+        """The field with the cursor."""
+        line = self._lines[self.cursor] if self.cursor < len(self._lines) else None
+        return line if isinstance(line, Field) else None
+
+    def count(self) -> int:
+        """Return the number of lines."""
+        return len(self._lines)
+
+    def selectable(self, index: int) -> bool:
+        """Whether it is a field."""
+        return isinstance(self._lines[index], Field)
+
+    def head(self, width: int) -> list[Row]:
+        """Return the title line."""
+        return [headline(width, [(printable(self.title_text), "title")], self.remarks)]
+
+    def row(self, index: int, width: int) -> Row:
+        """Return the line of a field or a heading."""
+        line = self._lines[index]
+        if isinstance(line, Heading):
+            return cut([("  ", "base"), (line.text, "accent")], width)
+        return draw_field(line, width, self._problems.get(line.key, ""))
+
+    def empty(self, width: int, height: int) -> list[Row]:
+        """Say what is missing."""
+        if self.wanted:
+            return message(width, height, [f"no field holds {self.wanted!r}"])
+        return message(width, height, ["Choose a recipe at the left, or press d for the demo."])
+
+
+class Detail(Canvas):
+    """Everything about the field with the cursor: what it means, what is allowed, its default."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.field: Field | None = None
+        self.problem = ""
+
+    def show(self, field: Field | None, problem: str) -> None:
+        """Show a field and what is wrong with it."""
+        self.field, self.problem = field, problem
+        self.redraw()
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the field in three lines."""
+        field = self.field
+        if field is None:
+            return [headline(width, [])]
+        default = shown(field.option.default) or "none"
+        rows = [
+            headline(
+                width,
+                [(field.key, "title"), (f"  {allowed(field)}", "bright")],
+                [[("default ", "dim"), (printable(default)[:30], "bright")]],
+            ),
+            [(field.option.help, "dim")] if not self.problem or height > 2 else [],
+        ]
+        if self.problem:
+            rows = [rows[0], [(printable(self.problem), "error")], *rows[1:]]
+        return [cut(row, width) for row in rows[:height]]
+
+
+def allowed(field: Field) -> str:
+    """Say what a field can be."""
+    if field.name == "gpus":
+        return 'a count, a list of ids, "all" or "free"'
+    if field.key == "train.task":
+        return ", ".join(field.values) + ", or module:Class"
+    return field.option.allowed

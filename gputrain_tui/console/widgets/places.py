@@ -1,0 +1,52 @@
+"""The first line of the screens without a run: where one is, where else one can go."""
+
+from __future__ import annotations
+
+from textual.events import Click
+
+from gputrain_tui.console.actions import ACTIONS
+from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.drawing import Row, cut
+
+
+class Places(Canvas):
+    """The four screens with their keys; a click goes there."""
+
+    DEFAULT_CSS = """
+    Places { height: 1; dock: top; background: $panel; }
+    """
+
+    def __init__(self, place: str, *, remark: str = "", id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.place = place
+        self.remark = remark
+        """Stands at the right."""
+        self._spots: list[tuple[int, int, str]] = []
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the line."""
+        row: Row = [(" gputrain  ", "title")]
+        self._spots = []
+        at = 11
+        for action in ACTIONS:
+            if not action.name.startswith("go("):
+                continue
+            name = action.name.removeprefix("go('").removesuffix("')")
+            here = name == self.place
+            self._spots.append((at, at + len(action.label) + 3, action.name))
+            row += [
+                (f" {action.key_text} ", "accent" if here else "key"),
+                (f"{action.label} ", "title" if here else "dim"),
+            ]
+            at += len(action.label) + 4
+        gap = width - at - len(self.remark) - 1
+        if gap > 0:
+            row += [(" " * gap, "base"), (self.remark, "dim")]
+        return [cut(row, width)]
+
+    async def on_click(self, event: Click) -> None:
+        """Go where was clicked."""
+        for begin, end, name in self._spots:
+            if begin <= event.x < end:
+                event.stop()
+                await self.screen.run_action(f"app.{name}")

@@ -1,0 +1,141 @@
+"""What a launch would start, live: node, first rank, ranks, devices, where they meet, and each node's exact command."""
+
+from __future__ import annotations
+
+import shlex
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.events import MouseScrollDown, MouseScrollUp
+
+from gputrain_tui.commands.plan import devices, span
+from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
+from gputrain_tui.plan import Plan, PlannedNode
+from gputrain_tui.tables import printable
+
+
+def wrapped(node: PlannedNode, width: int, indent: str = "    ") -> list[str]:
+    """Break a node's command between words into lines that a shell reads as one, an option beside its value."""
+    words = [f"{key}={shlex.quote(value)}" for key, value in node.env.items()]
+    pieces = [*words, shlex.quote(node.argv[0])]
+    for word in map(shlex.quote, node.argv[1:]):
+        option = pieces[-1].startswith("-") and " " not in pieces[-1]
+        if option and not word.startswith("-"):
+            pieces[-1] += f" {word}"
+        else:
+            pieces.append(word)
+    lines: list[str] = []
+    line = ""
+    for piece in map(printable, pieces):
+        if line.strip() and len(line) + 1 + len(piece) > width - 2:
+            lines.append(line + " \\")
+            line = indent + piece
+        else:
+            line = f"{line} {piece}" if line else piece
+    return [*lines, line]
+
+
+def draw_plan(plan: Plan, width: int) -> list[Row]:
+    """Return a plan as lines: the nodes in a table, then their commands."""
+    hosts = max(len(printable(node.host)) for node in plan.nodes) + 2
+    ranks = max(max(len(span(node.ranks)) for node in plan.nodes), 5) + 2
+    rows: list[Row] = [
+        [(f"{'node':>6}  {'host':<{hosts}}{'first rank':>10}  {'ranks':<{ranks}}devices", "dim")],
+    ]
+    for node in plan.nodes:
+        rows.append(
+            [
+                (f"{node.node:>6}  ", "dim"),
+                (printable(node.host).ljust(hosts), "bright"),
+                (f"{node.first_rank:>10}  ", "bright"),
+                (span(node.ranks).ljust(ranks), "bright"),
+                (devices(node.devices), "bright"),
+            ]
+        )
+    for node in plan.nodes:
+        rows.append([])
+        rows.append([(f"# node {node.node}, {printable(node.host)}", "dim")])
+        rows += [[(line, "base")] for line in wrapped(node, max(width, 20))]
+    return [cut(row, width) for row in rows]
+
+
+class PlanView(Canvas, can_focus=True):
+    """The plan of the recipe at hand."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "scroll_by(-1)", "Up", show=False),
+        Binding("down,j", "scroll_by(1)", "Down", show=False),
+        Binding("pageup", "scroll_by(-8)", "Page up", show=False),
+        Binding("pagedown", "scroll_by(8)", "Page down", show=False),
+    ]
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.plan: Plan | None = None
+        self.problem = ""
+        """Why there is none, or why it could not start."""
+        self.waiting = False
+        """Whether it is being computed."""
+        self._top = 0
+
+    def show(self, plan: Plan | None, problem: str) -> None:
+        """Show a plan, or why there is none."""
+        self.plan, self.problem, self.waiting = plan, problem, False
+        self.redraw()
+
+    def wait(self) -> None:
+        """Say that another plan is on its way."""
+        self.waiting = True
+        self.redraw()
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return what is seen of the plan."""
+        plan = self.plan
+        left: Row = [("plan", "title")]
+        remarks: list[Row] = []
+        if plan is not None:
+            nodes = f"{len(plan.nodes)} node{'s' * (len(plan.nodes) != 1)}"
+            left += [(f"  {plan.world_size} rank{'s' * (plan.world_size != 1)}", "accent"), (f" on {nodes}", "bright")]
+            remarks = [[(plan.launcher, "dim")], [(plan.backend, "dim")]]
+            if plan.init_method is not None:
+                remarks.append([(f"meeting at {plan.init_method}", "dim")])
+        head = [headline(width, left, remarks)]
+        if self.problem:
+            head.append(cut([("! ", "error"), (printable(self.problem), "error")], width))
+        if plan is None:
+            if self.waiting:
+                return head + message(width, height - len(head), ["…"])
+            return head
+        rows = draw_plan(plan, width)
+        room = height - len(head)
+        self._top = min(self._top, max(len(rows) - room, 0))
+        seen = rows[self._top : self._top + room]
+        below = len(rows) - self._top - room
+        if below > 0 and seen:
+            note = f" {below} lines below "
+            seen[-1] = [*cut(seen[-1], width - len(note)), (note, "accent" if self.has_focus else "dim")]
+        return head + seen
+
+    def action_scroll_by(self, lines: int) -> None:
+        """Scroll the plan."""
+        self._top = max(self._top + lines, 0)
+        self.redraw()
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Scroll with the wheel."""
+        event.stop()
+        self.action_scroll_by(-3)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Scroll with the wheel."""
+        event.stop()
+        self.action_scroll_by(3)
+
+    def on_focus(self) -> None:
+        """Show that the keys scroll the plan."""
+        self.redraw()
+
+    def on_blur(self) -> None:
+        """Show it quietly again."""
+        self.redraw()

@@ -1,0 +1,85 @@
+"""The recipes at hand, by where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gputrain_tui.console.widgets.canvas import Listing
+from gputrain_tui.console.widgets.drawing import Row, cut, headline
+from gputrain_tui.recipe_files import RecipeFile
+from gputrain_tui.tables import printable
+
+
+@dataclass(frozen=True)
+class Group:
+    """A line over the recipes of one folder."""
+
+    text: str
+
+
+class RecipeList(Listing):
+    """The recipes of the folder and one's own."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.opened: Path | None = None
+        """The recipe in the form."""
+        self.edited: Collection[Path] = ()
+        """Recipes with changes that are not saved."""
+        self._lines: list[Group | RecipeFile] = []
+
+    def show(self, files: Sequence[RecipeFile]) -> None:
+        """Show these recipes."""
+        self._lines = []
+        for file in files:
+            if not self._lines or getattr(self._lines[-1], "group", None) != file.group:
+                self._lines.append(Group(file.group))
+            self._lines.append(file)
+        if self._lines and not self.selectable(min(self.cursor, len(self._lines) - 1)):
+            self.cursor = 1
+        self.redraw()
+
+    def point_at(self, path: Path) -> None:
+        """Put the cursor on a recipe."""
+        for index, line in enumerate(self._lines):
+            if isinstance(line, RecipeFile) and line.path == path:
+                self.go(index)
+
+    @property
+    def file(self) -> RecipeFile | None:
+        """The recipe with the cursor."""
+        line = self._lines[self.cursor] if self.cursor < len(self._lines) else None
+        return line if isinstance(line, RecipeFile) else None
+
+    @property
+    def files(self) -> list[RecipeFile]:
+        """All recipes."""
+        return [line for line in self._lines if isinstance(line, RecipeFile)]
+
+    def count(self) -> int:
+        """Return the number of lines."""
+        return len(self._lines)
+
+    def selectable(self, index: int) -> bool:
+        """Whether it is a recipe."""
+        return isinstance(self._lines[index], RecipeFile)
+
+    def head(self, width: int) -> list[Row]:
+        """Return the title line."""
+        return [headline(width, [("recipes", "title")])]
+
+    def row(self, index: int, width: int) -> Row:
+        """Return the line of a recipe or of a folder."""
+        line = self._lines[index]
+        if isinstance(line, Group):
+            return cut([("  ", "base"), (line.text, "accent")], width)
+        here = line.path == self.opened
+        mark = "•" if line.path in self.edited else "▸" if here else " "
+        return cut([(f"{mark} ", "accent"), (printable(line.name), "bright" if here else "dim")], width)
+
+    def empty(self, width: int, height: int) -> list[Row]:
+        """Say where recipes are looked for."""
+        texts = ["No recipe here.", "", "Looked in", "./*.toml and", "./recipes/*.toml", "", "d opens the demo."]
+        return [cut([(text, "dim")], width) for text in texts][:height]
