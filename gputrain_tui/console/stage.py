@@ -13,9 +13,6 @@ from textual.widget import Widget
 PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
 """The panels in the order in which a key goes through them."""
-LEFT: tuple[PanelName, ...] = ("bars", "late")
-RIGHT: tuple[PanelName, ...] = ("findings", "log")
-"""Panels that share a place in the middle-sized layout."""
 GRID_HEAD = 2
 """Lines of the rank table besides the ranks."""
 GAP = 2
@@ -29,10 +26,8 @@ class Wish:
     ranks: int
     panel: PanelName = "loss"
     """What the person asked for last."""
-    left: PanelName = "bars"
-    """Of the panels that share the left place, the one asked for last."""
     right: PanelName = "findings"
-    """Of those at the right."""
+    """Of the panels that share a place in the middle-sized layout, the one to show."""
     zoomed: bool = False
     """Whether one panel has everything."""
     joining: bool = False
@@ -86,14 +81,13 @@ def _medium(area: Region, wish: Wish) -> dict[str, Region]:
         if wish.joining:
             joining, bottom = rest.split_horizontal(rest.height * 3 // 5)
             return {"ranks": top, "joining": joining, wish.right: bottom}
-        charts, bottom = rest.split_horizontal((rest.height + 1) // 2)
-        loss, sync = _columns(charts, 2)
-        left, right = _columns(bottom, 2)
-        return {"ranks": top, "loss": loss, "sync": sync, wish.left: left, wish.right: right}
+        return {"ranks": top, **_below(rest, wish)}
     upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 6))
     left, right = _columns(upper, 2)
     if wish.joining:
         return {"ranks": left, "joining": right, wish.right: bottom}
+    if _spare(upper, wish):
+        return _beside(area, wish, {wish.right: bottom})
     loss, sync, late = _rows(right, 3)
     bars, told = _columns(bottom, 2)
     return {"ranks": left, "loss": loss, "sync": sync, "late": late, "bars": bars, wish.right: told}
@@ -106,20 +100,13 @@ def _wide(area: Region, wish: Wish) -> dict[str, Region]:
         if wish.joining:
             joining, bottom = rest.split_horizontal(rest.height * 3 // 5)
             return {"ranks": top, "joining": joining, **_told(bottom, has_log)}
-        charts, bottom = rest.split_horizontal((rest.height + 1) // 2)
-        loss, sync = _columns(charts, 2)
-        left, right = _columns(bottom, 2)
-        bars, late = _rows(left, 2)
-        if has_log:
-            findings, log = right.split_horizontal(max(right.height // 3, 5))
-            told = {"findings": findings, "log": log}
-        else:
-            told = {"findings": right}
-        return {"ranks": top, "loss": loss, "sync": sync, "bars": bars, "late": late, **told}
+        return {"ranks": top, **_below(rest, wish)}
     upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 8))
     left, right = _columns(upper, 2)
     if wish.joining:
         return {"ranks": left, "joining": right, **_told(bottom, has_log)}
+    if _spare(upper, wish):
+        return _beside(area, wish, _told(bottom, has_log))
     loss, sync, late = _rows(right, 3)
     if has_log:
         bars, findings, log = _columns(bottom, 3)
@@ -128,6 +115,34 @@ def _wide(area: Region, wish: Wish) -> dict[str, Region]:
         bars, findings = _columns(bottom, 2)
         low = {"bars": bars, "findings": findings}
     return {"ranks": left, "loss": loss, "sync": sync, "late": late, **low}
+
+
+def _below(area: Region, wish: Wish) -> dict[str, Region]:
+    """Charts, composition and lateness at the left, findings and log at the right, under a table of few ranks."""
+    charts, bottom = area.split_horizontal((area.height + 1) // 2)
+    loss, sync = _columns(charts, 2)
+    left, right = _columns(bottom, 2)
+    bars, late = left.split_horizontal(min(wish.ranks + GRID_HEAD, max((left.height + 1) // 2, left.height - 9)))
+    if "log" not in wish.has:
+        return {"loss": loss, "sync": sync, "bars": bars, "late": late, "findings": right}
+    findings, log = right.split_horizontal(max(right.height // 3, 5))
+    return {"loss": loss, "sync": sync, "bars": bars, "late": late, "findings": findings, "log": log}
+
+
+def _spare(area: Region, wish: Wish) -> bool:
+    """Return whether a table beside the charts would leave room below it."""
+    return wish.ranks + GRID_HEAD + 4 <= area.height
+
+
+def _beside(area: Region, wish: Wish, told: dict[str, Region]) -> dict[str, Region]:
+    """Table and composition at the left, charts at the right, and what was told below the charts."""
+    left, right = _columns(area, 2)
+    ranks, bars = left.split_horizontal(wish.ranks + GRID_HEAD + 1)
+    top = min(region.y for region in told.values())
+    loss, sync, late = _rows(Region(right.x, area.y, right.width, top - area.y), 3)
+    placed = {"ranks": ranks, "bars": bars, "loss": loss, "sync": sync, "late": late}
+    wide = _columns(Region(right.x, top, right.width, area.bottom - top), len(told))
+    return placed | dict(zip(told, wide, strict=True))
 
 
 def _told(area: Region, has_log: bool) -> dict[str, Region]:
@@ -181,7 +196,7 @@ class Stage(Widget):
     """Holds panels that stand where a pure function says."""
 
     DEFAULT_CSS = """
-    Stage { height: 1fr; width: 1fr; }
+    Stage { height: 1fr; width: 1fr; padding: 0 1; }
     """
 
     def __init__(self, *, id: str | None = None) -> None:

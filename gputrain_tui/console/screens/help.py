@@ -15,7 +15,7 @@ from gputrain_tui.console.actions import groups
 
 MOVING = {
     "run": (
-        ("↑ ↓", "Move through the table, the findings or the log: whichever has the keys"),
+        ("↑ ↓", "Move through the table, the findings or the log"),
         ("⇥", "Give the keys to the next panel"),
         ("click", "Take a rank; on a title sort by it; twice open the rank"),
     ),

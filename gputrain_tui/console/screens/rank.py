@@ -129,7 +129,7 @@ class RankScreen(Screen[None]):
         self.tick()
 
     def _arrange(self) -> None:
-        width, height = self.app.size.width, max(self.app.size.height - 3, 0)
+        width, height = max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0)
         count = len(facts(self.live.state, self.rank, 0.0))
         self.query_one(Stage).place(
             arrange_rank(width, height, facts=facts_height(width, count), below=self._below, has_log=self._has_log)

@@ -57,6 +57,12 @@ class RunScreen(Screen[None]):
         self.wish = Wish(ranks=live.state.world_size, has=_panels())
         """What is shown, as far as the person chose it."""
         self._charts_at = float("-inf")
+        self._right: PanelName | None = None
+        """Of findings and log the one that was asked for; until then whatever has something to say."""
+        self._pointed_out = False
+        self._before: object = None
+        self._settled: object = None
+        """Version of the run at the last painting of charts, and when events had ceased."""
         self._window = 0
         self._smoothing = 0
         self._arranged: tuple[Size, Wish] | None = None
@@ -112,6 +118,20 @@ class RunScreen(Screen[None]):
                 panel.tick()
         if charts:
             self.query_one(RunHeader).tick()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Point out the rank that failed, and bring the table's order up to date when events have ceased."""
+        cause = self.live.state.root_cause
+        if cause is not None and cause.rank is not None and not self._pointed_out:
+            self._pointed_out = True
+            if self.selected_rank is None:
+                self.select(cause.rank)
+        version = self.live.version
+        if version == self._before and version != self._settled:
+            self._settled = version
+            self.query_one(RankGrid).redraw()
+        self._before = version
 
     def repaint(self) -> None:
         """Bring everything up to date at once."""
@@ -128,12 +148,11 @@ class RunScreen(Screen[None]):
         state = self.live.state
         card = self.query_one(CulpritCard)
         culprit = card.culprit()
-        most = max(size.height // 2, 3) if size.height < 36 else 16
+        most = max(size.height // 3, 5) if size.height < 44 else 14
         return Wish(
             ranks=len(state.ranks),
             panel=self.wish.panel,
-            left=self.wish.left,
-            right=self.wish.right,
+            right=self._right or ("findings" if state.past_findings or state.failures else "log"),
             zoomed=self.wish.zoomed,
             joining=all(view.last is None for view in state.ranks.values()) and not self.live.over,
             card=culprit_height(culprit, size.width, most) if culprit is not None else 0,
@@ -143,7 +162,7 @@ class RunScreen(Screen[None]):
     def _arrange(self) -> None:
         """Show and hide panels, and lay them out anew, if there is a reason to."""
         stage = self.query_one(Stage)
-        size = Size(self.app.size.width, max(self.app.size.height - 3, 0))
+        size = Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
         wish = self._wished(size)
         if (size, wish) == self._arranged:
             return
@@ -155,11 +174,11 @@ class RunScreen(Screen[None]):
     ) -> None:
         """Change what is shown."""
         panel = self.wish.panel if panel is None else panel
+        if panel in ("findings", "log"):
+            self._right = panel
         self.wish = Wish(
             ranks=self.wish.ranks,
             panel=panel,
-            left=panel if panel in ("bars", "late") else self.wish.left,
-            right=panel if panel in ("findings", "log") else self.wish.right,
             zoomed=self.wish.zoomed if zoomed is None else zoomed,
             has=self.wish.has if has is None else has,
         )
@@ -231,6 +250,7 @@ class RunScreen(Screen[None]):
     def select(self, rank: int | None) -> None:
         """Point every panel at a rank, or at none."""
         self.selected_rank = rank
+        self.query_one(RankGrid).show_rank(rank)
         for panel in self.query(Panel):
             panel.selected_rank = rank
 

@@ -15,7 +15,7 @@ from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.key_bar import KeyBar
 
 STEPS = (
-    ("d", "train the demo: two processes on this machine's CPU, no GPU, no download, half a minute"),
+    ("d", "train the demo: two processes on this CPU, no GPU, no download, half a minute"),
     ("2", "choose a recipe of your own, see what each machine will run, launch it"),
     ("1", "see the machines and their GPUs"),
     ("?", "every key"),

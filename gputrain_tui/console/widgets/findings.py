@@ -47,7 +47,13 @@ class Entry:
 
 def entries(state: RunState) -> list[Entry]:
     """Return what was found, newest first; a finding that was raised again is told once."""
-    found: list[Entry] = [_failed(failure) for failure in state.failures]
+    cause = state.root_cause
+    others = [failure for failure in state.failures if failure != cause]
+    consequences = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
+    found: list[Entry] = [_failed(cause)] if cause is not None else []
+    found += [_failed(failure) for failure in others if failure not in consequences]
+    if cause is not None and consequences:
+        found.append(_lost(cause, consequences))
     told: set[tuple[str, int | None]] = set()
     for finding in reversed(state.past_findings):
         about = (finding.kind, finding.rank)
@@ -85,6 +91,22 @@ def _failed(failure: Failure) -> Entry:
         message=f"{failure.kind.replace('_', ' ')}: {printable(failure.message)}",
         evidence=at,
         advice=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
+    )
+
+
+def _lost(cause: Failure, consequences: Sequence[Failure]) -> Entry:
+    """Return one line for all ranks that noticed the failure of another."""
+    count = len({failure.rank for failure in consequences})
+    whom = f"rank {cause.rank}" if cause.rank is not None else "a peer"
+    return Entry(
+        key=("lost_peer", cause.rank, consequences[0].time),
+        time=max(failure.time for failure in consequences),
+        severity="info",
+        cleared=False,
+        rank=consequences[0].rank if count == 1 else None,
+        where="",
+        message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {whom}",
+        advice=printable(consequences[0].message),
     )
 
 
@@ -161,6 +183,8 @@ def _details(entry: Entry, width: int) -> list[Row]:
     indent = " " * 3
     room = max(width - len(indent) - 10, 20)
     rows: list[Row] = []
+    if len(entry.message) > width - 24:  # it was cut above
+        rows += [[(indent + " " * 10, "base"), (line, "bright")] for line in textwrap.wrap(entry.message, room)]
     if entry.evidence:
         text = "   ".join(f"{name.replace('_', ' ')} {current(value)}" for name, value in entry.evidence)
         lines = textwrap.wrap(text, room)

@@ -94,10 +94,11 @@ def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: in
     span = f"{ranks[0][0]}–{ranks[-1][0]}" if len(ranks) > 1 else f"{ranks[0][0]}"
     name = printable(host)
     name = name if len(name) <= name_wide else name[: name_wide - 1] + "…"
+    word = "ranks" if len(ranks) > 1 else "rank"
     row: Row = [
         ("  ", "base"),
         (name.ljust(name_wide), "bright" if count < len(ranks) else "dim"),
-        (f"  rank {span}".ljust(18), "dim"),
+        (f"  {word} {span}".ljust(18), "dim"),
         (f"{count:>4}/{len(ranks)}  ", "bright" if count < len(ranks) else "dim"),
     ]
     used = sum(len(text) for text, _ in row)

@@ -13,6 +13,8 @@ from textual.widget import Widget
 from gputrain_tui.console.actions import Action, footer
 from gputrain_tui.console.widgets.drawing import Row, length
 
+SURE = 20
+"""Actions up to this place are there in any case: where they do not fit in full, those that may are shortened."""
 ALWAYS = 90
 """Actions from this place in the footer stand at the right and stay when there is little room."""
 
@@ -21,15 +23,24 @@ def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[in
     """Return the line, and where on it each action stands: first cell, cell after the last, action."""
     spots: list[tuple[int, int, Action]] = []
     right = [action for action in actions if action.footer >= ALWAYS]
-    taken = sum(_wide(action) for action in right)
-    left: list[Action] = []
-    for action in actions:
-        if action.footer < ALWAYS and taken + _wide(action) <= width - 2:
-            left.append(action)
-            taken += _wide(action)
+    rest = [action for action in actions if action.footer < ALWAYS]
+    room = width - 1 - sum(_wide(action) for action in right)
+    folded = sum(_wide(action) for action in rest if action.footer <= SURE) > room
     row: Row = [(" ", "base")]
-    for action in left:
-        _put(row, action, spots)
+    done = set()
+    for action in rest:
+        like = [a for a in rest if a.folds and a.group == action.group] if folded and action.folds else []
+        if like:
+            wide = sum(len(a.key_text) + 1 for a in like) + len(action.group) + 2
+            if action.group not in done and length(row) + wide <= room:
+                done.add(action.group)
+                for a in like:
+                    begin = length(row)
+                    row += [(a.key_text, "key"), (" ", "base")]
+                    spots.append((begin, length(row) - 1, a))
+                row += [(action.group, "label"), ("  ", "base")]
+        elif length(row) + _wide(action) <= room:
+            _put(row, action, spots)
     gap = width - length(row) - sum(_wide(action) for action in right)
     if gap > 0:
         row.append((" " * gap, "base"))
@@ -61,7 +72,7 @@ class KeyBar(Widget):
         width: 1fr;
         background: $panel;
     }
-    KeyBar > .key-bar--key { color: $accent; text-style: bold; }
+    KeyBar > .key-bar--key { color: $text-accent; text-style: bold; }
     KeyBar > .key-bar--label { color: $foreground 80%; }
     """
 

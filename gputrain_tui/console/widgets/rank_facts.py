@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Fact = tuple[str, str, str]
 """Name, value, and the role of the value."""
 
-NAME = 14
-VALUE = 22
+NAME = 15
+VALUE = 10
 """Cells of a name and of a value."""
 
 
@@ -33,10 +33,6 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
     found: list[Fact] = [
         ("state", view.state or "not started", "error" if view.state == "failed" else "bright"),
         ("last heard of", f"{duration(heard)} ago" if heard is not None and state.ended is None else EMPTY, "bright"),
-        ("host", printable(view.host or EMPTY), "bright"),
-        ("device", printable(_device(view)), "bright"),
-        ("local rank", EMPTY if view.local_rank is None else str(view.local_rank), "bright"),
-        ("pid", EMPTY if view.pid is None else str(view.pid), "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(last.loss if last else None), "title"),
         ("samples/s", current(recent.samples_per_s), "bright"),
@@ -70,18 +66,27 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
     return found
 
 
-def _device(view: RankView) -> str:
-    return view.device or EMPTY
+def whereabouts(view: RankView) -> str:
+    """Return where a rank runs."""
+    told = [
+        printable(view.host or ""),
+        printable(view.device or ""),
+        f"local rank {view.local_rank}" if view.local_rank is not None else "",
+        f"pid {view.pid}" if view.pid is not None else "",
+    ]
+    return "  ".join(filter(None, told))
 
 
 def _with(value: float | None, unit: str) -> str:
     return EMPTY if value is None else f"{value:.0f} {unit}"
 
 
-def draw_facts(rank: int, found: list[Fact], width: int, height: int, message: str = "") -> list[Row]:
+def draw_facts(
+    rank: int, found: list[Fact], width: int, height: int, *, where: str = "", message: str = ""
+) -> list[Row]:
     """Return the facts as ``height`` rows of ``width`` cells, column by column."""
     rights: list[Row] = [[(printable(message), "warning")]] if message else []
-    rows: list[Row] = [headline(width, [(f"rank {rank}", "title")], rights)]
+    rows: list[Row] = [headline(width, [(f"rank {rank}", "title"), (f"  {where}", "dim")], rights)]
     columns = max(min(width // (NAME + VALUE), 6), 1)
     lines = max(min(height - 1, -(-len(found) // columns)), 1)
     wide = width // columns
@@ -118,4 +123,6 @@ class RankFacts(Panel):
         rank = self.selected_rank or 0
         view = self.live.state.ranks.get(rank)
         message = (view.message or "") if view is not None else ""
-        return draw_facts(rank, facts(self.live.state, rank, self.live.now()), width, height, message)
+        where = whereabouts(view) if view is not None else ""
+        found = facts(self.live.state, rank, self.live.now())
+        return draw_facts(rank, found, width, height, where=where, message=message)

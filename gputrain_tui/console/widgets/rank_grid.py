@@ -310,9 +310,18 @@ class RankGrid(Panel, can_focus=True):
         self._pick(0 if side < 0 else len(self._arranged) - 1)
 
     def action_open(self) -> None:
-        """Ask the screen to show the rank under the cursor."""
+        """Ask the screen to show the rank under the cursor, or the first that is seen."""
+        if self.selected_rank is None and self._arranged:
+            self._pick(self._top)
         if self.selected_rank is not None:
             self.post_message(self.Opened(self.selected_rank))
+
+    def show_rank(self, rank: int | None) -> None:
+        """Put the cursor on a rank that was chosen elsewhere, and scroll to it."""
+        self.selected_rank = rank
+        index = self._cursor_index()
+        if index is not None:
+            self._reveal(index)
 
     def _pick(self, index: int) -> None:
         if not self._arranged:

@@ -147,12 +147,12 @@ def _figures(head: Heading, width: int) -> Row:
         fields = [field for field in fields if field[0] != 3]
     progress = min(s.step / head.total, 1.0) if head.total else None
     chosen = list(fields)
-    while len(chosen) > 1 and _taken(chosen, progress) > width:
+    while len(chosen) > 1 and _taken(chosen, progress) > width - 1:
         least = max(order for order, _ in chosen)
         chosen = [field for field in chosen if field[0] != least]
     row: Row = [(" ", "base")]
     if progress is not None:
-        room = width - _taken(chosen, None) - 7
+        room = width - _taken(chosen, None) - 9
         wide = max(min(room, BAR[1]), BAR[0])
         done = round(progress * wide)
         row += [("━" * done, "accent"), ("─" * (wide - done), "rule"), (f" {progress:4.0%}", "bright"), ("   ", "base")]
