@@ -23,6 +23,8 @@ PLAIN_S = 5.0
 """Time between two plain lines."""
 TABLE_RANKS = 32
 """Ranks that the closing table lists; of more, those that the others waited for most."""
+FINDINGS = 10
+"""Findings that the closing words tell."""
 BAR = (10, 40)
 """Least and greatest width of the bar."""
 FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
@@ -200,9 +202,12 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
             return [(f"{event.split} ", "dim"), (text, "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
-        case Finding() if event.state == "raised" and event.severity != "info":
-            advice = f"; {event.advice}" if event.advice else ""
-            return [(f"{event.severity}: {event.message or event.kind}{advice}", "alarm")]
+        case Finding() if event.severity != "info":
+            what = printable(event.message or event.kind.replace("_", " "))
+            if event.state == "cleared":
+                return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (what, "")]
+            advice = f"; {printable(event.advice)}" if event.advice else ""
+            return [(f"{event.severity}: {what}{advice}", "alarm")]
         case Lost():
             return [(f"warning: {event.events} events were not recorded: {event.message}", "alarm")]
     return None
@@ -260,12 +265,28 @@ def closing_lines(state: RunState, width: int) -> list[list[Piece]]:
     if (agree := state.agree()) is not None and state.world_size > 1:
         text, style = ("equal on all ranks", "") if agree else ("DIFFER between ranks", "alarm")
         lines.append([("parameters ", "dim"), (text, style)])
+    lines += finding_lines(state)
     if state.checkpoints:
         lines.append([("checkpoint ", "dim"), (state.checkpoints[-1].path, "")])
     if state.sample is not None:
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (printable(line), "")] for line in state.sample.text.splitlines()]
     return lines
+
+
+def finding_lines(state: RunState) -> list[list[Piece]]:
+    """Return a line per finding, those that stand first; none when nothing was found."""
+    found = [finding for finding in state.past_findings if finding.state == "raised" and finding.severity != "info"]
+    newest = {(finding.kind, finding.rank): finding for finding in found}
+    lines: list[list[Piece]] = []
+    for key, finding in sorted(newest.items(), key=lambda item: item[0] not in state.findings):
+        stands = key in state.findings
+        since = f" since step {finding.step}" if finding.step is not None else ""
+        what = printable(finding.message or finding.kind.replace("_", " "))
+        title = (f"{'finding' if stands else 'was found':<11}", "dim")
+        lines.append([title, (what + (since if stands else ", no longer"), "alarm" if stands else "dim")])
+    hidden = len(lines) - FINDINGS
+    return lines if hidden <= 0 else [*lines[:FINDINGS], [(f"… and {hidden} findings more", "dim")]]
 
 
 def ending(state: RunState) -> list[Piece]:

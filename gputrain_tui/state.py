@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Any, NamedTuple
 
 from trainer.outcome import root_cause
@@ -36,6 +37,8 @@ KEPT = 1000
 """Validations, checkpoints and failures kept."""
 PACE_MARKS = 60
 """Marks of (time, step), at least a second apart, from which the time left is told."""
+MEMORY_SAMPLES = 600
+"""Machine samples, one a second, over which a rank's memory is followed for the diagnosis."""
 OPEN_STEPS = 64
 """Steps whose synchronisation times are held until every rank has reported them."""
 
@@ -66,6 +69,10 @@ class Totals(NamedTuple):
     loss: float = 0.0
     """Sum over steps."""
     loss_steps: int = 0
+    sync_ms: float = 0.0
+    """From the first bucket launched to all reduced."""
+    sync_tail_ms: float = 0.0
+    """The exposed part of it, over the same steps."""
 
     def since(self, earlier: Totals) -> Totals:
         """Return the sums over the events after ``earlier``."""
@@ -123,6 +130,7 @@ class RankView:
         "events",
         "first_step_time",
         "gpu",
+        "gpu_bytes",
         "host",
         "last",
         "lateness",
@@ -133,12 +141,16 @@ class RankView:
         "pid",
         "process",
         "rank",
+        "rss_bytes",
+        "sampled",
+        "started_at",
         "state",
+        "steps",
         "time",
         "totals",
     )
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, history: int = 0) -> None:
         self.rank = rank
         self.state: str | None = None
         """Last state it entered; None before it was spawned."""
@@ -162,6 +174,17 @@ class RankView:
         """Totals after each of the last events; the first is where the window begins."""
         self.lateness: deque[float] = deque(maxlen=WINDOW)
         """How much later than the first rank it was ready to synchronise, ms, per step that all ranks reported."""
+        self.steps: deque[Step] = deque(maxlen=history)
+        """Its last step events since it was last started, as many as the run's ``history``."""
+        self.started_at = 0
+        """Optimizer steps that were done when it was last started."""
+        self.sampled: Step | None = None
+        """Its newest step event with the time of each bucket."""
+        watched = MEMORY_SAMPLES if history else 0
+        self.rss_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
+        """Its process's memory since its first step, with the time, where the run keeps a history."""
+        self.gpu_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
+        """Likewise its GPU's."""
         self.process: Any = None
         """Newest ``RankSample`` of its process."""
         self.gpu: Any = None
@@ -198,8 +221,17 @@ class RunState:
     ``version`` moves with every event, so that a view repaints only when there is something new.
     """
 
-    def __init__(self, *, world_size: int = 0, max_updates: int = 0, max_epochs: int = 0) -> None:
+    def __init__(self, *, world_size: int = 0, max_updates: int = 0, max_epochs: int = 0, history: int = 0) -> None:
+        """Begin with nothing heard.
+
+        Args:
+            world_size: ranks that are expected.
+            max_updates: optimizer steps after which the training ends, 0: no limit.
+            max_epochs: epochs after which it ends, 0: no limit.
+            history: step events kept per rank, for the diagnosis; views do without.
+        """
         self.version = 0
+        self._history = history
         self.run = ""
         """Run id."""
         self.recipe = ""
@@ -215,7 +247,7 @@ class RunState:
         self.ended: RunEnded | None = None
         self.time = 0.0
         """Newest time of any event, Unix seconds."""
-        self.ranks: dict[int, RankView] = {rank: RankView(rank) for rank in range(world_size)}
+        self.ranks: dict[int, RankView] = {rank: RankView(rank, history) for rank in range(world_size)}
         self.joining: Joining | None = None
         """Newest report of who has joined; None once training began."""
         self.validations: deque[Validation] = deque(maxlen=KEPT)
@@ -375,6 +407,44 @@ class RunState:
         rank = max(late, key=lambda r: (late[r], -r))
         return rank, late[rank]
 
+    def wire_ms(self) -> list[float]:
+        """Return the bare transfer time of each gradient bucket, ms: the last rank to arrive waits for no other."""
+        times = [view.sampled.bucket_ms for view in self.ranks.values() if view.sampled is not None]
+        told = [times_of_rank for times_of_rank in times if times_of_rank is not None]
+        if len(told) < 2 or len(told) < self.world_size or len({len(each) for each in told}) != 1:
+            return []
+        return [min(each) for each in zip(*told, strict=True)]
+
+    @property
+    def bus_bytes_per_s(self) -> float | None:
+        """What the slowest link carries at least while gradients are reduced: ``S / t * 2 (n - 1) / n``.
+
+        S is what a step reduces. t is the shorter of two times that are both too long: what the last rank to arrive
+        saw from its first bucket to the last, and all buckets' bare transfers one after the other.
+        """
+        n = self.world_size
+        steps = [view.sampled for view in self.ranks.values() if view.sampled is not None]
+        wire = self.wire_ms()
+        if not wire or steps[0].sync_bytes is None:
+            return None
+        spans = [step.sync_ms for step in steps if step.sync_ms is not None]
+        t_ms = min([sum(wire), *spans])
+        return steps[0].sync_bytes / (t_ms / 1e3) * 2 * (n - 1) / n if t_ms > 0 else None
+
+    @property
+    def overlap_share(self) -> float | None:
+        """Share of recent synchronisation that computing hides, all ranks, 0 to 1."""
+        recent = [view.recent for view in self.ranks.values()]
+        total = sum(totals.sync_ms for totals in recent)
+        return max(0.0, 1 - sum(totals.sync_tail_ms for totals in recent) / total) if total > 0 else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Live scaling efficiency, 0 to 1: the median rank's own computing as a share of a step."""
+        recent = [view.recent for view in self.ranks.values()]
+        shares = [share for totals in recent if (share := totals.compute_share) is not None]
+        return median(shares) if shares else None
+
     def last_validation(self, split: str = "valid") -> Validation | None:
         """Return the newest evaluation of a split."""
         return next((v for v in reversed(self.validations) if v.split == split), None)
@@ -392,7 +462,7 @@ class RunState:
         """Return the view of a rank, new when it was not heard of before."""
         view = self.ranks.get(rank)
         if view is None:
-            view = self.ranks[rank] = RankView(rank)
+            view = self.ranks[rank] = RankView(rank, self._history)
             self.world_size = max(self.world_size, rank + 1)
         return view
 
@@ -403,6 +473,12 @@ class RunState:
             self.joining = None
         view.last = event
         view.events += 1
+        if self._history:
+            if not view.steps:
+                view.started_at = event.step - event.steps
+            view.steps.append(event)
+        if event.bucket_ms is not None:
+            view.sampled = event
         if view.time is None or event.time >= view.time:  # how it ended may stand in another file, read earlier
             view.time = event.time
             view.state = "training"
@@ -423,6 +499,8 @@ class RunState:
             exposed,
             loss,
             loss_n,
+            sync,
+            tail,
         ) = view.totals
         if step_ms is not None:
             covered = step_ms * n
@@ -438,6 +516,9 @@ class RunState:
                 synced += covered
                 synced_n += n
                 exposed += exposed_ms * n
+                if event.sync_ms is not None:
+                    sync += event.sync_ms * n
+                    tail += exposed_ms * n
         if event.loss is not None:
             loss += event.loss * n
             loss_n += n
@@ -458,6 +539,8 @@ class RunState:
                 exposed,
                 loss,
                 loss_n,
+                sync,
+                tail,
             )
         )
         view.marks.append(totals)
@@ -512,6 +595,9 @@ class RunState:
         view.marks.clear()
         view.marks.append(view.totals)
         view.lateness.clear()
+        for series in (view.steps, view.rss_bytes, view.gpu_bytes):
+            series.clear()
+        view.sampled = None
         self._open_steps.clear()
         self._pace.clear()
 
@@ -531,10 +617,16 @@ class RunState:
     def _node_sample(self, event: NodeSample) -> None:
         self.nodes[event.node] = event
         for process in event.ranks:
-            self.rank(process.rank).process = process
+            view = self.rank(process.rank)
+            view.process = process
+            if self._history and view.steps and process.rss_bytes is not None:
+                view.rss_bytes.append((event.time, process.rss_bytes))
         for gpu in event.gpus:
             if gpu.rank is not None:
-                self.rank(gpu.rank).gpu = gpu
+                view = self.rank(gpu.rank)
+                view.gpu = gpu
+                if self._history and view.steps and gpu.memory_used_bytes is not None:
+                    view.gpu_bytes.append((event.time, gpu.memory_used_bytes))
 
     def _finding(self, event: Finding) -> None:
         self.past_findings.append(event)

@@ -16,12 +16,13 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -33,7 +34,10 @@ from gputrain_tui.processes import ProcessIdentity, identify
 from gputrain_tui.runs import Status, last_step, read_status, write_status
 from trainer.errors import ExitCode, RequestError
 from trainer.outcome import exit_code_of
-from trainer.record import Event, Failure, RunDir, RunEnded, RunStarted, encode_event, write_atomically
+from trainer.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, encode_event, write_atomically
+
+if TYPE_CHECKING:
+    from gputrain_tui.diagnosis.watch import Watch
 
 STOP_GRACE_S = 5.0
 """How long the nodes may take to leave when a person stops the run."""
@@ -43,6 +47,8 @@ SWEEP_S = 5.0
 """How long killed processes may take to disappear."""
 TEMPORARY_LENGTH = 60
 """Longest name of a temporary folder in which a Unix socket can still be named (108 bytes with everything)."""
+FIRST_LOOK_S = 1.0
+"""When a run is first looked at for what is wrong with it; its ranks have better use for the processor till then."""
 LEASE = 0
 """The descriptor whose end ends a leased run."""
 
@@ -106,6 +112,8 @@ class Supervisor:
             run=run_dir.path.name, recipe="", world_size=self._plan.world_size
         )
         self._tmp: Path | None = None
+        self._diagnosis: Watch | None = None
+        self._look_at = time.monotonic() + FIRST_LOOK_S
 
     def run(self) -> ExitCode:
         """Take the run from start to end; return its exit code."""
@@ -223,15 +231,33 @@ class Supervisor:
             if self._stop_reason is not None and (not attempt.stopping or self._asked_again):
                 self._stop(attempt, 0.0 if self._asked_again else STOP_GRACE_S)
                 self._asked_again = False
-            for descriptor in self._wait(attempt.deadline):
+            for descriptor in self._wait(attempt.deadline, look=not attempt.stopping):
                 process = attempt.running.get(descriptor)
                 code = process.poll() if process is not None else None
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
+            if not attempt.stopping and time.monotonic() >= self._look_at:
+                self._diagnose()
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
                 attempt.deadline = None
                 for process in attempt.running.values():
                     process.kill()
+
+    def _diagnose(self) -> None:
+        """Look at the record, and write down what is found."""
+        try:
+            if self._diagnosis is None:
+                from gputrain_tui.diagnosis.watch import Watch  # the nodes are under way before it is imported
+
+                self._diagnosis = Watch(self.dir, now=self._now)
+            for finding in self._diagnosis.look():
+                self._record(finding)
+            self._look_at = time.monotonic() + self._diagnosis.due_in_s()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with looking must not end what is looked at
+            traceback.print_exc()
+            self._look_at = math.inf
+            what = f"this run is no longer diagnosed: {type(error).__name__}: {error}"
+            self._record(Finding(time=self._now(), kind="not_diagnosed", severity="info", message=what))
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]
@@ -269,9 +295,15 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------- waiting
 
-    def _wait(self, deadline: float | None) -> list[int]:
-        """Sleep until a node ends, a signal, the end of the lease or the deadline; return the descriptors of nodes."""
-        timeout = None if deadline is None else max(0, math.ceil((deadline - time.monotonic()) * 1000))
+    def _wait(self, deadline: float | None, *, look: bool) -> list[int]:
+        """Sleep until a node ends, a signal, the end of the lease or the deadline; return the descriptors of nodes.
+
+        Args:
+            deadline: monotonic seconds.
+            look: wake also when the record is to be looked at.
+        """
+        due = min(math.inf if deadline is None else deadline, self._look_at if look else math.inf)
+        timeout = None if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
         nodes = []
         for descriptor, _ in self._poll.poll(timeout):
             if descriptor == self._wake_read:

@@ -1,0 +1,48 @@
+"""What to try, per cause: one or two things, the likeliest first."""
+
+from __future__ import annotations
+
+NAMES = {
+    "data": "its data loading",
+    "h2d": "copying batches to its device",
+    "forward": "its forward pass",
+    "backward": "its backward pass",
+    "optimizer": "its optimizer step",
+    "garbage_collection": "Python's garbage collection",
+    "cpu_steal": "processor time that other guests of its host take",
+    "core_wait": "waiting for a free core",
+    "gpu_clock": "its GPU's lower clock",
+}
+"""A straggler's cause in a sentence."""
+
+ADVICE = {
+    "data": "look at what this rank reads: its disk, its share of the data, longer samples; more reading workers "
+    "(num_workers) hide reading behind computing",
+    "h2d": "check the PCIe link of its GPU (nvidia-smi -q: width and generation), that memory is pinned, and what "
+    "else uses the bus",
+    "forward": "compare its GPU, its input sizes and what else runs there with the other ranks; code that only this "
+    "rank runs is a usual reason",
+    "backward": "compare its GPU, its input sizes and what else runs there with the other ranks; hooks that only this "
+    "rank runs are a usual reason",
+    "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
+    "garbage_collection": "collect at chosen moments on all ranks together (gc.disable, gc.collect every some hundred "
+    "steps) and call gc.freeze before training",
+    "cpu_steal": "the host is overbooked: move this node to another host, or ask for dedicated cores",
+    "core_wait": "give the ranks cores of their own: fewer threads per rank, fewer reading workers, no other jobs here",
+    "gpu_clock": "read its throttle reasons and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE); check cooling and "
+    "the power limit, or take another GPU",
+    "unattributed": "compare this rank's parts with the others' in the evidence; several parts longer at once point "
+    "to the device itself or to another job on it",
+    "input_bound": "more reading workers (num_workers), cheaper preprocessing, or the data on a faster disk; the "
+    "ranks wait for data before every step",
+    "communication_bound": "synchronise less often (update_freq), reduce larger buckets (bucket_cap_mb), send bf16 "
+    "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
+    "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, caches without a bound",
+    "non_finite": "stop and resume from the last checkpoint with a lower learning rate or gradient clipping "
+    "(clip_norm); look at the batch of this step",
+    "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
+    "stalled_behind": "gputrain stacks shows where it hangs; a rank that leaves the common path waits for nobody and "
+    "everybody waits for it",
+    "stalled_together": "gputrain stacks shows where every rank hangs; an unequal number of synchronisations and a "
+    "dead network are the usual reasons",
+}

@@ -1,0 +1,56 @@
+"""Diagnoses a run while it goes on, from its record alone, and never takes more than a sliver of a core for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gputrain_tui.diagnosis import HISTORY, Diagnosis
+from gputrain_tui.runs import RunReader
+from gputrain_tui.state import RunState
+from trainer.record import Finding, RunDir
+
+INTERVAL_S = 0.25
+"""Least time between two looks: some steps of late news, and half a percent of a core."""
+DUTY = 0.02
+"""Share of a core that looking may take; with very many ranks the looks become rarer."""
+
+
+class Watch:
+    """Reads a run's record and says what is wrong with it."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        cost: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._reader = RunReader(run_dir, now=now)
+        self._state = RunState(history=HISTORY)
+        self._diagnosis = Diagnosis()
+        self._now = now
+        self._clock = clock
+        self._cost = cost
+        self._due = clock() + INTERVAL_S
+
+    def due_in_s(self) -> float:
+        """Return the seconds until the next look."""
+        return max(0.0, self._due - self._clock())
+
+    def look(self) -> list[Finding]:
+        """Return what is to be recorded now; nothing when the next look is not due yet."""
+        if self.due_in_s() > 0.0:
+            return []
+        began = self._cost()
+        self._state.apply_all(self._reader.poll())
+        behind = self._reader.backlog_bytes > 0
+        found = [] if behind else self._diagnosis.look(self._state, self._now())
+        pause_s = 0.0 if behind else INTERVAL_S
+        self._due = self._clock() + max(pause_s, (self._cost() - began) / DUTY)
+        return found
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._reader.close()
