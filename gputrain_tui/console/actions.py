@@ -19,7 +19,7 @@ class Action:
     """Something that a person can do by key, by mouse in the footer, and by name in the palette."""
 
     name: str
-    """The method is ``action_<name>``; arguments may follow, ``show('loss')``."""
+    """The method is ``action_<name>``; arguments may follow, ``show('loss')``, and ``app.`` go before."""
     keys: tuple[str, ...]
     """Textual's names of the keys; the first is the one that is shown."""
     label: str
@@ -36,6 +36,11 @@ class Action:
     """Whether the footer may shorten it and its like to their keys and the name of their group."""
     shown_as: str = ""
     """How the key is written, where its name is clumsy."""
+
+    @property
+    def path(self) -> str:
+        """How a screen names it."""
+        return self.name if EVERYWHERE not in self.places else f"app.{self.name}"
 
     @property
     def key_text(self) -> str:
@@ -87,7 +92,7 @@ ACTIONS: tuple[Action, ...] = (
     Action(name="quit", keys=("q",), label="Quit", group="Screens", footer=99,
            description="Leave the console; every run goes on"),
     # The first start
-    Action(name="demo", keys=("d",), label="Run the demo", group="Start", footer=1, places=("welcome", "history"),
+    Action(name="app.demo", keys=("d",), label="Run the demo", group="Start", footer=1, places=("welcome", "history"),
            description="Train a small model on this machine, about half a minute"),
     # A run
     Action(name="open_rank", keys=("enter",), label="Rank", group="Ranks", places=RUN, footer=1,
@@ -146,7 +151,7 @@ ACTIONS: tuple[Action, ...] = (
     # A launch
     Action(name="launch", keys=("L", "f5"), label="Launch", group="Launch", places=LAUNCH, footer=1,
            description="Start the run, detached, and watch it"),
-    Action(name="demo", keys=("d",), label="Run the demo", group="Launch", places=LAUNCH, footer=11,
+    Action(name="app.demo", keys=("d",), label="Run the demo", group="Launch", places=LAUNCH, footer=11,
            description="Train a small model on this machine, about half a minute"),
     Action(name="edit", keys=("enter",), label="Edit", group="Form", places=LAUNCH, footer=2,
            description="Change the field, or open the recipe under the cursor"),

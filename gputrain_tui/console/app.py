@@ -223,9 +223,8 @@ class GputrainApp(App[int]):
         for action in available(str(getattr(screen, "PLACE", EVERYWHERE))):
             if action.name == "command_palette":
                 continue
-            name = f"app.{action.name}" if EVERYWHERE in action.places else action.name
             yield SystemCommand(
-                f"{action.label} ({action.key_text})", action.description, partial(screen.run_action, name)
+                f"{action.label} ({action.key_text})", action.description, partial(screen.run_action, action.path)
             )
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))

@@ -94,9 +94,5 @@ class KeyBar(Widget):
         for begin, end, action in self._spots:
             if begin <= event.x < end:
                 event.stop()
-                await self.screen.run_action(_namespaced(action))
+                await self.screen.run_action(action.path)
                 return
-
-
-def _namespaced(action: Action) -> str:
-    return f"app.{action.name}" if "app" in action.places else action.name
