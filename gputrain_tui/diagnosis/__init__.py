@@ -97,7 +97,7 @@ class Diagnosis:
                     device=finding.device,
                     step=state.step,
                     cause=finding.cause,
-                    message=f"over: {finding.message}",
+                    message=finding.message,
                 )
             )
         return events

@@ -10,9 +10,9 @@ from gputrain_tui.runs import RunReader
 from gputrain_tui.state import RunState
 from trainer.record import Finding, RunDir
 
-INTERVAL_S = 0.25
-"""Least time between two looks: some steps of late news, and half a percent of a core."""
-DUTY = 0.02
+INTERVAL_S = 0.2
+"""Least time between two looks: a few steps of late news, for about one percent of a core."""
+DUTY = 0.03
 """Share of a core that looking may take; with very many ranks the looks become rarer."""
 
 

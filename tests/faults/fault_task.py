@@ -1,4 +1,4 @@
-"""A task of a user's own whose one rank becomes slow, or whose loss goes wrong, from a chosen step on."""
+"""A task of a user's own, one rank of which becomes slow at chosen steps in a chosen part of the step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ class FaultOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     samples: int = 4096
     width: int = 512
     layers: int = 6
-    where: str = ""
-    """``forward``, ``backward``, ``data`` or ``optimizer``; empty for a balanced run."""
-    fault_rank: int = 1
-    after: int = 60
-    """Steps without the fault."""
+    faults: str = ""
+    """``WHERE:RANK:FROM:UNTIL`` (forward, backward, data or optimizer; steps from 1, the last one excluded), with
+    commas between several; empty for a balanced run."""
     delay_ms: float = 30.0
 
 
@@ -35,6 +33,10 @@ class FaultTask(Task):
     def __init__(self, options: FaultOptions) -> None:
         super().__init__(options)
         self.steps = 0
+        self.faults = [
+            (where, int(rank), range(int(first), int(last)))
+            for where, rank, first, last in (fault.split(":") for fault in options.faults.split(",") if fault)
+        ]
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         return {"train": _Points(self)}
@@ -55,10 +57,10 @@ class FaultTask(Task):
         return _SlowStep(model.parameters(), self)
 
     def wait(self, where: str) -> None:
-        """Hold this rank up where, and from when on, the options say."""
-        options = self.options
-        if where == options.where and self.steps >= options.after and dist.get_rank() == options.fault_rank:
-            time.sleep(options.delay_ms / 1000)
+        """Hold this rank up where and when the options say."""
+        for place, rank, steps in self.faults:
+            if where == place and self.steps + 1 in steps and dist.get_rank() == rank:
+                time.sleep(self.options.delay_ms / 1000)
 
 
 class _SlowBackward(torch.autograd.Function):

@@ -1,0 +1,465 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
+from gputrain_tui.diagnosis.timeline import excess, jitter, quantile, spread
+from gputrain_tui.state import RunState
+from trainer.record import Finding, GpuSample, NodeSample, RankSample, RankState, Step
+
+PARTS = {"data": 1.0, "h2d": 0.5, "forward": 12.0, "backward": 24.0, "optimizer": 2.5}
+"""A balanced step of a rank, ms."""
+
+Slow = Callable[[int, int], Mapping[str, float]]
+"""Step and rank to what is longer than usual, ms."""
+
+
+def balanced(_step: int, _rank: int) -> Mapping[str, float]:
+    return {}
+
+
+class Run:
+    """A run whose ranks synchronise: who is late makes the others wait in the same step's synchronisation."""
+
+    def __init__(self, ranks: int = 4, *, wire_ms: float = 3.0, noise: float = 0.02, seed: int = 1) -> None:
+        self.state = RunState(world_size=ranks, history=HISTORY)
+        self.diagnosis = Diagnosis()
+        self.now = 1000.0
+        self.step = 0
+        self.wire_ms = wire_ms
+        self.noise = noise
+        self.random = random.Random(seed)
+        self.tails = dict.fromkeys(range(ranks), 0.0)
+        """Optimizer times of the last step: they come before this step's synchronisation."""
+        for rank in range(ranks):
+            self.state.apply(
+                RankState(
+                    time=self.now, rank=rank, state="training", node=rank // 2, host=f"node{rank // 2}", device="cpu"
+                )
+            )
+
+    def steps(self, count: int, slow: Slow = balanced, *, loss: float | None = 2.0, every: int = 1) -> list[Finding]:
+        """Do so many steps and look after each ``every``-th; return what was found."""
+        found = []
+        for _ in range(count):
+            self.step += 1
+            events = self._one(slow, loss)
+            self.state.apply_all(events)
+            if self.step % every == 0:
+                found += self.look()
+        return found
+
+    def look(self, after_s: float = 0.0) -> list[Finding]:
+        self.now += after_s
+        found = self.diagnosis.look(self.state, self.now)
+        self.state.apply_all(found)
+        return found
+
+    def _one(self, slow: Slow, loss: float | None) -> list[Step]:
+        events = []
+        own = {}
+        for rank in self.tails:
+            extra = slow(self.step, rank)
+            times = {p: ms * self._jitter() + extra.get(p, 0.0) for p, ms in PARTS.items()}
+            waits = {p: extra[f"{p}_wait"] for p in (*PARTS, "sync") if f"{p}_wait" in extra}
+            times = {part: ms + waits.get(part, 0.0) for part, ms in times.items()}
+            own[rank] = self.tails[rank] + sum(ms for part, ms in times.items() if part != "optimizer")
+            self.tails[rank] = times["optimizer"]
+            events.append((rank, times, waits, extra))
+        last = max(own.values())
+        wire = self.wire_ms * self._jitter()
+        self.now += (last + wire) / 1e3
+        return [
+            Step(
+                time=self.now,
+                rank=rank,
+                step=self.step,
+                epoch=1,
+                steps=1,
+                samples=8,
+                loss=loss,
+                grad_norm=1.0 if loss is not None else None,
+                step_ms=sum(times.values()) + last - own[rank] + wire,
+                gc_ms=extra.get("gc", 0.0),
+                core_wait_ms=waits,
+                sync_ms=last - own[rank] + wire,
+                sync_exposed_ms=last - own[rank] + wire,
+                sync_bytes=4_000_000,
+                sync_buckets=1,
+                **{f"{part}_ms": ms for part, ms in times.items()},
+            )
+            for rank, times, waits, extra in events
+        ]
+
+    def _jitter(self) -> float:
+        return 1.0 + self.noise * abs(self.random.gauss(0.0, 1.0))
+
+
+def late(rank: int, first: int = 61, last: int = 10**9, **extra: float) -> Slow:
+    return lambda step, who: extra if who == rank and first <= step < last else {}
+
+
+def told(found: list[Finding]) -> list[tuple[str, str, int | None, str | None]]:
+    return [(finding.kind, finding.state, finding.rank, finding.cause) for finding in found]
+
+
+# --- stragglers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("part", ["data", "h2d", "forward", "backward", "optimizer"])
+def test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps(ranks: int, part: str) -> None:
+    run = Run(ranks)
+    assert run.steps(60) == []
+    found = run.steps(20, late(1, **{part: 30.0}))
+    assert told(found) == [("straggler", "raised", 1, part)]
+    finding = found[0]
+    assert (finding.host, finding.device, finding.severity) == ("node0", "cpu", "critical")
+    assert finding.evidence["late_ms"] == pytest.approx(30.0, rel=0.1)
+    assert finding.evidence[f"{part}_excess_ms"] == pytest.approx(30.0, rel=0.1)
+    assert finding.evidence["sync_late_ms"] == pytest.approx(30.0, rel=0.1)
+    assert finding.advice
+    assert finding.step is not None
+    assert finding.step <= 80
+
+
+@pytest.mark.parametrize(
+    ("extra", "cause"),
+    [
+        ({"forward": 30.0, "gc": 28.0}, "garbage_collection"),
+        ({"forward": 15.0, "backward": 15.0}, "unattributed"),
+        ({"forward": 25.0, "backward": 5.0}, "forward"),
+        ({"forward": 22.0, "backward": 8.0}, "unattributed"),
+    ],
+    ids=["within the forward pass", "two parts alike", "more than four fifths", "less than four fifths"],
+)
+def test_a_cause_is_named_only_when_it_covers_four_fifths(extra: dict[str, float], cause: str) -> None:
+    run = Run()
+    run.steps(60)
+    assert told(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
+
+
+def test_a_rank_that_is_slow_from_the_first_step_is_found() -> None:
+    assert told(Run().steps(60, late(3, first=1, backward=10.0))) == [("straggler", "raised", 3, "backward")]
+
+
+def test_a_finding_is_cleared_once_and_raised_again() -> None:
+    run = Run()
+    slow = late(1, first=61, last=101, forward=30.0)
+    assert told(run.steps(100, slow)) == [("straggler", "raised", 1, "forward")]
+    assert told(run.steps(40, slow)) == [("straggler", "cleared", 1, "forward")]
+    assert run.state.findings == {}
+    assert told(run.steps(20, late(1, data=30.0))) == [("straggler", "raised", 1, "data")]
+
+
+def test_a_finding_stands_while_more_than_half_of_the_threshold_is_left() -> None:
+    run = Run(noise=0.0)
+    assert told(run.steps(80, late(1, forward=6.0))) == [("straggler", "raised", 1, "forward")]
+    assert run.steps(60, late(1, forward=3.5)) == []
+    assert told(run.steps(40, late(1, forward=1.5))) == [("straggler", "cleared", 1, "forward")]
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.06, None), (0.14, "warning"), (0.30, "critical")])
+def test_lateness_counts_by_its_share_of_the_step(share: float, severity: str | None) -> None:
+    run = Run(noise=0.0)
+    late_ms = 43.0 * share / (1 - share)
+    found = run.steps(100, late(0, forward=late_ms))
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
+
+
+def test_two_slow_ranks_of_four_are_both_named() -> None:
+    run = Run()
+    run.steps(60)
+    found = run.steps(20, lambda step, rank: {"forward": 30.0} if rank in (1, 2) else {})
+    assert {finding.rank for finding in found} >= {1, 2}
+
+
+def test_lateness_within_the_noise_is_no_finding() -> None:
+    """Thresholds come from the machine's own noise: 8 ms is much on a quiet machine and nothing on a noisy one."""
+    quiet, noisy = Run(noise=0.02), Run(noise=0.6)
+    quiet.steps(60)
+    noisy.steps(60)
+    assert told(quiet.steps(20, late(1, forward=8.0))) == [("straggler", "raised", 1, "forward")]
+    assert noisy.steps(20, late(1, forward=8.0)) == []
+
+
+def busy_machine(seed: int, *, bursts: bool) -> Slow:
+    """Other work takes a core from one rank or another, for a step or for a second."""
+    dice = random.Random(seed)
+    held: dict[int, int] = {}
+
+    def slow(step: int, rank: int) -> Mapping[str, float]:
+        if bursts and held.get(rank, 0) < step and dice.random() < 0.01:
+            held[rank] = step + dice.randrange(1, 30)
+        busy = held.get(rank, 0) >= step
+        waits = {part: dice.expovariate(1 / (40.0 if busy else 8.0)) for part in ("forward", "backward")}
+        return {f"{part}_wait": ms for part, ms in waits.items()}
+
+    return slow
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("bursts", [False, True])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_thousand_balanced_steps_on_a_busy_machine_are_no_finding(ranks: int, bursts: bool, seed: int) -> None:
+    run = Run(ranks, noise=0.15, seed=seed)
+    assert run.steps(1000, busy_machine(seed, bursts=bursts), every=5) == []
+
+
+def test_a_delay_is_found_among_waits_for_cores_that_are_longer() -> None:
+    run = Run(2, noise=0.1)
+    busy = busy_machine(4, bursts=True)
+    run.steps(60, busy)
+    found = run.steps(20, lambda step, rank: {**busy(step, rank), **({"backward": 30.0} if rank == 0 else {})})
+    assert told(found) == [("straggler", "raised", 0, "backward")]
+
+
+def test_a_rank_that_shares_its_core_is_found_to_wait_for_it() -> None:
+    run = Run()
+    found = run.steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
+    assert told(found) == [("straggler", "raised", 2, "core_wait")]
+
+
+def test_what_other_guests_take_is_named_when_one_node_alone_suffers() -> None:
+    run = Run()
+    for node, steal in ((0, 0.0), (1, 45.0)):
+        run.state.apply(NodeSample(time=run.now, node=node, host=f"node{node}", steal_percent=steal))
+    run.steps(60)
+    found = run.steps(20, lambda step, rank: {"forward": 10.0, "backward": 20.0} if rank == 3 else {})
+    assert told(found) == [("straggler", "raised", 3, "cpu_steal")]
+
+
+def test_a_throttled_gpu_is_named_by_its_clock() -> None:
+    run = Run()
+    for rank in range(4):
+        gpu = GpuSample(index=0, uuid=f"GPU-{rank}", rank=rank, sm_clock_mhz=700 if rank == 3 else 1980)
+        run.state.apply(NodeSample(time=run.now, node=rank // 2, host=f"node{rank // 2}", gpus=[gpu]))
+    run.steps(60)
+    found = run.steps(20, lambda step, rank: {"forward": 20.0, "backward": 40.0} if rank == 3 else {})
+    assert told(found) == [("straggler", "raised", 3, "gpu_clock")]
+
+
+def test_events_that_cover_several_steps_tell_the_same() -> None:
+    run = Run(2)
+
+    def covering(count: int, slow: Slow) -> list[Finding]:
+        found = []
+        for _ in range(count // 2):
+            run.step += 1
+            first = {event.rank: event for event in run._one(slow, 2.0)}
+            run.step += 1
+            for event in run._one(slow, 2.0):
+                for name in [name for name in event.__struct_fields__ if name.endswith("_ms")]:
+                    one, two = getattr(first[event.rank], name), getattr(event, name)
+                    if isinstance(one, float) and isinstance(two, float):
+                        setattr(event, name, (one + two) / 2)
+                event.steps = 2
+                run.state.apply(event)
+            found += run.look()
+        return found
+
+    assert covering(60, balanced) == []
+    assert told(covering(20, late(1, optimizer=30.0))) == [("straggler", "raised", 1, "optimizer")]
+
+
+def test_one_rank_alone_is_nobody_s_straggler() -> None:
+    assert Run(1).steps(200, late(0, forward=50.0)) == []
+
+
+def test_a_rank_that_has_not_reported_is_waited_for() -> None:
+    run = Run(2)
+    run.state.rank(2)
+    assert run.steps(100, late(1, first=1, forward=30.0)) == []
+
+
+def test_a_restarted_run_is_judged_anew() -> None:
+    run = Run(2)
+    assert told(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
+    for rank in (0, 1):
+        run.state.apply(RankState(time=run.now, rank=rank, state="spawned"))
+    assert told(run.look()) == [("straggler", "cleared", 1, "forward")]
+    assert run.steps(60) == []
+
+
+# --- what binds a run -----------------------------------------------------------------------------------------------
+
+
+def test_waiting_for_data_on_all_ranks_is_input_bound() -> None:
+    run = Run()
+    found = run.steps(100, lambda _step, _rank: {"data": 40.0})
+    assert told(found) == [("input_bound", "raised", None, "data")]
+    assert found[0].evidence["data_share"] == pytest.approx(0.48, abs=0.05)
+    assert told(run.steps(100)) == [("input_bound", "cleared", None, "data")]
+
+
+def test_a_slow_reader_alone_does_not_bind_the_run() -> None:
+    assert told(Run(2).steps(150, late(1, first=1, data=60.0))) == [("straggler", "raised", 1, "data")]
+
+
+def test_bare_transfers_bind_a_run_but_waiting_for_a_late_rank_does_not() -> None:
+    found = Run(wire_ms=50.0).steps(100)
+    assert told(found) == [("communication_bound", "raised", None, "communication")]
+    assert "update_freq" in found[0].advice
+    assert found[0].evidence["wire_exposed_ms"] == pytest.approx(50.0, rel=0.1)
+    late_rank = Run().steps(100, late(0, first=1, forward=80.0))
+    assert {finding.kind for finding in late_rank} == {"straggler"}
+
+
+def test_transfers_on_a_machine_without_enough_cores_are_not_the_network_s() -> None:
+    run = Run(wire_ms=50.0)
+    assert run.steps(100, lambda _step, _rank: {"forward_wait": 20.0, "backward_wait": 20.0}) == []
+
+
+# --- health ---------------------------------------------------------------------------------------------------------
+
+
+def grow(run: Run, sizes: list[float], rank: int = 1) -> list[Finding]:
+    """Follow a rank's memory, GiB a second."""
+    run.steps(30)
+    found = []
+    for size in sizes:
+        run.now += 1.0
+        run.state.apply(
+            NodeSample(time=run.now, node=0, host="node0", ranks=[RankSample(rank=rank, rss_bytes=int(size * 2**30))])
+        )
+        found += run.look()
+    return [finding for finding in found if finding.kind == "memory_creep"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ([4.0 + 0.01 * second for second in range(200)], ["raised"]),
+        ([4.0] * 200, []),
+        ([4.0 + 2.0 * (1 - 0.97**second) for second in range(400)], []),
+        ([4.0 if second < 100 else 6.0 for second in range(300)], []),
+        ([4.0 + 0.5 * (second % 20) / 20 for second in range(300)], []),
+        ([4.0 + 0.001 * second for second in range(300)], []),
+    ],
+    ids=["growing", "flat", "filling up", "one step up", "a saw", "slower than counts"],
+)
+def test_memory_that_goes_on_growing_is_a_finding(sizes: list[float], kinds: list[str]) -> None:
+    found = grow(Run(2), sizes)
+    assert [finding.state for finding in found] == kinds
+    assert all(finding.rank == 1 and finding.evidence["growth_bytes_per_hour"] > 0 for finding in found)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), None], ids=["nan", "inf", "as the record has it"])
+def test_a_loss_that_is_no_number_is_a_finding(loss: float | None) -> None:
+    run = Run(2)
+    run.steps(40)
+    found = run.steps(3, loss=loss)
+    assert [(finding.kind, finding.rank, finding.step) for finding in found] == [
+        ("non_finite", 0, 41),
+        ("non_finite", 1, 41),
+    ]
+    assert [finding.state for finding in run.steps(1)] == ["cleared", "cleared"]
+
+
+def test_a_loss_that_is_told_now_and_then_is_no_finding() -> None:
+    run = Run(2)
+    found = []
+    for _ in range(40):
+        found += run.steps(1, loss=2.0) + run.steps(2, loss=None)
+    assert found == []
+
+
+def test_a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not() -> None:
+    run = Run(2)
+    for _ in range(40):
+        run.steps(1, loss=2.0 + run.random.gauss(0, 0.05))
+    assert run.steps(1, loss=9.0) == []
+    assert run.steps(3, loss=2.0) == []
+    assert told(run.steps(4, loss=9.0)) == [("loss_spike", "raised", None, None)]
+
+
+# --- stalls ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
+    run = Run(4)
+    run.steps(40)
+    run.step += 1
+    run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 2])
+    run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=[RankSample(rank=2, cpu_percent=99.0)]))
+    assert run.look(5.0) == []
+    found = run.look(10.0)
+    assert told(found) == [("stalled", "raised", 2, "busy")]
+    assert "rank 2 on node1 has done no step for" in found[0].message
+    assert found[0].evidence["last_step"] == 40
+
+
+def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_goes_on() -> None:
+    run = Run(2)
+    run.steps(40)
+    run.look()
+    assert told(run.look(15.0)) == [("stalled", "raised", None, None)]
+    assert told(run.steps(1)) == [("stalled", "cleared", None, None)]
+
+
+@pytest.mark.parametrize("state", ["validating", "saving", "finished"])
+def test_a_rank_that_validates_saves_or_has_finished_is_not_stalled(state: str) -> None:
+    run = Run(2)
+    run.steps(40)
+    run.state.apply(RankState(time=run.now, rank=0, state=state))  # type: ignore[arg-type]
+    run.look()
+    assert run.look(600.0) == []
+
+
+def test_patience_grows_with_the_length_of_steps() -> None:
+    run = Run(2)
+    run.steps(40, lambda _step, _rank: {"forward": 3000.0})
+    run.look()
+    assert run.look(40.0) == []
+    assert told(run.look(30.0)) == [("stalled", "raised", None, None)]
+
+
+# --- all together ---------------------------------------------------------------------------------------------------
+
+
+def test_findings_of_ranks_are_passed_on_and_not_repeated() -> None:
+    run = Run(2)
+    run.state.apply(Finding(time=run.now, kind="desync", severity="critical", rank=1, message="other parameters"))
+    assert "desync" not in KINDS
+    assert run.steps(60) == []
+    assert ("desync", 1) in run.state.findings
+
+
+def test_who_takes_over_goes_on_with_what_was_raised() -> None:
+    run = Run(2)
+    slow = late(1, forward=30.0)
+    run.steps(80, slow)
+    run.diagnosis = Diagnosis()
+    assert run.steps(20, slow) == []
+    assert told(run.steps(40)) == [("straggler", "cleared", 1, "forward")]
+
+
+def test_a_state_without_history_is_diagnosed_as_nothing() -> None:
+    run = Run(2)
+    run.state = RunState(world_size=2)
+    assert run.steps(100, late(1, forward=30.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([5.0], [0.0]),
+        ([1.0, 4.0], [-3.0, 3.0]),
+        ([1.0, 2.0, 9.0], [-4.5, -3.0, 7.5]),
+        ([2.0, 2.0, 2.0, 8.0], [0.0, 0.0, 0.0, 6.0]),
+    ],
+)
+def test_excess_is_over_the_median_of_the_others(values: list[float], expected: list[float]) -> None:
+    assert excess(values) == expected
+
+
+def test_measures_of_noise_are_deaf_to_outliers() -> None:
+    noise = random.Random(5)
+    values = [noise.gauss(10.0, 1.0) for _ in range(400)]
+    values[::40] = [1000.0] * 10
+    assert spread(values) == pytest.approx(1.0, rel=0.25)
+    assert jitter(values) == pytest.approx(1.0, rel=0.25)
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.25) == 2.0

@@ -1,0 +1,147 @@
+"""Real ranks that are held up on purpose: who is named, for what, and how soon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gputrain_tui.runs import RunReader, list_runs
+from trainer.record import AnyEvent, Finding, NodeSample, Step
+
+RECIPE = """\
+name = "faults"
+
+[[cluster.nodes]]
+cpu_ranks = {ranks}
+
+[train]
+task = "{task}:FaultTask"
+batch_size = 192
+max_updates = {updates}
+save_every_epochs = 0
+threads = 1
+
+[task]
+faults = "{faults}"
+"""
+
+BALANCED = 60
+"""Steps before a fault."""
+PERIOD = 55
+"""Steps from one fault to the next."""
+SOON = 20
+"""Steps after which it must have been named."""
+PARTS = ("forward", "backward", "data", "optimizer")
+
+
+@dataclass(frozen=True)
+class Fault:
+    where: str
+    rank: int
+    first: int = BALANCED + 1
+    last: int = 10**6
+
+    def __str__(self) -> str:
+        return f"{self.where}:{self.rank}:{self.first}:{self.last}"
+
+
+@dataclass(frozen=True)
+class Record:
+    events: list[AnyEvent]
+    stderr: str
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [event for event in self.events if isinstance(event, Finding) and event.severity != "info"]
+
+    def step_at(self, moment: float) -> int:
+        """Steps that had been done at a moment, by the rank that was furthest."""
+        return max(event.step for event in self.events if isinstance(event, Step) and event.time <= moment)
+
+
+def train(folder: Path, *, ranks: int, updates: int, faults: Sequence[Fault] = (), timeout: float = 300) -> Record:
+    recipe = folder / "recipe.toml"
+    task = Path(__file__).with_name("fault_task.py")
+    recipe.write_text(RECIPE.format(ranks=ranks, updates=updates, task=task, faults=",".join(map(str, faults))))
+    home = folder / "home"
+    done = subprocess.run(
+        [sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
+        env={**os.environ, "GPUTRAIN_HOME": str(home), "NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    reader = RunReader(list_runs(home / "runs")[0].dir)
+    events: list[AnyEvent] = []
+    while batch := reader.poll():
+        events += batch
+    reader.close()
+    return Record(events, done.stderr)
+
+
+FAULTS = [Fault(where, rank=n % 2, first=61 + PERIOD * n, last=86 + PERIOD * n) for n, where in enumerate(PARTS)]
+
+
+@pytest.fixture(scope="module")
+def held_up(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """Two ranks; one after the other is held up for 25 steps in each part of the step."""
+    return train(tmp_path_factory.mktemp("held_up"), ranks=2, updates=61 + PERIOD * len(FAULTS), faults=FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.where)
+def test_a_rank_that_is_held_up_is_named_with_its_part_and_cleared_when_it_is_over(
+    held_up: Record, fault: Fault
+) -> None:
+    during = [f for f in held_up.findings if fault.first <= held_up.step_at(f.time) < fault.first + PERIOD]
+    assert [(f.kind, f.state, f.rank, f.cause) for f in during] == [
+        ("straggler", "raised", fault.rank, fault.where),
+        ("straggler", "cleared", fault.rank, fault.where),
+    ]
+    assert during[0].step is not None
+    assert during[0].step < fault.first + SOON
+    assert during[0].evidence["late_ms"] == pytest.approx(30.0, rel=0.3)
+
+
+def test_nothing_is_found_before_anything_is_wrong(held_up: Record) -> None:
+    assert [f for f in held_up.findings if held_up.step_at(f.time) <= BALANCED] == []
+
+
+def test_findings_are_told_as_they_come_and_go_and_the_machine_is_sampled(held_up: Record) -> None:
+    assert "ms late in each step" in held_up.stderr
+    assert "cleared at step" in held_up.stderr
+    samples = [event for event in held_up.events if isinstance(event, NodeSample)]
+    assert any(process.rss_bytes for sample in samples for process in sample.ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", PARTS)
+def test_the_right_rank_and_part_are_named_twenty_times_out_of_twenty(tmp_path: Path, where: str) -> None:
+    wrong = []
+    for turn in range(20):
+        ranks = 2 + turn % 3
+        fault = Fault(where, rank=turn % ranks)
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        record = train(folder, ranks=ranks, updates=BALANCED + SOON + 10, faults=[fault])
+        told = [(f.rank, f.cause, f.step, record.step_at(f.time)) for f in record.findings]
+        right = [(rank, cause) for rank, cause, _, _ in told] == [(fault.rank, where)]
+        soon = bool(told) and told[0][3] <= BALANCED + SOON
+        print(f"{where} rank {fault.rank} of {ranks}: {told}")
+        if not (right and soon):
+            wrong.append((ranks, fault, told))
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_thousand_balanced_steps_are_no_finding(tmp_path: Path, ranks: int) -> None:
+    record = train(tmp_path, ranks=ranks, updates=1000, timeout=600)
+    assert [(f.kind, f.rank, f.message) for f in record.findings] == []
