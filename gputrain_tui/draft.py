@@ -158,6 +158,9 @@ class Draft:
     def _task_fields(self, data: Any) -> list[Field]:
         task = next(option for option in _options(Training) if option.name == "task")
         found = [self._field(data, "train.task", "Task", task)]
+        train = data.get("train")
+        if isinstance(train, dict) and "script" in train:
+            return [self._field(data, f"train.{option.name}", "Script", option) for option in _options(Script)]
         schema: Any = self._task_schema()
         if schema is not None:
             found += [self._field(data, f"task.{option.name}", "Task", option) for option in _options(schema)]
@@ -306,6 +309,8 @@ class Draft:
             return self._task_schema() or Script
         if field.name in LAUNCH_OPTIONS:
             return Distributed
+        if field.group == "Script":
+            return Script
         return Training if table == "train" else _Named
 
 

@@ -76,7 +76,7 @@ def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
     if limits is None or width < LABEL + 6:
         text = curve.empty if limits is None else EMPTY
         return rows + message(width, height - 1, [text])
-    axis = _Axis(*limits, plot_height, curve.scale)
+    axis = Axis(*limits, plot_height, curve.scale)
     rows += [cut(row, width) for row in _plot(curve, axis, width - LABEL - 2, plot_height)]
     if height > 4:
         rows.append(cut(steps_row(curve.window.first_step, curve.window.last_step, width), width))
@@ -111,7 +111,7 @@ def _limits(curve: Curve) -> tuple[float, float] | None:
     return (max(low, LEAST), max(high, LEAST)) if curve.scale == "log" else (low, high)
 
 
-class _Axis:
+class Axis:
     """Where a value stands on the height of the plot, 0 at the bottom to 1 at the top."""
 
     def __init__(self, low: float, high: float, height: int, scale: Scale) -> None:
@@ -150,15 +150,15 @@ class _Axis:
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
 
-def _plot(curve: Curve, axis: _Axis, width: int, height: int) -> list[Row]:
+def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     """Return the rows of the plot with their y labels."""
-    median = _line(curve.window.middle, axis, width, height)
-    rank = _line(curve.rank_line, axis, width, height)
+    median = braille_line(curve.window.middle, axis, width, height)
+    rank = braille_line(curve.rank_line, axis, width, height)
     bottoms, tops = _edges(curve.window, axis, width, height)
     labels: dict[int, str] = {}
     for tick in reversed(axis.ticks):
         row = min(height - 1, int((1 - axis.at(tick)) * height))
-        labels.setdefault(row, _label(tick))
+        labels.setdefault(row, tick_label(tick))
     rows = []
     for y in range(height):
         label = labels.get(y)
@@ -188,7 +188,7 @@ def _plot(curve: Curve, axis: _Axis, width: int, height: int) -> list[Row]:
     return rows
 
 
-def _line(values: Sequence[float], axis: _Axis, width: int, height: int) -> list[bytearray]:
+def braille_line(values: Sequence[float], axis: Axis, width: int, height: int) -> list[bytearray]:
     """Return a connected curve as bits of braille cells, [height, width]."""
     cells = [bytearray(width) for _ in range(height)]
     dots = 4 * height
@@ -212,7 +212,7 @@ def _line(values: Sequence[float], axis: _Axis, width: int, height: int) -> list
     return cells
 
 
-def _edges(window: Window, axis: _Axis, width: int, height: int) -> tuple[list[int], list[int]]:
+def _edges(window: Window, axis: Axis, width: int, height: int) -> tuple[list[int], list[int]]:
     """Return the lower and upper edge of the band per cell, in eighths of a cell from the bottom."""
     eighths = 8 * height
     bottoms, tops = [0] * width, [0] * width
@@ -231,7 +231,8 @@ def _dots(low: int, high: int, *, sparse: bool = False) -> str:
     return chr(BRAILLE + sum(DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
 
 
-def _label(tick: float) -> str:
+def tick_label(tick: float) -> str:
+    """Return what stands beside a tick."""
     return short(round(tick, 12)).strip()
 
 

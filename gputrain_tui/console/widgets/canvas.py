@@ -44,6 +44,7 @@ class Canvas(Widget):
     DEFAULT_CSS = """
     Canvas { height: 1fr; width: 1fr; }
     Canvas > .canvas--title { color: $foreground; text-style: bold; }
+    Canvas:focus > .canvas--title { color: $text-accent; text-style: bold; }
     Canvas > .canvas--bright { color: $foreground; }
     Canvas > .canvas--dim { color: $foreground 60%; }
     Canvas > .canvas--rule { color: $foreground 20%; }

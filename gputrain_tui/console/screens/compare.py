@@ -1,0 +1,222 @@
+"""Two to six runs beside each other: their losses on one chart, and below it what their recipes do not agree on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Vertical
+from textual.message import Message
+
+from gputrain_tui import recipe as recipes
+from gputrain_tui.compare import Difference, LossHistory, differences, resampled
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
+from gputrain_tui.console.widgets.canvas import Canvas, Listing
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
+from gputrain_tui.console.widgets.overlay_chart import Line, Overlay, draw_overlay, legend
+from gputrain_tui.recipe import Recipe
+from gputrain_tui.runs import Run, RunReader
+from gputrain_tui.series import smooth
+from gputrain_tui.tables import printable
+from trainer.errors import RequestError
+
+BUDGET_S = 0.03
+"""What one beat may read."""
+PORTION_BYTES = 128 << 10
+SMOOTHINGS = (0.0, 0.5, 0.9)
+
+
+class Curves(Canvas):
+    """The losses of the runs."""
+
+    def __init__(self, names: Sequence[str], *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.names = names
+        self.histories: Sequence[LossHistory] = ()
+        self.over_time = False
+        self.scale: Scale = "linear"
+        self.smoothing = 0.0
+        self.reading = False
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the chart and its legend."""
+        columns = chart_columns(width)
+        ends = [h.last_second if self.over_time else float(h.last_step) for h in self.histories]
+        last = max(ends, default=0.0)
+        lines = []
+        for name, history in zip(self.names, self.histories, strict=False):
+            points = history.points(columns, over_time=self.over_time)
+            values = smooth(resampled(points, columns, last), self.smoothing)
+            lines.append(Line(name=name, values=values, value=history.loss, best=history.best_validation))
+        remarks = [f"smooth {self.smoothing:g}"] if self.smoothing else []
+        if self.reading:
+            remarks.append("reading")
+        overlay = Overlay(lines=lines, last=last, over_time=self.over_time, scale=self.scale, remarks=tuple(remarks))
+        told = legend(lines, width)
+        gap: list[Row] = [[]] if height >= 20 else []
+        return draw_overlay(overlay, width, height - len(told) - len(gap)) + told + gap
+
+
+class Differences(Listing):
+    """What the recipes do not agree on."""
+
+    def __init__(self, runs: int, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._count = runs
+        self.found: list[Difference] | None = None
+        self.problem = ""
+
+    def count(self) -> int:
+        """Return the number of keys."""
+        return len(self.found or ())
+
+    def _widths(self, width: int) -> tuple[int, int]:
+        keys = max((len(difference.key) for difference in self.found or ()), default=10)
+        keys = min(keys + 2, max(width // 3, 12))
+        return keys, max((width - keys - 1) // self._count - 2, 4)
+
+    def head(self, width: int) -> list[Row]:
+        """Return the title and the runs' numbers."""
+        found = self.found or ()
+        title = headline(
+            width,
+            [("recipes", "title"), (f"  differ in {len(found)} key{'s' * (len(found) != 1)}" if found else "", "dim")],
+        )
+        if not found:
+            return [title]
+        keys, cells = self._widths(width)
+        row: Row = [(" " * (keys + 1), "base")]
+        for index in range(self._count):
+            row += [(f"{index + 1}".ljust(cells), f"curve-{index}"), ("  ", "base")]
+        return [title, cut(row, width)]
+
+    def row(self, index: int, width: int) -> Row:
+        """Return a key with the recipes' values."""
+        assert self.found is not None
+        difference = self.found[index]
+        keys, cells = self._widths(width)
+        row: Row = [(" ", "base"), (difference.key[: keys - 1].ljust(keys), "dim")]
+        for value in difference.values:
+            text = printable(value) or EMPTY
+            text = text if len(text) <= cells else text[: cells - 1] + "…"
+            row += [(text.ljust(cells), "bright"), ("  ", "base")]
+        return cut(row, width)
+
+    def empty(self, width: int, height: int) -> list[Row]:
+        """Say that there is no difference, or why it is not known."""
+        if self.problem:
+            return [[], cut([(" ", "base"), (printable(self.problem), "warning")], width)]
+        return message(width, height, ["reading" if self.found is None else "The recipes say the same."])
+
+
+class CompareScreen(Page):
+    """The comparison."""
+
+    PLACE = "compare"
+    CSS_PATH = "compare.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("compare")]
+
+    class Read(Message):
+        """The recipes were read."""
+
+        def __init__(self, found: list[Difference], problem: str) -> None:
+            super().__init__()
+            self.found = found
+            self.problem = problem
+
+    def __init__(self, runs: Sequence[Run], *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Compare runs.
+
+        Args:
+            runs: two to six.
+            clock: seconds, for the budget.
+        """
+        super().__init__()
+        self._runs = runs
+        self._clock = clock
+        self._readers = [RunReader(run.dir) for run in runs]
+        self._histories = [LossHistory(run.status.world_size) for run in runs]
+
+    def body(self) -> ComposeResult:
+        """Yield chart and differences."""
+        with Vertical(id="comparison"):
+            yield Curves([run.id for run in self._runs], id="curves")
+            yield Differences(len(self._runs), id="differences")
+
+    def on_mount(self) -> None:
+        """Read the recipes, and begin with the curves."""
+        self.query_one(Curves).histories = self._histories
+        self.query_one(Differences).focus()
+        self._read_recipes()
+        self.tick()
+
+    def on_unmount(self) -> None:
+        """Let go of the records."""
+        for reader in self._readers:
+            reader.close()
+
+    @work(thread=True, group="recipes")
+    def _read_recipes(self) -> None:
+        """Read the recipes; a user's own task may have to be asked for its options."""
+        found: list[Recipe] = []
+        problem = ""
+        for run in self._runs:
+            try:
+                found.append(recipes.load(str(run.dir.recipe)))
+            except RequestError as error:
+                problem = f"the recipe of {run.id} cannot be read: {error}"
+        complete = len(found) == len(self._runs)
+        self.post_message(self.Read(differences(found) if complete else [], problem))
+
+    @on(Read)
+    def _show(self, event: Read) -> None:
+        table = self.query_one(Differences)
+        table.found, table.problem = event.found, event.problem
+        table.styles.height = min(max(len(event.found), 1) + 3, max(self.size.height // 3, 5))
+        table.redraw()
+
+    def tick(self) -> None:
+        """Read on for a while, and draw what came."""
+        deadline = self._clock() + BUDGET_S
+        came = False
+        for reader, history in zip(self._readers, self._histories, strict=True):
+            while True:
+                events = reader.poll(PORTION_BYTES)
+                for event in events:
+                    history.apply(event)
+                came = came or bool(events)
+                if not reader.backlog_bytes or self._clock() >= deadline:
+                    break
+        curves = self.query_one(Curves)
+        reading = any(reader.backlog_bytes for reader in self._readers)
+        if came or reading != curves.reading:
+            curves.reading = reading
+            curves.redraw()
+
+    def action_axis(self) -> None:
+        """Draw over steps, or over time."""
+        curves = self.query_one(Curves)
+        curves.over_time = not curves.over_time
+        curves.redraw()
+
+    def action_scale(self) -> None:
+        """Change between linear and logarithmic."""
+        curves = self.query_one(Curves)
+        curves.scale = "linear" if curves.scale == "log" else "log"
+        curves.redraw()
+
+    def action_smooth(self) -> None:
+        """Smooth the curves less or more."""
+        curves = self.query_one(Curves)
+        curves.smoothing = SMOOTHINGS[(SMOOTHINGS.index(curves.smoothing) + 1) % len(SMOOTHINGS)]
+        curves.redraw()
+
+    def action_back(self) -> None:
+        """Back to the runs."""
+        self.dismiss()

@@ -1,0 +1,218 @@
+"""All runs: open, resume, launch again with changes, delete, and mark some to compare them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Vertical
+from textual.message import Message
+
+from gputrain_tui import start
+from gputrain_tui.commands.runs import describe
+from gputrain_tui.compare import FEWEST, MOST
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.screens.confirm import Confirm
+from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.widgets.run_list import RunCard, RunList
+from gputrain_tui.delete import delete_run
+from gputrain_tui.runs import ENDED, Run, list_runs
+from trainer.errors import RequestError
+
+LOOK_S = 2.0
+"""How often the runs are listed."""
+
+
+class HistoryScreen(Page):
+    """The runs of this person on this machine."""
+
+    PLACE = "history"
+    CSS_PATH = "history.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("history")]
+
+    class Listed(Message):
+        """The runs were listed."""
+
+        def __init__(self, runs: Sequence[Run], entries: Sequence[Mapping[str, Any]]) -> None:
+            super().__init__()
+            self.runs = runs
+            self.entries = entries
+
+    class Done(Message):
+        """Something that took a while is done, or could not be."""
+
+        def __init__(self, text: str, *, alarm: bool = False, prepared: start.Prepared | None = None) -> None:
+            super().__init__()
+            self.text = text
+            self.alarm = alarm
+            self.prepared = prepared
+
+    def __init__(
+        self,
+        *,
+        runs: Callable[[], list[Run]] = list_runs,
+        now: Callable[[], float] = time.time,
+        clocked: bool = True,
+    ) -> None:
+        """Make the screen.
+
+        Args:
+            runs: lists the runs, newest first.
+            now: Unix seconds.
+            clocked: whether it looks again by itself.
+        """
+        super().__init__()
+        self._list = runs
+        self._now = now
+        self._clocked = clocked
+        self._runs: dict[str, Run] = {}
+
+    def body(self) -> ComposeResult:
+        """Yield the list, and more about one run."""
+        with Vertical(id="all-runs"):
+            yield RunList(id="runs")
+            yield RunCard(id="card")
+
+    def on_mount(self) -> None:
+        """List the runs now and then."""
+        self.query_one(RunList).focus()
+        if self._clocked:
+            self.set_interval(LOOK_S, self._look_if_seen)
+
+    def on_screen_resume(self) -> None:
+        """List the runs when the screen is shown."""
+        live = self.console.live
+        self.query_one(RunList).opened = live.id if live is not None else None
+        self._look()
+
+    def _look_if_seen(self) -> None:
+        if self.is_current:
+            self._look()
+
+    @work(thread=True, exclusive=True, group="history")
+    def _look(self) -> None:
+        runs = []
+        with suppress(RequestError):  # the folder cannot be read: said when something is started
+            runs = self._list()
+        now = self._now()
+        self.post_message(self.Listed(runs, [describe(run, now=now) for run in runs]))
+
+    @on(Listed)
+    def _show(self, event: Listed) -> None:
+        self._runs = {run.id: run for run in event.runs}
+        self.query_one(RunList).show(event.entries)
+        self._show_card()
+
+    @on(RunList.Moved)
+    def _pointed(self, event: RunList.Moved) -> None:
+        self._show_card()
+
+    def _show_card(self) -> None:
+        card = self.query_one(RunCard)
+        card.entry = self.query_one(RunList).entry
+        card.redraw()
+
+    @property
+    def run_here(self) -> Run | None:
+        """The run with the cursor."""
+        entry = self.query_one(RunList).entry
+        return self._runs.get(entry["id"]) if entry is not None else None
+
+    # What can be done with a run
+
+    @on(RunList.Chosen)
+    async def _chosen(self, event: RunList.Chosen) -> None:
+        await self.action_open()
+
+    async def action_open(self) -> None:
+        """Watch the run."""
+        run = self.run_here
+        if run is not None:
+            await self.console.open_run(run)
+
+    def action_mark(self) -> None:
+        """Mark the run, or not."""
+        if not self.query_one(RunList).mark():
+            self.console.say(f"at most {MOST} runs can be compared")
+
+    def action_compare(self) -> None:
+        """Compare the marked runs."""
+        marked = self.query_one(RunList).marked
+        if len(marked) < FEWEST:
+            self.console.say(f"mark {FEWEST} to {MOST} runs with space, then compare them")
+            return
+        from gputrain_tui.console.screens.compare import CompareScreen
+
+        self.app.push_screen(CompareScreen([self._runs[run] for run in marked]))
+
+    def action_resume(self) -> None:
+        """Go on from the run's last checkpoint, as a new run."""
+        run = self.run_here
+        if run is not None:
+            self.console.say(f"preparing to resume {run.id}")
+            self._prepare(run)
+
+    @work(thread=True, exclusive=True, group="launch")
+    def _prepare(self, run: Run) -> None:
+        try:
+            prepared = start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))
+        except RequestError as error:
+            self.post_message(self.Done(str(error).removeprefix(f"--resume {run.id}: "), alarm=True))
+        else:
+            self.post_message(self.Done("", prepared=prepared))
+
+    async def action_relaunch(self) -> None:
+        """Open the run's recipe on the launch screen."""
+        run = self.run_here
+        if run is not None:
+            self.desk.source = str(run.dir.recipe)
+            await self.console.action_go("launch")
+
+    def action_stop_marked(self) -> None:
+        """Stop the run."""
+        run = self.run_here
+        if run is None:
+            return
+        if run.state in ENDED:
+            self.console.say(f"{run.id} is {run.state} already")
+        else:
+            self.console.ask_to_stop(run)
+
+    def action_delete(self) -> None:
+        """Delete the run, once the person has confirmed it."""
+        run = self.run_here
+        if run is None:
+            return
+        if run.state not in (*ENDED, "lost"):
+            self.console.say(f"{run.id} is {run.state}; S stops it", alarm=True)
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._delete(run)
+
+        what = "Its record, its logs and its checkpoints are gone then."
+        self.app.push_screen(Confirm(f"Delete {run.id}?", what, yes="Delete it"), answered)
+
+    @work(thread=True, group="delete")
+    def _delete(self, run: Run) -> None:
+        try:
+            delete_run(run)
+        except RequestError as error:
+            self.post_message(self.Done(str(error), alarm=True))
+        else:
+            self.post_message(self.Done(f"deleted {run.id}"))
+
+    @on(Done)
+    async def _done(self, event: Done) -> None:
+        if event.text:
+            self.console.say(event.text, alarm=event.alarm)
+        if event.prepared is not None:
+            await self.console.launch(event.prepared)
+        else:
+            self._look()

@@ -1,0 +1,108 @@
+"""The losses of several runs on one chart: one colour each, and a legend that tells them apart without colours too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL, Axis, Scale, braille_line, tick_label
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, headline, merged, message, nice_step
+from gputrain_tui.tables import duration, printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One run's curve."""
+
+    name: str
+    values: Sequence[float]
+    """One per column, two columns per cell."""
+    value: float
+    """The newest loss, nats."""
+    best: float | None = None
+    """The least validation loss, nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlay:
+    """What the chart shows."""
+
+    lines: Sequence[Line]
+    last: float
+    """The end of the axis: steps or seconds."""
+    over_time: bool
+    scale: Scale = "linear"
+    remarks: tuple[str, ...] = ()
+
+
+def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
+    """Return the chart as ``height`` rows of ``width`` cells."""
+    unit = "time since the start" if overlay.over_time else "steps"
+    remarks = [[(remark, "dim")] for remark in (*overlay.remarks, *(["log"] if overlay.scale == "log" else []))]
+    rows = [headline(width, [("loss", "title"), (f"  nats over {unit}", "dim")], remarks)]
+    plot_height = height - 2
+    limits = _limits(overlay)
+    if limits is None or plot_height < 2 or width < LABEL + 8:
+        return rows + message(width, height - 1, ["no step yet"])
+    axis = Axis(*limits, plot_height, overlay.scale)
+    labels: dict[int, str] = {}
+    for tick in reversed(axis.ticks):
+        labels.setdefault(min(plot_height - 1, int((1 - axis.at(tick)) * plot_height)), tick_label(tick))
+    cells = width - LABEL - 2
+    drawn = [braille_line(line.values, axis, cells, plot_height) for line in overlay.lines]
+    for y in range(plot_height):
+        label = labels.get(y, "")
+        pieces: Row = [(label.rjust(LABEL), "dim"), (" ┤" if label else " │", "rule")]
+        ground = "┈" if label else " "
+        for x in range(cells):
+            # Where curves meet, the first one is seen: its cell would otherwise mix two of them in one colour.
+            of = next((index for index, bits in enumerate(drawn) if bits[y][x]), None)
+            pieces.append((ground, "rule") if of is None else (chr(BRAILLE + drawn[of][y][x]), f"curve-{of}"))
+        rows.append(cut(merged(pieces), width))
+    rows.append(_ends(overlay, width))
+    return rows
+
+
+def _limits(overlay: Overlay) -> tuple[float, float] | None:
+    least = 0.0 if overlay.scale == "log" else -inf
+    values = [value for line in overlay.lines for value in line.values if least < value < inf]
+    return (min(values), max(values)) if values and isfinite(min(values)) else None
+
+
+def _ends(overlay: Overlay, width: int) -> Row:
+    """Return the labels of the axis."""
+    cells = width - LABEL - 2
+    line = [" "] * width
+    end = duration(overlay.last) if overlay.over_time else f"step {overlay.last:,.0f}"
+    free = width - len(end)
+    line[free:] = end
+    distance = nice_step(overlay.last, max(1, cells // 16)) if overlay.last > 0 else 0
+    number, busy = 0, 0
+    while distance and number * distance < overlay.last:
+        at = number * distance
+        text = duration(at) if overlay.over_time else f"{at:,.0f}"
+        begin = LABEL + 2 + int(at / overlay.last * cells)
+        if begin >= busy and begin + len(text) + 2 <= free:
+            line[begin : begin + len(text)] = text
+            busy = begin + len(text) + 2
+        number += 1
+    return [("".join(line), "dim")]
+
+
+def legend(lines: Sequence[Line], width: int) -> list[Row]:
+    """Return one line per run: its colour, its number, its name, its newest and its best validation loss."""
+    names = max(width - 7 - 2 * 14, 8)
+    rows = []
+    for index, line in enumerate(lines):
+        best = EMPTY if line.best is None else current(line.best)
+        row: Row = [
+            (f" {index + 1} ━━ ", f"curve-{index}"),
+            (printable(line.name).ljust(names)[:names], "bright"),
+            ("  loss", "dim"),
+            (current(line.value).rjust(8), "bright"),
+            (" valid", "dim"),
+            (best.rjust(8), "bright"),
+        ]
+        rows.append(cut(row, width))
+    return rows

@@ -1,0 +1,203 @@
+"""All runs, newest first: how they went, and which are marked for a comparison."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gputrain_tui.compare import FEWEST, MOST
+from gputrain_tui.console.widgets.canvas import Canvas, Listing
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
+from gputrain_tui.console.widgets.run_header import MARKS
+from gputrain_tui.tables import duration, printable
+
+WIDE, WIDEST = 100, 150
+"""From here on there is room for the time at which a run started, and for its recipe, which its id tells too."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the list."""
+
+    title: str
+    wide: int
+    right: bool = True
+
+
+RANKS, STEP, LOSS, TOOK = Column("ranks", 5), Column("step", 8), Column("loss", 7), Column("took", 9)
+STARTED, RECIPE = Column("started", 16, right=False), Column("recipe", 20, right=False)
+
+
+def columns_for(width: int) -> list[Column]:
+    """Return the columns at the right of the run's id."""
+    columns = [RANKS, STEP, LOSS, TOOK]
+    if width < WIDE:
+        return columns
+    return [RECIPE, *columns, STARTED] if width >= WIDEST else [*columns, STARTED]
+
+
+def cells_of(entry: Mapping[str, Any]) -> dict[Column, str]:
+    """Return the texts of a run's line."""
+    step, loss = entry["step"], entry["loss"]
+    return {
+        RANKS: f"{entry['world_size']:,}",
+        STEP: EMPTY if step is None else f"{step:,}",
+        LOSS: EMPTY if loss is None else f"{loss:.4f}",
+        TOOK: duration(entry["duration_s"]) or EMPTY,
+        STARTED: time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started"])),
+        RECIPE: printable(entry["recipe"]),
+    }
+
+
+def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened: bool) -> Row:
+    """Return a run's line.
+
+    Args:
+        entry: as ``gputrain runs --json`` describes it.
+        width: cells.
+        number: its place among the marked ones, from 0; None: it is not marked.
+        opened: whether it is the run that the console watches.
+    """
+    mark, role = MARKS.get(entry["state"], ("?", "warning"))
+    columns = columns_for(width)
+    cells = cells_of(entry)
+    room = width - 18 - sum(column.wide + 2 for column in columns)
+    row: Row = [
+        (" ", "base") if number is None else (str(number + 1), f"curve-{number}"),
+        ("▸" if opened else " ", "accent"),
+        (f" {mark} ", role),
+        (f"{entry['state']:<10} ", role if role in ("error", "warning", "accent") else "dim"),
+        (_cut(printable(entry["id"]), room).ljust(room), "bright"),
+    ]
+    for column in columns:
+        text = _cut(cells[column], column.wide)
+        shown = "dim" if column in (STARTED, RECIPE, RANKS) or text == EMPTY else "bright"
+        row += [("  ", "base"), (text.rjust(column.wide) if column.right else text.ljust(column.wide), shown)]
+    return cut(row, width)
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
+
+
+class RunList(Listing):
+    """The runs."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.entries: Sequence[Mapping[str, Any]] | None = None
+        """None until they were listed."""
+        self.marked: list[str] = []
+        """Ids in the order in which they were marked."""
+        self.opened: str | None = None
+        """Id of the run that the console watches."""
+
+    def show(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Show runs; the cursor stays on its run."""
+        before = self.entry
+        self.entries = entries
+        ids = [entry["id"] for entry in entries]
+        self.marked = [run for run in self.marked if run in ids]
+        if before is not None and before["id"] in ids and self.cursor:
+            self.cursor = ids.index(before["id"])
+        self.redraw()
+
+    @property
+    def entry(self) -> Mapping[str, Any] | None:
+        """The run with the cursor."""
+        if not self.entries:
+            return None
+        return self.entries[min(self.cursor, len(self.entries) - 1)]
+
+    def mark(self) -> bool:
+        """Mark the run with the cursor, or not; return False when no more can be marked."""
+        entry = self.entry
+        if entry is None:
+            return True
+        if entry["id"] in self.marked:
+            self.marked.remove(entry["id"])
+        elif len(self.marked) >= MOST:
+            return False
+        else:
+            self.marked.append(entry["id"])
+        self.redraw()
+        return True
+
+    def count(self) -> int:
+        """Return the number of runs."""
+        return len(self.entries or ())
+
+    def head(self, width: int) -> list[Row]:
+        """Return the title and the names of the columns."""
+        entries = self.entries or ()
+        going = sum(entry["state"] in ("starting", "running", "stopping") for entry in entries)
+        left: Row = [("runs", "title")]
+        if entries:
+            left.append((f"  {len(entries):,}", "dim"))
+        if going:
+            left.append((f"  {going} running", "accent"))
+        remarks: list[Row] = []
+        if len(self.marked) >= FEWEST:
+            remarks.append([(f"{len(self.marked)} marked", "accent"), (", c compares them", "dim")])
+        elif self.marked:
+            remarks.append([("1 marked", "accent"), (", mark another to compare", "dim")])
+        elif len(entries) >= FEWEST:
+            remarks.append([("space marks runs to compare", "dim")])
+        title = headline(width, left, remarks)
+        if not entries:
+            return [title]
+        columns = columns_for(width)
+        room = width - 18 - sum(column.wide + 2 for column in columns)
+        names = f"     {'state':<11}{'run'.ljust(room)}" + "".join(
+            "  " + (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide))
+            for column in columns
+        )
+        return [title, cut([(names, "dim")], width)]
+
+    def row(self, index: int, width: int) -> Row:
+        """Return the line of a run."""
+        assert self.entries is not None
+        entry = self.entries[index]
+        number = self.marked.index(entry["id"]) if entry["id"] in self.marked else None
+        return draw_run(entry, width, number=number, opened=entry["id"] == self.opened)
+
+    def empty(self, width: int, height: int) -> list[Row]:
+        """Teach what can be done where there is no run."""
+        if self.entries is None:
+            return message(width, height, ["looking for runs"])
+        lines = ["No run yet.", "", "d runs the demo: half a minute on this machine's CPU.", "2 opens a recipe."]
+        return message(width, height, lines)
+
+
+class RunCard(Canvas):
+    """More about the run with the cursor."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.entry: Mapping[str, Any] | None = None
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the run in a few lines."""
+        entry = self.entry
+        if entry is None:
+            return []
+        cells = cells_of(entry)
+        mark, role = MARKS.get(entry["state"], ("?", "warning"))
+        said = entry["message"] or ""
+        rows: list[Row] = [
+            headline(width, [(printable(entry["id"]), "title"), (f"  {mark} {entry['state']}", role)]),
+            [
+                ("started  ", "dim"),
+                (cells[STARTED], "bright"),
+                ("   recipe  ", "dim"),
+                (cells[RECIPE], "bright"),
+                ("   ranks  ", "dim"),
+                (cells[RANKS], "bright"),
+            ],
+            [("folder   ", "dim"), (entry["run_dir"], "dim")],
+        ]
+        if said:
+            rows.insert(1, [(printable(said), "error" if entry["state"] == "failed" else "bright")])
+        return [cut(row, width) for row in rows[:height]]
