@@ -17,6 +17,9 @@ LEAST_STEPS = 20
 """Steps to know a run by, before anything is said."""
 WARNING, CRITICAL = 0.10, 0.20
 """Share of a step that a rank is late (TraceML's gates)."""
+AT_ONCE = 0.15
+"""Share of a step from which one window is enough; for less, ``SUSTAINED`` windows must all show it."""
+SUSTAINED = 4
 COVERS = 0.80
 """Share of the lateness that a cause must account for to be named."""
 AGREEING = 0.75
@@ -64,6 +67,8 @@ def _slow(state: RunState, timeline: Timeline, index: int, late: Sequence[float]
     gate = WARNING * step_ms
     if middle < gate / 2:
         return None
+    blocks = [median(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)][:SUSTAINED]
+    lasting = middle >= AT_ONCE * step_ms or (len(blocks) == SUSTAINED and min(blocks) >= gate)
     noise = _noise(late)
     threshold = max(gate, noise)
     agreeing = [place for place, value in enumerate(recent) if value >= middle / 2]
@@ -77,7 +82,7 @@ def _slow(state: RunState, timeline: Timeline, index: int, late: Sequence[float]
         rank=rank,
         value=middle,
         threshold=threshold,
-        confirmed=len(agreeing) >= AGREEING * len(recent),
+        confirmed=lasting and len(agreeing) >= AGREEING * len(recent),
         severity=_severity(share),
         cause=cause,
         step=timeline.steps[-1],
