@@ -15,6 +15,10 @@ INTERVALS = 20.0
 """How many usual steps the silence must last."""
 LONGEST = 4.0
 """How many times the longest step of late."""
+TOGETHER_S = 30.0
+"""Least silence when no rank is behind: a script that is watched may evaluate between two steps."""
+BUSY_S = 300.0
+"""The same while all processes are busy."""
 BUSY_PERCENT = 50.0
 """From how much of a core on a process is computing, or waiting actively."""
 
@@ -54,7 +58,8 @@ def stalls(state: RunState, heard: Heard, now: float) -> list[Symptom]:
     if shortest < patience_s / 2:
         return []
     if not behind or len(behind) > len(training) / 2:
-        return [_together(training, shortest, patience_s, usual_s)]
+        busy = all(_doing(view) == "busy" for view in training)
+        return [_together(training, shortest, max(patience_s, BUSY_S if busy else TOGETHER_S), usual_s)]
     return [_one(state, view, silences[view.rank], patience_s, usual_s, ahead) for view in behind]
 
 

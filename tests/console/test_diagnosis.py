@@ -403,8 +403,18 @@ def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_
     run = Run(2)
     run.steps(40)
     run.look()
-    assert told(run.look(15.0)) == [("stalled", "raised", None, None)]
+    assert run.look(15.0) == []
+    assert told(run.look(20.0)) == [("stalled", "raised", None, None)]
     assert told(run.steps(1)) == [("stalled", "cleared", None, None)]
+
+
+def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
+    run = Run(2)
+    run.steps(40)
+    samples = [RankSample(rank=rank, cpu_percent=98.0) for rank in (0, 1)]
+    run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+    assert run.look(250.0) == []
+    assert told(run.look(60.0)) == [("stalled", "raised", None, "busy")]
 
 
 @pytest.mark.parametrize("state", ["validating", "saving", "finished"])

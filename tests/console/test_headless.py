@@ -13,6 +13,7 @@ from gputrain_tui.headless import (
     ending,
     event_line,
     failure_block,
+    finding_lines,
     length,
     number,
     paint,
@@ -180,6 +181,27 @@ def test_the_end_tells_evaluation_agreement_checkpoint_and_sample() -> None:
     assert paint(ending(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
 
 
+def test_the_end_tells_what_was_found_and_what_of_it_still_stands() -> None:
+    state = trained()
+    state.apply(Finding(time=1005.0, kind="straggler", rank=1, step=70, message="rank 1 is late", advice="look"))
+    state.apply(Finding(time=1006.0, kind="straggler", rank=1, step=90, message="rank 1 is late", state="cleared"))
+    state.apply(Finding(time=1007.0, kind="input_bound", step=110, message="data takes 40 % of a step"))
+    state.apply(Finding(time=1007.0, kind="not_measured", severity="info", message="no bucket times"))
+    assert plain(closing_lines(state, 80)).splitlines()[3:] == [
+        "finding    data takes 40 % of a step since step 110",
+        "was found  rank 1 is late, no longer",
+    ]
+
+
+def test_of_very_many_findings_the_first_are_told() -> None:
+    state = trained(40)
+    for rank in range(40):
+        state.apply(Finding(time=1005.0, kind="straggler", rank=rank, message=f"rank {rank} is late"))
+    lines = plain(finding_lines(state)).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "… and 30 findings more"
+
+
 def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
     failure = Failure(time=1.0, kind="out_of_memory", rank=3, host="node-b", step=7, message="tried to allocate 80 GiB")
     assert plain(failure_block(failure, ["loading", "boom"], "/r/logs/3.log")) == (
@@ -205,6 +227,10 @@ def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
         (
             Finding(time=1.0, kind="straggler", rank=1, message="rank 1 is late", advice="look at its loader"),
             "warning: rank 1 is late; look at its loader",
+        ),
+        (
+            Finding(time=1.0, kind="straggler", state="cleared", rank=1, step=90, message="rank 1 is late"),
+            "cleared at step 90: rank 1 is late",
         ),
         (Finding(time=1.0, kind="note", severity="info"), None),
         (RankState(time=1.0, rank=0, state="ready"), None),

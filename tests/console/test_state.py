@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gputrain_tui.state import OPEN_STEPS, WINDOW, RunState
@@ -21,15 +23,15 @@ from trainer.record import (
 )
 
 
-def step(rank: int = 0, number: int = 1, *, time: float | None = None, steps: int = 1, **values: float) -> Step:
-    base: dict[str, float] = {"samples": 8 * steps, "loss": 2.0, "step_ms": 100.0}
+def step(rank: int = 0, number: int = 1, *, time: float | None = None, steps: int = 1, **values: Any) -> Step:
+    base: dict[str, Any] = {"samples": 8 * steps, "loss": 2.0, "step_ms": 100.0}
     return Step(
         time=float(number) if time is None else time,
         rank=rank,
         step=number,
         epoch=1,
         steps=steps,
-        **{**base, **values},  # type: ignore[arg-type]
+        **{**base, **values},
     )
 
 
@@ -286,3 +288,55 @@ def test_the_status_is_how_the_run_ended() -> None:
 
 def test_lost_events_are_counted() -> None:
     assert fold(Lost(time=1.0, events=3, message="disk full"), Lost(time=2.0, events=4, message="disk full")).lost == 7
+
+
+def test_the_bare_transfer_of_a_bucket_is_what_the_last_rank_to_arrive_sees() -> None:
+    sampled = {"sync_bytes": 30_000_000, "sync_buckets": 2}
+    state = fold(
+        step(0, 10, sync_ms=40.0, bucket_ms=[30.0, 20.0], **sampled),
+        step(1, 10, sync_ms=12.0, bucket_ms=[5.0, 15.0], **sampled),
+    )
+    assert state.wire_ms() == [5.0, 15.0]
+    # The span of the last rank, 12 ms, is shorter than 5 + 15 ms one after the other; two ranks: 2 (n - 1) / n = 1.
+    assert state.bus_bytes_per_s == pytest.approx(30_000_000 / 0.012)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [step(0, 10, bucket_ms=[1.0])],
+        [step(0, 10, bucket_ms=[1.0]), step(1, 10, bucket_ms=[1.0, 2.0])],
+        [step(0, 10), step(1, 10)],
+    ],
+    ids=["one rank has not told", "before and after the buckets were rebuilt", "nobody measured"],
+)
+def test_without_every_ranks_buckets_there_is_no_bandwidth(events: list[AnyEvent]) -> None:
+    state = fold(*events)
+    assert state.wire_ms() == []
+    assert state.bus_bytes_per_s is None
+
+
+def test_overlap_and_efficiency_are_shares_of_recent_steps() -> None:
+    state = fold(
+        step(0, 10, forward_ms=20.0, backward_ms=40.0, sync_ms=30.0, sync_exposed_ms=20.0),
+        step(1, 10, forward_ms=30.0, backward_ms=50.0, sync_ms=20.0, sync_exposed_ms=5.0),
+    )
+    assert state.overlap_share == pytest.approx(0.5)
+    assert state.efficiency == pytest.approx(0.7)
+    assert fold(step(0, 1), step(1, 1)).overlap_share is None
+    assert fold(step(0, 1), step(1, 1)).efficiency is None
+
+
+def test_a_history_is_kept_where_it_is_asked_for_and_begins_anew_with_a_restart() -> None:
+    memory = NodeSample(time=3.0, node=0, host="a", ranks=[RankSample(rank=0, rss_bytes=7)])
+    plain, keeping = RunState(world_size=1), RunState(world_size=1, history=2)
+    for state in (plain, keeping):
+        state.apply_all([memory, *(step(0, number) for number in (4, 5, 6)), memory])
+    assert not plain.ranks[0].steps
+    assert not plain.ranks[0].rss_bytes
+    assert [event.step for event in keeping.ranks[0].steps] == [5, 6]
+    assert list(keeping.ranks[0].rss_bytes) == [(3.0, 7)]
+    assert keeping.ranks[0].started_at == 3
+    keeping.apply(RankState(time=9.0, rank=0, state="spawned"))
+    assert not keeping.ranks[0].steps
+    assert not keeping.ranks[0].rss_bytes

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer
 from trainer.bucket_hook import BucketHook
-from trainer.clocks import CudaClock, HostClock
+from trainer.clocks import CudaClock, HostClock, core_waits
 from trainer.ddp_log import DdpLog, sync_times
 from trainer.record import EventWriter, Finding, Step, decode_events
 from trainer.step_events import StepMerger, merge
@@ -234,6 +234,35 @@ def test_closing_the_writer_writes_steps_of_a_meter_that_was_not_closed(tmp_path
     writer.close()  # as after an exception
     assert sum(event.steps for event in _events(tmp_path)) == 3
     meter.close()
+
+
+def test_waits_for_a_core_are_told_per_part_and_rounded(tmp_path: Path) -> None:
+    hand, waited = Hand(), Hand()
+    meter, writer = _meter(tmp_path, hand)
+    meter._clock = HostClock(hand, waited)
+    meter.start()
+    for part, milliseconds in (("data", 0.0), ("forward", 3.0), ("backward", 5.123456), ("optimizer", 1.0)):
+        hand.advance(10)
+        waited.advance(milliseconds)
+        meter.lap(part)
+    meter.end(step=1, epoch=1, samples=1)
+    meter.close()
+    writer.close()
+    (event,) = _events(tmp_path)
+    assert event.core_wait_ms == {"forward": 3.0, "backward": 5.1235, "optimizer": 1.0}
+
+
+def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:
+    clock = HostClock()
+    assert clock.waited_ms(clock.mark(), clock.mark()) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel counts no waits for a core")
+def test_the_kernel_counts_this_threads_waits_for_a_core() -> None:
+    waits = core_waits()
+    assert waits is not None
+    before = waits()
+    assert 0.0 <= before <= waits()
 
 
 def test_garbage_collection_within_a_step_is_timed(tmp_path: Path) -> None:
