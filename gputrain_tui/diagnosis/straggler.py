@@ -41,9 +41,10 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
         return []
     found = []
     own, waits = timeline.excess("own"), timeline.excess("core_wait")
-    base_ms = timeline.last(WINDOW).base_ms
+    window = timeline.last(WINDOW)
+    base_ms = window.base_ms
     for index in range(len(timeline.ranks)):
-        symptom = _slow(state, timeline, index, own[index], base_ms)
+        symptom = _slow(state, window, index, own[index], base_ms)
         if symptom is None or symptom.value < symptom.threshold:
             symptom = _without_core(state, timeline, index, waits[index]) or symptom
         if symptom is not None:
@@ -51,13 +52,13 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     return found
 
 
-def _slow(state: RunState, timeline: Timeline, index: int, late: Sequence[float], base_ms: float) -> Symptom | None:
+def _slow(state: RunState, window: Timeline, index: int, late: Sequence[float], base_ms: float) -> Symptom | None:
     """Judge what a rank itself does longer than the others.
 
     Args:
         state: the run.
-        timeline: the last steps.
-        index: the rank's place in the timeline.
+        window: the last steps.
+        index: the rank's place in the window.
         late: per step, its excess over the others' median, ms.
         base_ms: how long a step takes with a core for everybody and nobody late.
     """
@@ -72,11 +73,10 @@ def _slow(state: RunState, timeline: Timeline, index: int, late: Sequence[float]
     noise = _noise(late)
     threshold = max(gate, noise)
     agreeing = [place for place, value in enumerate(recent) if value >= middle / 2]
-    window = timeline.last(WINDOW)
     parts = _parts(window, index, agreeing)
-    cause = _cause(state, timeline.ranks[index], parts, middle, window)
+    cause = _cause(state, window.ranks[index], parts, middle, window)
     share = middle / step_ms
-    rank = timeline.ranks[index]
+    rank = window.ranks[index]
     return Symptom(
         kind="straggler",
         rank=rank,
@@ -85,7 +85,7 @@ def _slow(state: RunState, timeline: Timeline, index: int, late: Sequence[float]
         confirmed=lasting and len(agreeing) >= AGREEING * len(recent),
         severity=_severity(share),
         cause=cause,
-        step=timeline.steps[-1],
+        step=window.steps[-1],
         message=f"rank {rank} is {middle:.1f} ms late in each step ({percent(share)} of a step), "
         + ("for no single reason" if cause == "unattributed" else f"because of {NAMES[cause]}"),
         evidence={

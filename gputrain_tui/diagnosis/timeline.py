@@ -8,7 +8,7 @@ most of the difference between two steps is waiting for a core. The record tells
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
@@ -88,6 +88,8 @@ class Timeline:
     """Numbers, ascending; one that a rank did not measure is missing."""
     rows: tuple[tuple[Cycle, ...], ...]
     """Per step, per rank in the order of ``ranks``."""
+    _known: dict[str, list[list[float]]] = field(default_factory=dict, compare=False, repr=False)
+    """Columns of ``excess`` that were asked for before."""
 
     @classmethod
     def of(cls, state: RunState) -> Timeline:
@@ -108,12 +110,15 @@ class Timeline:
 
     def excess(self, name: str) -> list[list[float]]:
         """Return per rank, per step, by how much it exceeds the median of the other ranks in a column, ms."""
+        if name in self._known:
+            return self._known[name]
         index = Cycle._fields.index(name)
         found: list[list[float]] = [[] for _ in self.ranks]
         for row in self.rows:
             values = [cycle[index] or 0.0 for cycle in row]
             for series, value in zip(found, excess(values), strict=True):
                 series.append(value)
+        self._known[name] = found
         return found
 
     @property
