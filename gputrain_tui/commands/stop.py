@@ -9,17 +9,22 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 
-from gputrain_tui import start
+import msgspec
+
+from gputrain_tui import outcome, start
 from gputrain_tui.leftovers import end, processes_of
+from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.processes import ProcessIdentity, is_alive
 from gputrain_tui.runs import ENDED, Run, find, open_run
 from trainer.errors import ExitCode, RequestError
+from trainer.outcome import SAVE_S
+from trainer.record import RunDir
 
 NAME = "stop"
 HELP = "stop a run everywhere and say what is left of it"
 
-PATIENCE_MS = (12_000, 5_000)
-"""How long the supervisor may take after being asked, and after being told not to wait for those that hang."""
+PATIENCE_S = 5.0
+"""How long the supervisor may take beyond what it gives the ranks, and after being told not to wait for them."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -53,18 +58,35 @@ def stop(found: Run) -> tuple[str, list[int]]:
     if found.state not in ENDED and supervisor is not None:
         if is_alive(supervisor) is None:
             raise RequestError(f"stop: {found.id} runs on {supervisor.host}; stop it there")
-        _stop(supervisor)
+        _stop(supervisor, found.dir)
     left = end(found.dir.path) if processes_of(found.dir.path) else []
     ended = open_run(found.dir.path) or found
     return _report(found, ended, left), left
 
 
 def _report(before: Run, after: Run, left: list[int]) -> str:
-    how = f"was {after.state} already" if before.state in ENDED else f"is {after.state}"
+    if before.state in ENDED:
+        how = f"was {after.state} already"
+    else:
+        kept = outcome.kept(after.dir, _nodes(after.dir)) if after.state == "stopped" else ""
+        how = f"is {after.state}" + (kept and f" {kept}")
     return f"{after.id} {how}; processes left: {', '.join(map(str, left)) or 'none'}"
 
 
-def _stop(supervisor: ProcessIdentity) -> None:
+def _nodes(run_dir: RunDir) -> list[int]:
+    return sorted(int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
+
+
+def _patience_s(run_dir: RunDir) -> float:
+    """How long a run may take to stop in order: its ranks answer, save and leave."""
+    try:
+        plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
+    except (OSError, msgspec.MsgspecError):
+        return PATIENCE_S
+    return max(stop_grace(node.argv) for node in plan.nodes) + SAVE_S + 2 * PATIENCE_S
+
+
+def _stop(supervisor: ProcessIdentity, run_dir: RunDir) -> None:
     """Ask the supervisor twice, then kill it; the ranks of a run die with their nodes' parents."""
     try:
         handle = os.pidfd_open(supervisor.pid)
@@ -75,13 +97,13 @@ def _stop(supervisor: ProcessIdentity) -> None:
     try:
         if not is_alive(supervisor):  # asked after it was opened: the descriptor means this very process
             return
-        for number, patience in zip((signal.SIGTERM, signal.SIGTERM), PATIENCE_MS, strict=True):
+        for number, patience in ((signal.SIGTERM, _patience_s(run_dir)), (signal.SIGTERM, PATIENCE_S)):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
-            if waiter.poll(patience):
+            if waiter.poll(patience * 1000):
                 return
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-        waiter.poll(PATIENCE_MS[-1])
+        waiter.poll(PATIENCE_S * 1000)
     finally:
         os.close(handle)

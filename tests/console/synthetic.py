@@ -192,7 +192,7 @@ def _ranks(
         write(run.dir.run_events,
               Finding(time=BEGIN + 4 + steps * 0.06, kind="data_wait", rank=straggler, host=hosts[node], step=10,
                       severity="warning", message=f"rank {straggler} waits for data", state="raised",
-                      evidence={"data_ms": 21.4}, advice="more workers"),
+                      evidence={"data_ms": 21.4}, advice="Give it more workers."),
               Finding(time=BEGIN + 4 + steps * 0.07, kind="data_wait", rank=straggler, state="cleared",
                       message=f"rank {straggler} waits for data"),
               Finding(time=BEGIN + 4 + steps * 0.08, kind="straggler", rank=straggler, host=hosts[node], device="cpu",

@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from gputrain_tui.console.actions import groups
+from gputrain_tui.console.actions import groups, of_place
 
 MOVING = {
     "run": (
@@ -22,6 +22,8 @@ MOVING = {
     "rank": (("⇥", "Give the keys to the next panel"),),
 }
 """Keys of widgets, which are not actions of the screen."""
+WITH_LOG = ("run", "rank")
+"""Screens with a log, whose keys hold while it has them."""
 
 
 class HelpScreen(ModalScreen[None]):
@@ -57,6 +59,8 @@ def help_text(place: str) -> Text:
     """Return the keys under their headings."""
     text = Text()
     found = groups(place)
+    if place in WITH_LOG:
+        found = {**found, "Log": of_place("log")}
     wide = max((len(_keys(action.keys, action.key_text)) for group in found.values() for action in group), default=0)
     moving = MOVING.get(place, ())
     wide = max([wide, *(len(keys) for keys, _ in moving)])

@@ -68,6 +68,7 @@ class RankScreen(Screen[None]):
     """Everything of one rank."""
 
     PLACE = "rank"
+    AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank")]
 
     app: GputrainApp

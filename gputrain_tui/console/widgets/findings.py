@@ -57,10 +57,9 @@ def entries(state: RunState) -> list[Entry]:
     told: set[tuple[str, int | None]] = set()
     for finding in reversed(state.past_findings):
         about = (finding.kind, finding.rank)
-        if about in told:
-            continue
-        told.add(about)
-        found.append(_raised(finding, cleared=about not in state.findings))
+        if finding.state == "raised" and about not in told:  # how it was raised tells more than that it was cleared
+            told.add(about)
+            found.append(_raised(finding, cleared=about not in state.findings))
     return sorted(found, key=lambda entry: (-entry.time, entry.rank if entry.rank is not None else -1))
 
 

@@ -28,7 +28,7 @@ def draw_stack(lines: Sequence[str], remark: str, width: int, height: int, top: 
 class StackView(Panel, can_focus=True):
     """Shows the newest answer."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [("up,k", "scroll_by(-1)", "Up"), ("down,j", "scroll_by(1)", "Down"),
+    BINDINGS: ClassVar[list[BindingType]] = [("up", "scroll_by(-1)", "Up"), ("down", "scroll_by(1)", "Down"),
                 ("pageup", "scroll_by(-20)", "Page up"), ("pagedown", "scroll_by(20)", "Page down")]  # fmt: skip
 
     def __init__(self, live: Live, *, id: str | None = None) -> None:

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+from textual.screen import Screen
+
+from gputrain_tui.console import screens
+from gputrain_tui.console.actions import ACTIONS, EVERYWHERE, Action, bindings, clashes, footer, groups, of_place
+from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.help import help_text
+from gputrain_tui.console.widgets.drawing import length, text_of
+from gputrain_tui.console.widgets.key_bar import draw_keys
+from gputrain_tui.console.widgets.log_view import LogView
+
+
+def places() -> dict[str, type]:
+    """Every place of the table with the class that has its actions."""
+    found: dict[str, type] = {EVERYWHERE: GputrainApp, "log": LogView}
+    for module in pkgutil.iter_modules(screens.__path__):
+        loaded = importlib.import_module(f"{screens.__name__}.{module.name}")
+        for _, value in inspect.getmembers(loaded, inspect.isclass):
+            if issubclass(value, Screen) and isinstance(place := getattr(value, "PLACE", None), str):
+                found[place] = value
+    return found
+
+
+def test_no_key_means_two_things_on_one_screen() -> None:
+    assert clashes() == []
+
+
+def test_a_clash_is_found() -> None:
+    one = Action(name="one", keys=("x",), label="", description="", group="", places=("run",))
+    two = Action(name="two", keys=("y", "x"), label="", description="", group="", places=("app",))
+    assert clashes((one, two)) == [("x", "one", "two")]
+
+
+def test_every_action_is_a_method_of_its_screen_or_of_the_app() -> None:
+    known = places()
+    for action in ACTIONS:
+        name = action.name.removeprefix("app.").partition("(")[0]
+        for place in action.places:
+            owner = GputrainApp if action.name.startswith("app.") else known[place]
+            assert hasattr(owner, f"action_{name}"), f"{place}: {action.name}"
+
+
+def test_every_action_says_what_it_does_in_one_line() -> None:
+    for action in ACTIONS:
+        assert action.description[0].isupper()
+        assert not action.description.endswith(".")
+        assert len(action.description) < 80
+        assert 0 < len(action.label) <= 20
+
+
+def test_bindings_carry_the_table() -> None:
+    assert {binding.action for binding in bindings("run")} == {action.name for action in of_place("run")}
+    assert any(binding.key == "question_mark,f1" for binding in bindings(EVERYWHERE))
+
+
+@pytest.mark.parametrize("place", ["run", "rank", "welcome"])
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_the_footer_fits_and_always_says_how_to_leave(place: str, width: int) -> None:
+    row, spots = draw_keys(footer(place), width)
+    assert length(row) <= width
+    assert "q Quit" in text_of(row)
+    for begin, end, action in spots:
+        assert text_of(row)[begin:end].startswith(action.key_text)
+
+
+def test_a_narrow_footer_folds_the_panels_to_their_keys() -> None:
+    row, _ = draw_keys(footer("run"), 80)
+    assert "l g b h f o Panels" in text_of(row)
+    assert "S Stop" in text_of(row)
+    row, _ = draw_keys(footer("run"), 200)
+    assert "l Loss  g Sync  b Bars" in text_of(row)
+
+
+def test_help_lists_every_key_of_the_screen() -> None:
+    text = help_text("run").plain
+    for group, actions in groups("run").items():
+        assert group in text
+        for action in actions:
+            assert action.description in text
