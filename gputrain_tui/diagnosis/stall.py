@@ -15,7 +15,7 @@ INTERVALS = 20.0
 """How many usual steps the silence must last."""
 LONGEST = 4.0
 """How many times the longest step of late."""
-TOGETHER_S = 30.0
+TOGETHER_S = 20.0
 """Least silence when no rank is behind: a script that is watched may evaluate between two steps."""
 BUSY_S = 300.0
 """The same while all processes are busy."""
@@ -89,12 +89,7 @@ def _one(state: RunState, view: RankView, silence_s: float, patience_s: float, u
 
 def _together(views: list[RankView], silence_s: float, patience_s: float, usual_s: float) -> Symptom:
     step = min(view.step for view in views)
-    # Ranks that wait for others look alike; one that does something else may be the one they wait for.
-    kinds: dict[str | None, list[RankView]] = {}
-    for view in views:
-        kinds.setdefault(_doing(view), []).append(view)
-    odd = min(kinds.values(), key=len)
-    one = odd[0] if len(kinds) == 2 and len(odd) == 1 and len(views) > 2 else None
+    one = _odd_one(views)
     who_else = f"; unlike the others, {_said(one)}" if one is not None else ""
     return Symptom(
         kind="stalled",
@@ -108,6 +103,20 @@ def _together(views: list[RankView], silence_s: float, patience_s: float, usual_
         evidence=_evidence(one or views[0], silence_s, usual_s),
         advice=ADVICE["stalled_together"],
     )
+
+
+def _odd_one(views: list[RankView]) -> RankView | None:
+    """Return the one rank that does something else than those that wait for it, where that can be told."""
+    kinds: dict[str | None, list[RankView]] = {}
+    for view in views:
+        kinds.setdefault(_doing(view), []).append(view)
+    if len(kinds) != 2 or None in kinds:
+        return None
+    # On CPU ranks waiting for the others is idle; on a GPU the driver may wait actively.
+    if all(view.device == "cpu" for view in views) and len(kinds["busy"]) == 1:
+        return kinds["busy"][0]
+    odd = min(kinds.values(), key=len)
+    return odd[0] if len(odd) == 1 and len(views) > 2 else None
 
 
 def _doing(view: RankView) -> str | None:

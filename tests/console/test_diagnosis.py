@@ -408,6 +408,22 @@ def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_
     assert told(run.steps(1)) == [("stalled", "cleared", None, None)]
 
 
+@pytest.mark.parametrize(
+    ("cpu", "rank"),
+    [([2.0, 99.0], 1), ([2.0, 1.0], None), ([99.0, 2.0, 98.0, 99.0], 1), ([99.0, 98.0, 2.0, 1.0], None)],
+    ids=["one computes", "all wait", "one waits for something else", "two and two"],
+)
+def test_of_ranks_at_the_same_step_the_one_that_does_something_else_is_named(
+    cpu: list[float], rank: int | None
+) -> None:
+    run = Run(len(cpu))
+    run.steps(40)
+    samples = [RankSample(rank=rank, cpu_percent=percent) for rank, percent in enumerate(cpu)]
+    run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+    run.look()
+    assert [(finding.kind, finding.rank) for finding in run.look(25.0)] == [("stalled", rank)]
+
+
 def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
     run = Run(2)
     run.steps(40)
