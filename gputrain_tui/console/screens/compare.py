@@ -13,54 +13,20 @@ from textual.containers import Vertical
 from textual.message import Message
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui.compare import Difference, LossHistory, differences, resampled
+from gputrain_tui.compare import Difference, differences
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
-from gputrain_tui.console.widgets.canvas import Canvas, Listing
+from gputrain_tui.console.widgets.canvas import Listing
+from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
-from gputrain_tui.console.widgets.overlay_chart import Line, Overlay, draw_overlay, legend
 from gputrain_tui.recipe import Recipe
-from gputrain_tui.runs import Run, RunReader
-from gputrain_tui.series import smooth
+from gputrain_tui.runs import Run
 from gputrain_tui.tables import printable
 from trainer.errors import RequestError
 
 BUDGET_S = 0.03
 """What one beat may read."""
-PORTION_BYTES = 128 << 10
 SMOOTHINGS = (0.0, 0.5, 0.9)
-
-
-class Curves(Canvas):
-    """The losses of the runs."""
-
-    def __init__(self, names: Sequence[str], *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.names = names
-        self.histories: Sequence[LossHistory] = ()
-        self.over_time = False
-        self.scale: Scale = "linear"
-        self.smoothing = 0.0
-        self.reading = False
-
-    def draw(self, width: int, height: int) -> list[Row]:
-        """Return the chart and its legend."""
-        columns = chart_columns(width)
-        ends = [h.last_second if self.over_time else float(h.last_step) for h in self.histories]
-        last = max(ends, default=0.0)
-        lines = []
-        for name, history in zip(self.names, self.histories, strict=False):
-            points = history.points(columns, over_time=self.over_time)
-            values = smooth(resampled(points, columns, last), self.smoothing)
-            lines.append(Line(name=name, values=values, value=history.loss, best=history.best_validation))
-        remarks = [f"smooth {self.smoothing:g}"] if self.smoothing else []
-        if self.reading:
-            remarks.append("reading")
-        overlay = Overlay(lines=lines, last=last, over_time=self.over_time, scale=self.scale, remarks=tuple(remarks))
-        told = legend(lines, width)
-        gap: list[Row] = [[]] if height >= 20 else []
-        return draw_overlay(overlay, width, height - len(told) - len(gap)) + told + gap
 
 
 class Differences(Listing):
@@ -140,18 +106,17 @@ class CompareScreen(Page):
         super().__init__()
         self._runs = runs
         self._clock = clock
-        self._readers = [RunReader(run.dir) for run in runs]
-        self._histories = [LossHistory(run.status.world_size) for run in runs]
+        self._readers = [LossReader(run) for run in runs]
 
     def body(self) -> ComposeResult:
         """Yield chart and differences."""
         with Vertical(id="comparison"):
-            yield Curves([run.id for run in self._runs], id="curves")
+            yield Curves(id="curves")
             yield Differences(len(self._runs), id="differences")
 
     def on_mount(self) -> None:
         """Read the recipes, and begin with the curves."""
-        self.query_one(Curves).histories = self._histories
+        self.query_one(Curves).readers = self._readers
         self.query_one(Differences).focus()
         self._read_recipes()
         self.tick()
@@ -184,20 +149,9 @@ class CompareScreen(Page):
     def tick(self) -> None:
         """Read on for a while, and draw what came."""
         deadline = self._clock() + BUDGET_S
-        came = False
-        for reader, history in zip(self._readers, self._histories, strict=True):
-            while True:
-                events = reader.poll(PORTION_BYTES)
-                for event in events:
-                    history.apply(event)
-                came = came or bool(events)
-                if not reader.backlog_bytes or self._clock() >= deadline:
-                    break
-        curves = self.query_one(Curves)
-        reading = any(reader.backlog_bytes for reader in self._readers)
-        if came or reading != curves.reading:
-            curves.reading = reading
-            curves.redraw()
+        moved = [reader.poll(lambda: self._clock() < deadline) for reader in self._readers]
+        if any(moved):
+            self.query_one(Curves).redraw()
 
     def action_axis(self) -> None:
         """Draw over steps, or over time."""

@@ -11,6 +11,7 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
+from textual.events import Resize
 from textual.message import Message
 
 from gputrain_tui import start
@@ -19,6 +20,7 @@ from gputrain_tui.compare import FEWEST, MOST
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
 from gputrain_tui.delete import delete_run
 from gputrain_tui.runs import ENDED, Run, list_runs
@@ -26,6 +28,10 @@ from trainer.errors import RequestError
 
 LOOK_S = 2.0
 """How often the runs are listed."""
+BUDGET_S = 0.02
+"""What one beat may read of a run's losses."""
+ROOMY = 30
+"""From so many lines on the losses of the run with the cursor are shown."""
 
 
 class HistoryScreen(Page):
@@ -57,6 +63,7 @@ class HistoryScreen(Page):
         *,
         runs: Callable[[], list[Run]] = list_runs,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.perf_counter,
         clocked: bool = True,
     ) -> None:
         """Make the screen.
@@ -64,19 +71,24 @@ class HistoryScreen(Page):
         Args:
             runs: lists the runs, newest first.
             now: Unix seconds.
+            clock: seconds, for the budget.
             clocked: whether it looks again by itself.
         """
         super().__init__()
         self._list = runs
         self._now = now
+        self._clock = clock
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
+        self._reader: LossReader | None = None
+        """Of the run whose losses are shown."""
 
     def body(self) -> ComposeResult:
         """Yield the list, and more about one run."""
         with Vertical(id="all-runs"):
             yield RunList(id="runs")
             yield RunCard(id="card")
+            yield Curves(named=False, id="preview")
 
     def on_mount(self) -> None:
         """List the runs now and then."""
@@ -116,6 +128,37 @@ class HistoryScreen(Page):
         card = self.query_one(RunCard)
         card.entry = self.query_one(RunList).entry
         card.redraw()
+        self._preview(self.run_here)
+        self.tick()
+
+    def _preview(self, run: Run | None) -> None:
+        """Have the losses of a run read, where there is room to show them."""
+        curves = self.query_one("#preview", Curves)
+        curves.display = run is not None and self.size.height >= ROOMY
+        if run is None or not curves.display or (self._reader is not None and self._reader.run.id == run.id):
+            return
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = LossReader(run)
+        curves.readers = [self._reader]
+        curves.styles.height = self.size.height * 2 // 5
+        curves.redraw()
+
+    def on_resize(self, event: Resize) -> None:
+        """Show the losses where there is room."""
+        self._show_card()
+
+    def tick(self) -> None:
+        """Read on, and draw what came."""
+        deadline = self._clock() + BUDGET_S
+        curves = self.query_one("#preview", Curves)
+        if curves.display and self._reader is not None and self._reader.poll(lambda: self._clock() < deadline):
+            curves.redraw()
+
+    def on_unmount(self) -> None:
+        """Let go of the record."""
+        if self._reader is not None:
+            self._reader.close()
 
     @property
     def run_here(self) -> Run | None:

@@ -193,8 +193,6 @@ class RunCard(Canvas):
                 (cells[STARTED], "bright"),
                 ("   recipe  ", "dim"),
                 (cells[RECIPE], "bright"),
-                ("   ranks  ", "dim"),
-                (cells[RANKS], "bright"),
             ],
             [("folder   ", "dim"), (entry["run_dir"], "dim")],
         ]
