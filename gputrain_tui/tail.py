@@ -85,7 +85,7 @@ class AppendedFile:
 class Follower:
     """All growing files of one folder, also those that appear later, read in fair shares."""
 
-    share_bytes = 65_536
+    share_bytes = 2048
     """What a file with a backlog may read in one poll, however many others wait."""
     rescan_s = 5.0
     """A folder is listed again at least this often: a remote file system may show an old change time."""

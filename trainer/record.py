@@ -21,7 +21,7 @@ RankStateName = Literal["spawned", "joining", "ready", "training", "validating",
 RunStatusName = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
 
 
-class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type", tag="event"):
+class Event(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False, tag_field="type", tag="event"):
     """What every line of the record has. A value that was not measured is absent, never 0."""
 
     time: float
