@@ -240,8 +240,15 @@ class RunReader:
     budget_bytes = 8 << 20
     """What one poll reads at most, about 20 ms of work; more when very many files have a backlog."""
 
-    def __init__(self, run: RunDir, *, now: Callable[[], float] = time.time) -> None:
-        self._follower = Follower(run.events, ".ndjson", now=now)
+    def __init__(self, run: RunDir, *, last_bytes: int | None = None, now: Callable[[], float] = time.time) -> None:
+        """Follow a run.
+
+        Args:
+            run: its directory.
+            last_bytes: begin so near the end of the ranks' files, all together; by default at the beginning.
+            now: Unix seconds.
+        """
+        self._follower = Follower(run.events, ".ndjson", last_bytes=last_bytes, whole=("run",), now=now)
         self._ended: RunEnded | None = None
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:

@@ -100,6 +100,7 @@ class Follower:
         only: Container[str] | None = None,
         torn: bool = False,
         last_bytes: int | None = None,
+        whole: Container[str] = (),
         now: Callable[[], float] = time.time,
     ) -> None:
         """Follow a folder.
@@ -110,6 +111,7 @@ class Follower:
             only: names without suffix; by default all.
             torn: give what is there also where a line has not ended yet.
             last_bytes: begin so near the end, all files together; by default at the beginning.
+            whole: names without suffix of files that are read from the beginning all the same.
             now: Unix seconds.
         """
         self._folder = os.fspath(folder)
@@ -117,6 +119,7 @@ class Follower:
         self._suffix = suffix
         self._torn = torn
         self._last_bytes = last_bytes
+        self._whole = whole
         self._now = now
         self._files: dict[str, AppendedFile] = {}
         self._listed_at = float("-inf")
@@ -169,7 +172,7 @@ class Follower:
             stem = name[: -len(self._suffix)]
             if stem not in known and (self._only is None or stem in self._only):
                 known[stem] = AppendedFile(f"{self._folder}/{name}", keep_open=len(known) < self._may_keep)
-                if self._last_bytes is not None:
+                if self._last_bytes is not None and stem not in self._whole:
                     known[stem].skip(max(SHORTEST_TAIL_BYTES, self._last_bytes // len(found)))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gputrain_tui.recipe import Recipe
+if TYPE_CHECKING:
+    from gputrain_tui.recipe import Recipe
 
 
 @dataclass

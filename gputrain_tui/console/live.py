@@ -10,11 +10,12 @@ from typing import Protocol
 
 import msgspec
 
+from gputrain_tui.console.skim import WORTH_BYTES, Skim, take
 from gputrain_tui.plan import Plan
 from gputrain_tui.runs import ENDED, Run, RunReader, Status, open_run, read_status, state_of
 from gputrain_tui.series import Series
 from gputrain_tui.state import RunState
-from trainer.record import AnyEvent, RunEnded, Step
+from trainer.record import AnyEvent, RunEnded
 
 BUDGET_S = 0.02
 """How long one poll may take while the person may press a key."""
@@ -65,9 +66,8 @@ class LiveRun:
         self.run = run
         self.now = now
         self.plan = _plan(run)
-        world_size = run.status.world_size
-        self.state = RunState(world_size=world_size)
-        self.series = Series(world_size)
+        self.state = self._new_state()
+        self.series = Series(self.state.world_size)
         self.caught_up = False
         """Whether the whole record was read once; before, what is shown is the past."""
         self._source: Source = RunReader(run.dir) if source is None else source
@@ -79,12 +79,19 @@ class LiveRun:
         self._next_poll = float("-inf")
         self._heard_at = float("-inf")
         self._turns = 0
-        self._place_ranks()
+        self._skim: Skim | None = None
+        """What is shown while a long record is being read through."""
+        self._whole = (self.state, self.series)
+        """What comes of reading it through."""
+        if source is None and _size(run) >= WORTH_BYTES:
+            self._skim = Skim(run.dir, self._new_state())
+            self._skim.poll()
+            self.state, self.series = self._skim.state, self._skim.series
 
     @property
     def version(self) -> int:
         """Moves with everything that is to be seen."""
-        return self.state.version + self._turns
+        return (self._turns << 40) + self.state.version
 
     @property
     def id(self) -> str:
@@ -138,6 +145,8 @@ class LiveRun:
         deadline = now + budget_s
         if not self.caught_up and not self._total_bytes:
             self._total_bytes = _size(self.run)
+        if self._skim is not None:
+            self._skim.poll()
         while True:
             events = self._source.poll(PORTION_BYTES)
             self._take(events)
@@ -151,8 +160,7 @@ class LiveRun:
                 self._turns += 1
                 return True
         if not self.caught_up:
-            self.caught_up = True
-            self._turns += 1
+            self._catch_up()
         if self.over:
             self._next_poll = now + OVER_POLL_S
         elif now - self._heard_at > QUIET_S:
@@ -162,15 +170,23 @@ class LiveRun:
     def close(self) -> None:
         """Let go of the files."""
         self._source.close()
+        if self._skim is not None:
+            self._skim.close()
 
     def _take(self, events: list[AnyEvent]) -> None:
-        apply, draw = self.state.apply, self.series.apply
-        for event in events:
-            apply(event)
-            if type(event) is Step:
-                draw(event)
-            elif type(event) is RunEnded:
-                self.series.flush()
+        state, series = self._whole
+        take(events, state, series)
+        if events and type(events[-1]) is RunEnded:
+            series.flush()
+
+    def _catch_up(self) -> None:
+        """Show what was read through in place of what was skimmed."""
+        self.caught_up = True
+        self._turns += 1
+        self.state, self.series = self._whole
+        if self._skim is not None:
+            self._skim.close()
+            self._skim = None
 
     def _look_at_status(self, now: float) -> None:
         if now - self._status_at < STATUS_S:
@@ -182,14 +198,14 @@ class LiveRun:
             self._turns += 1
             self.run = open_run(self.run.dir.path) or self.run
 
-    def _place_ranks(self) -> None:
-        """Say from the plan where ranks will be, before they say so themselves."""
-        if self.plan is None:
-            return
-        for node in self.plan.nodes:
+    def _new_state(self) -> RunState:
+        """Return the state of a run of which only the plan is known: it says where ranks will be."""
+        state = RunState(world_size=self.run.status.world_size)
+        for node in self.plan.nodes if self.plan is not None else ():
             for local_rank, rank in enumerate(node.ranks):
-                view = self.state.rank(rank)
+                view = state.rank(rank)
                 view.node, view.host, view.local_rank = node.node, node.host, local_rank
+        return state
 
 
 def _plan(run: Run) -> Plan | None:
