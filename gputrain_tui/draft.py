@@ -269,10 +269,11 @@ class Draft:
         self.changes["cluster.nodes"] = nodes
         return True
 
-    def take_gpus(self, gpus: Sequence[int]) -> None:
-        """Let the first node, this machine, use these GPUs."""
+    def take_gpus(self, index: int, gpus: Sequence[int]) -> None:
+        """Let a node use these GPUs."""
         nodes = self.nodes()
-        nodes[0] = {key: value for key, value in nodes[0].items() if key not in RANK_KEYS} | {"gpus": list(gpus)}
+        nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS}
+        nodes[index]["gpus"] = list(gpus)
         self.changes["cluster.nodes"] = nodes
 
     def saved(self, text: str, *, name: str) -> None:

@@ -85,7 +85,7 @@ def test_a_gpus_line_fits_and_keeps_what_matters(width: int) -> None:
 def test_a_gpu_of_ours_names_run_and_rank_and_a_slowed_one_says_why() -> None:
     text = text_of(draw_gpu(gpu(0, busy=True, hot=True), 180, chosen=True, ours=Ours(run="r1", rank=5)))
     assert "rank 5 of r1" in text
-    assert "slowed: thermal software" in text
+    assert "slowed: heat" in text
     assert "◉" in text
 
 

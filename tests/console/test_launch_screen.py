@@ -178,6 +178,19 @@ async def test_chosen_gpus_go_into_the_first_node() -> None:
 
 
 @in_loop
+async def test_chosen_gpus_are_refused_by_a_recipe_for_other_machines(folder: Path) -> None:
+    away = TEXT.replace("cpu_ranks = 2", 'host = "192.0.2.77"\ngpus = 2')
+    (folder / "recipes" / "tiny.toml").write_text(away)
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.desk.gpus = (0,)
+        screen = opened()
+        await show(pilot, screen)
+        assert screen.draft is not None
+        assert not screen.draft.changes
+
+
+@in_loop
 async def test_saving_keeps_the_comments_and_another_name_keeps_the_file(folder: Path) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
@@ -264,7 +277,7 @@ async def test_launching_starts_a_detached_supervisor_and_shows_the_run() -> Non
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await show(pilot, opened())
-        await pilot.press("L")
+        await pilot.press("L", "L")
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None

@@ -27,6 +27,7 @@ from gputrain_tui.plan import LocalFacts, Plan, is_local
 from gputrain_tui.recipe import Node, Recipe
 from gputrain_tui.runs import Run, list_runs
 from gputrain_tui.tables import printable
+from trainer.errors import RequestError
 
 LOOK_S = 2.0
 """How often the machine is looked at, at most."""
@@ -199,7 +200,10 @@ class ClusterScreen(Page):
     def _look(self, recipe: Recipe | None) -> None:
         inventory = self._take()
         facts = local_facts(node.host for node in recipe.cluster.nodes) if recipe is not None else local_facts(())
-        self.post_message(self.Looked(inventory, ours_on(inventory, self._runs(), facts), facts))
+        runs: list[Run] = []
+        with suppress(RequestError):  # the runs cannot be read: then none of them is shown on a GPU
+            runs = self._runs()
+        self.post_message(self.Looked(inventory, ours_on(inventory, runs, facts), facts))
 
     @on(Looked)
     def _show(self, event: Looked) -> None:
@@ -234,6 +238,8 @@ class ClusterScreen(Page):
         hosts.styles.height = host_lines
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
+        # Where there is room, what is known of one GPU stands right below all of them.
+        table.styles.height = len(table.gpus) + 2 + spaced if processes.display else "1fr"
         processes.redraw()
 
     @on(GpuTable.Moved)

@@ -85,6 +85,7 @@ class CompareScreen(Page):
     """The comparison."""
 
     PLACE = "compare"
+    TAB = "history"
     CSS_PATH = "compare.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("compare")]
 

@@ -80,6 +80,7 @@ class HistoryScreen(Page):
         self._clock = clock
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
+        self._resuming = False
         self._reader: LossReader | None = None
         """Of the run whose losses are shown."""
 
@@ -196,7 +197,8 @@ class HistoryScreen(Page):
     def action_resume(self) -> None:
         """Go on from the run's last checkpoint, as a new run."""
         run = self.run_here
-        if run is not None:
+        if run is not None and not self._resuming:
+            self._resuming = True
             self.console.say(f"preparing to resume {run.id}")
             self._prepare(run)
 
@@ -253,6 +255,7 @@ class HistoryScreen(Page):
 
     @on(Done)
     async def _done(self, event: Done) -> None:
+        self._resuming = False
         if event.text:
             self.console.say(event.text, alarm=event.alarm)
         if event.prepared is not None:

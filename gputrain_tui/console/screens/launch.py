@@ -15,6 +15,7 @@ from textual.message import Message
 from textual.widgets import Input
 
 from gputrain_tui import paths
+from gputrain_tui.addresses import local_facts
 from gputrain_tui.commands.plan import shell
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.examine import Examined, examined
@@ -23,6 +24,7 @@ from gputrain_tui.console.widgets.form import Detail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.draft import Draft, Field, field_of, without_place
+from gputrain_tui.plan import is_local
 from gputrain_tui.recipe import dump_toml
 from gputrain_tui.recipe_files import recipe_files
 from gputrain_tui.start import Prepared
@@ -74,6 +76,8 @@ class LaunchScreen(Page):
         self._asking: Field | str | None = None
         """What the input is for: a field, ``find`` or ``save``."""
         self._waiting: object = None
+        self._launching = False
+        """Whether a launch is on its way: a second press of the key starts no second run."""
 
     # What there is
 
@@ -124,10 +128,16 @@ class LaunchScreen(Page):
             self.console.say("choose a recipe first; the GPUs go into its first node")
             self.desk.gpus = gpus
             return
-        draft.take_gpus(gpus)
+        hosts = [node.get("host") for node in draft.nodes()]
+        facts = local_facts(hosts)
+        here = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
+        if here is None:
+            self.console.say(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
+            return
+        draft.take_gpus(here, gpus)
         self._changed()
         self.form.focus()
-        self.form.go_to("cluster.nodes[0].gpus")
+        self.form.go_to(f"cluster.nodes[{here}].gpus")
 
     def open_recipe(self, path: Path, *, focus: bool = True) -> None:
         """Show a recipe in the form."""
@@ -459,6 +469,9 @@ class LaunchScreen(Page):
         if draft is None:
             self.console.say("choose a recipe first")
             return
+        if self._launching:
+            return
+        self._launching = True
         self._prepare(draft.text, draft.name, draft.settings, draft.task)
 
     @work(thread=True, exclusive=True, group="launch")
@@ -469,6 +482,7 @@ class LaunchScreen(Page):
 
     @on(Ready)
     async def _launch(self, event: Ready) -> None:
+        self._launching = False
         if event.prepared is None:
             self.console.say(event.problem, alarm=True)
         else:

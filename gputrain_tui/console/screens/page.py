@@ -20,10 +20,12 @@ class Page(Screen[None]):
 
     PLACE: ClassVar[str] = ""
     """What the table of actions calls it."""
+    TAB: ClassVar[str] = ""
+    """The place to which it belongs in the first line; by default its own."""
 
     def compose(self) -> ComposeResult:
         """Yield the first and the last line, and what the screen has between them."""
-        yield Places(self.PLACE)
+        yield Places(self.TAB or self.PLACE)
         yield from self.body()
         yield KeyBar(self.PLACE)
 

@@ -48,19 +48,21 @@ class Canvas(Widget):
     Canvas > .canvas--bright { color: $foreground; }
     Canvas > .canvas--dim { color: $foreground 60%; }
     Canvas > .canvas--rule { color: $foreground 20%; }
-    Canvas > .canvas--accent { color: $accent; }
-    Canvas > .canvas--warning { color: $warning; }
-    Canvas > .canvas--error { color: $error; text-style: bold; }
-    Canvas > .canvas--good { color: $success; }
+    Canvas > .canvas--accent { color: $text-accent; }
+    Canvas > .canvas--warning { color: $text-warning; }
+    Canvas > .canvas--error { color: $text-error; text-style: bold; }
+    Canvas > .canvas--good { color: $text-success; }
     Canvas > .canvas--bar { color: $primary 80%; }
-    Canvas > .canvas--key { color: $accent; text-style: bold; }
+    Canvas > .canvas--key { color: $text-accent; text-style: bold; }
     Canvas > .canvas--cursor { background: $primary 45%; }
     Canvas > .canvas--cursor-unfocused { background: $foreground 12%; }
-    Canvas > .canvas--curve-0 { color: $accent; }
-    Canvas > .canvas--curve-1 { color: $primary; }
-    Canvas > .canvas--curve-2 { color: $success; }
-    Canvas > .canvas--curve-3 { color: $warning; }
-    Canvas > .canvas--curve-4 { color: $secondary; }
+    Canvas:ansi > .canvas--dim { text-style: dim; }
+    Canvas:ansi > .canvas--rule { text-style: dim; }
+    Canvas > .canvas--curve-0 { color: $text-accent; }
+    Canvas > .canvas--curve-1 { color: $text-primary; }
+    Canvas > .canvas--curve-2 { color: $text-success; }
+    Canvas > .canvas--curve-3 { color: $text-error; }
+    Canvas > .canvas--curve-4 { color: $text-secondary; }
     Canvas > .canvas--curve-5 { color: $foreground 60%; }
     """
 

@@ -164,8 +164,19 @@ COLUMNS = (
     Column("max MHz", 7, 9, lambda gpu: [(whole(gpu.max_sm_clock_mhz), "dim")]),
     Column("PCI", 16, 10, lambda gpu: [(gpu.pci_bus_id, "dim")], right=False),
 )
-STATE_CELLS = 24
-"""What is left at least for who uses a GPU."""
+STATE_CELLS = 35
+"""What is left at least for who uses a GPU, and why it is slowed."""
+WHY_SLOW = {
+    "application_clocks": "clocks set",
+    "power_cap": "power",
+    "hardware_slowdown": "hardware",
+    "sync_boost": "sync boost",
+    "thermal_software": "heat",
+    "thermal_hardware": "heat",
+    "power_brake": "power brake",
+    "display_clocks": "display",
+}
+"""Reasons for a clock below its maximum, in a word."""
 MARK_CELLS = 8
 
 
@@ -198,7 +209,8 @@ def _state(gpu: Gpu, free: bool, ours: Ours | None) -> Row:
     else:
         row.append((printable(why_busy(gpu)), "bright"))
     if gpu.throttle_reasons:
-        row.append((f"  slowed: {', '.join(gpu.throttle_reasons).replace('_', ' ')}", "warning"))
+        why = dict.fromkeys(WHY_SLOW.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
+        row.append((f"  slowed: {', '.join(why)}", "warning"))
     return row
 
 

@@ -50,13 +50,16 @@ class LogView(Widget, can_focus=True):
     LogView > Input { dock: bottom; height: 1; border: none; padding: 0 1; background: $surface; display: none; }
     LogView.-searching > Input { display: block; }
     LogView > .log--title { color: $foreground; text-style: bold; }
-    LogView:focus > .log--title { color: $accent; text-style: bold; }
+    LogView:focus > .log--title { color: $text-accent; text-style: bold; }
     LogView > .log--dim { color: $foreground 60%; }
     LogView > .log--rule { color: $foreground 20%; }
-    LogView > .log--accent { color: $accent; }
+    LogView:ansi > .log--dim { text-style: dim; }
+    LogView:ansi > .log--rule { text-style: dim; }
+    LogView:ansi > .log--prefix { text-style: dim; }
+    LogView > .log--accent { color: $text-accent; }
     LogView > .log--prefix { color: $foreground 45%; }
-    LogView > .log--warning { color: $warning; }
-    LogView > .log--error { color: $error; }
+    LogView > .log--warning { color: $text-warning; }
+    LogView > .log--error { color: $text-error; }
     LogView > .log--match { background: $accent 35%; }
     LogView > .log--current { background: $accent; color: $background; }
     LogView > .log--thumb { color: $foreground 40%; }
