@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from gputrain_tui import headless, outcome
 from gputrain_tui.interrupts import Interrupts
 from gputrain_tui.runs import Run, RunReader, Status, read_status
 from gputrain_tui.state import RunState
+from gputrain_tui.tables import printable
 from gputrain_tui.tail import Follower
 from trainer.errors import ExitCode, RequestError
 from trainer.record import AnyEvent, RunEnded, decode_events
@@ -23,6 +25,10 @@ POLL_MS = 100
 """How often the record is looked at while the supervisor runs."""
 LOG_LINES = 12
 """How much of the culprit's output is shown."""
+
+
+ASKED = "stopping every process of the run, once it has saved; again to not wait for that"
+ASKED_AGAIN = "not waiting"
 
 
 class Reader(Protocol):
@@ -97,7 +103,7 @@ def follow(
     ended = os.pidfd_open(supervisor.pid)
     poll.register(ended, select.POLLIN)
     poll.register(interrupts, select.POLLIN)
-    stopping = False
+    heard = 0
     try:
         while True:
             over = supervisor.poll() is not None  # asked before reading: what it wrote is read
@@ -105,13 +111,14 @@ def follow(
             state.apply_all(events)
             if view is not None:
                 view.update(events)
-            if interrupts.asked and not stopping:
-                stopping = True
-                give_up(supervisor)
+            if interrupts.asked > heard:
+                line = ASKED if heard == 0 else ASKED_AGAIN
+                heard = interrupts.asked
+                supervisor.send_signal(signal.SIGINT)
                 if view is not None:
-                    view.say([("stopping every process of the run", "bold")])
+                    view.say([(line, "bold")])
                 else:
-                    print("gputrain: stopping every process of the run", file=sys.stderr)
+                    print(f"gputrain: {line}", file=sys.stderr)
             if reader.backlog_bytes:
                 continue
             if over:
@@ -127,7 +134,7 @@ def follow(
 
 
 def give_up(supervisor: subprocess.Popen[bytes]) -> None:
-    """End the lease: the supervisor stops every process of the run and leaves."""
+    """End the lease: the supervisor stops every process of the run at once and leaves."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
     else:
@@ -167,7 +174,8 @@ def _last_words(run: Run, status: Status, state: RunState) -> list[list[headless
         lines += headless.failure_block(failure, outcome.last_lines(log, LOG_LINES), str(log))
     lines.append(headless.ending(state))
     if status.status == "stopped":
-        left = (status.message or "").partition("processes left: ")[2]
+        kept, _, left = (status.message or "").partition("processes left: ")
+        lines.append([(printable(kept.rstrip("; ")), "")])
         lines.append([(f"processes left: {left}", "alarm") if left else ("no process of the run is left", "")])
     return lines
 

@@ -10,10 +10,10 @@ from types import FrameType
 
 
 class Interrupts:
-    """Whether somebody asked this command to end; readable as a file once they did."""
+    """How often somebody asked this command to end; readable as a file once they did."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @contextmanager
@@ -43,4 +43,4 @@ class Interrupts:
             os.read(self._read, 4096)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
+        self.asked += 1

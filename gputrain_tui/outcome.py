@@ -70,6 +70,29 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
     return Failure(time=now, kind="exit", message="the run ended and no rank says why")
 
 
+def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
+    """Say in a few words where ranks that were stopped are and what they have saved; empty when they just ended."""
+    told = [result for node in nodes if (result := _result(run_dir, node)) is not None]
+    parts = []
+    stopped = [result.stopped_at for result in told if result.stopped_at is not None]
+    if stopped:
+        saved = next((result.saved for result in told if result.saved), None)
+        parts.append(f"at update {max(stopped)}" + (f", saved {saved}" if saved else ", without a checkpoint"))
+    silent = sorted(rank for result in told for rank in result.unanswered)
+    if silent:
+        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        parts.append(f"without saving, because {who} did not answer")
+    return "; ".join(parts)
+
+
+def _result(run_dir: RunDir, node: int) -> NodeOutcome | None:
+    """Return what a node's parent reported at its end."""
+    try:
+        return msgspec.json.decode(run_dir.node_result(node).read_bytes(), type=NodeOutcome)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a text file that are not blank; none when it cannot be read."""
     try:
@@ -105,13 +128,8 @@ def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEven
 def _from_results(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Failure]:
     """Yield what the nodes' parents report where an event could not be written, on a full disk for instance."""
     for node, end in ended.items():
-        if not end.unfinished:
-            continue
-        try:
-            result = msgspec.json.decode(run_dir.node_result(node).read_bytes(), type=NodeOutcome)
-        except (OSError, msgspec.MsgspecError):
-            continue
-        if result.failure is not None:
+        result = _result(run_dir, node) if end.unfinished else None
+        if result is not None and result.failure is not None:
             yield result.failure
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from trainer.errors import RequestError
+from trainer.options import Distributed
 from trainer.schema import to_flags
 
 if TYPE_CHECKING:
@@ -163,6 +164,13 @@ def with_run_dir(plan: Plan, run_dir: str) -> Plan:
         for node in plan.nodes
     ]
     return msgspec.structs.replace(plan, nodes=nodes)
+
+
+def stop_grace(argv: Sequence[str]) -> float:
+    """Return how many seconds the ranks of a command have to answer a wish to stop."""
+    flag = "--stop-grace"
+    ours = argv[: argv.index("--")] if "--" in argv else argv
+    return float(ours[ours.index(flag) + 1]) if flag in ours else Distributed().stop_grace
 
 
 def with_flags(argv: Sequence[str], *flags: str) -> list[str]:

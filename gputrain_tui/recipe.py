@@ -39,7 +39,7 @@ __all__ = [
 Gpus = int | tuple[int | str, ...] | Literal["all", "free"]
 """A count, device ids (indices or UUIDs), all of the machine, or those that nobody uses."""
 
-LAUNCH_OPTIONS = ("distributed_timeout", "join_timeout", "start_method", "share_devices")
+LAUNCH_OPTIONS = ("distributed_timeout", "join_timeout", "stop_grace", "start_method", "share_devices")
 """Options of ``trainer.options.Distributed`` that a person chooses; the others are computed from ``[cluster]``."""
 
 COMPUTED = {

@@ -1,6 +1,6 @@
 """One run from start to end: launches the plan's nodes, watches them, restarts or stops them, says how it ended.
 
-``python -m gputrain_tui.supervisor RUN_DIR [--lease] [--adopt]``. One thread and never torch: the nodes' parents may
+``python -m gputrain_tui.supervisor RUN_DIR [--lease] [--adopt]``, or ``--warm SECONDS`` to wait for these words. One thread and never torch: the nodes' parents may
 ask to die with the thread that started them, and the command must be there at once. With ``--lease`` the run lives as
 long as the other end of standard input. With ``--adopt`` it takes over from a supervisor that was killed.
 """
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,18 +29,20 @@ import msgspec
 from gputrain_tui import leftovers, outcome
 from gputrain_tui.descendants import adopt_orphans, sweep
 from gputrain_tui.launchers import Launcher, NodeProcess, launcher
-from gputrain_tui.plan import Plan
+from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.processes import ProcessIdentity, identify
 from gputrain_tui.runs import Status, last_step, read_status, write_status
 from trainer.errors import ExitCode, RequestError
-from trainer.outcome import exit_code_of
+from trainer.outcome import SAVE_S, exit_code_of
 from trainer.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, encode_event, write_atomically
 
 if TYPE_CHECKING:
     from gputrain_tui.diagnosis.watch import Watch
+    from gputrain_tui.standby import Spare
 
 STOP_GRACE_S = 5.0
-"""How long the nodes may take to leave when a person stops the run."""
+"""How long the nodes may take to leave when they are stopped at once; when asked in order, besides what the ranks may
+take to answer and to save."""
 FAILURE_GRACE_S = 1.5
 """How long the other nodes may take once one has failed; all are gone within two seconds."""
 SWEEP_S = 5.0
@@ -51,6 +53,10 @@ FIRST_LOOK_S = 1.0
 """When a run is first looked at for what is wrong with it; its ranks have better use for the processor till then."""
 LEASE = 0
 """The descriptor whose end ends a leased run."""
+
+
+Urgency = Literal[0, 1, 2, 3]
+"""How the run is to end: not yet, in order, at once, without asking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,8 @@ class Attempt:
     """By node, in the order in which they ended."""
     failure: Failure | None = None
     """What this process itself saw go wrong."""
-    stopping: bool = False
+    stopping: Urgency = 0
+    """What the nodes have been asked."""
     deadline: float | None = None
     """When what is still running is killed, monotonic seconds."""
 
@@ -94,14 +101,22 @@ class Supervisor:
     """The one process that answers for a run."""
 
     def __init__(
-        self, run_dir: RunDir, *, leased: bool, adopting: bool = False, now: Callable[[], float] = time.time
+        self,
+        run_dir: RunDir,
+        *,
+        leased: bool,
+        adopting: bool = False,
+        spare: Spare | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.dir = run_dir
+        self._spare = spare
         self.leased = leased
         self._adopting = adopting
         self._now = now
         self._stop_reason: str | None = None
-        self._asked_again = False
+        self._urgency: Urgency = 0
+        """How somebody wants the run to end."""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
@@ -136,6 +151,10 @@ class Supervisor:
             way = launcher(plan.launcher)
         except RequestError as error:
             return Ended(status="failed", failure=self._failure("request", str(error)))
+        if self._spare is not None and plan.launcher == "local":
+            from gputrain_tui.standby import SpareFirst
+
+            way = SpareFirst(self._spare, way, plan.nodes)
         env = self._environment()
         restarts: int | None = None
         while True:
@@ -168,7 +187,7 @@ class Supervisor:
             except OSError as error:
                 what = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
                 attempt.failure = self._failure("launch", what, host=node.host)
-                self._stop(attempt, FAILURE_GRACE_S)
+                self._stop(attempt, 2, FAILURE_GRACE_S)
                 break
             attempt.running[process.fileno()] = process
             self._poll.register(process.fileno(), select.POLLIN)
@@ -194,7 +213,7 @@ class Supervisor:
             missing = outcome.unfinished(self.dir, node.ranks, attempt.since)
             attempt.ended[node.node] = outcome.NodeEnd(host=node.host, exit_code=ExitCode.FAILED, unfinished=missing)
         if any(end.unfinished for end in attempt.ended.values()):
-            self._stop(attempt, FAILURE_GRACE_S)
+            self._stop(attempt, 2, FAILURE_GRACE_S)
         self._watch(attempt)
         return self._judge(attempt)
 
@@ -228,9 +247,8 @@ class Supervisor:
     def _watch(self, attempt: Attempt) -> None:
         """Wait until no node is left, passing on the wish to stop and the first failure."""
         while attempt.running:
-            if self._stop_reason is not None and (not attempt.stopping or self._asked_again):
-                self._stop(attempt, 0.0 if self._asked_again else STOP_GRACE_S)
-                self._asked_again = False
+            if self._urgency > attempt.stopping:
+                self._stop(attempt, self._urgency, self._grace_s())
             for descriptor in self._wait(attempt.deadline, look=not attempt.stopping):
                 process = attempt.running.get(descriptor)
                 code = process.poll() if process is not None else None
@@ -267,14 +285,21 @@ class Supervisor:
         missing = outcome.unfinished(self.dir, ranks, attempt.since)
         attempt.ended[process.node] = outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
         if missing and not attempt.stopping:
-            self._stop(attempt, FAILURE_GRACE_S)
+            self._stop(attempt, 2, FAILURE_GRACE_S)
 
-    def _stop(self, attempt: Attempt, grace_s: float) -> None:
-        attempt.stopping = True
+    def _grace_s(self) -> float:
+        """How long the nodes may take to leave, as somebody wants the run to end; they look after their ranks."""
+        if self._urgency == 3:
+            return 0.0
+        patience = max(stop_grace(node.argv) for node in self._plan.nodes) + SAVE_S if self._urgency == 1 else 0.0
+        return patience + STOP_GRACE_S
+
+    def _stop(self, attempt: Attempt, urgency: Urgency, grace_s: float) -> None:
+        attempt.stopping = urgency
         deadline = time.monotonic() + grace_s
         attempt.deadline = deadline if attempt.deadline is None else min(deadline, attempt.deadline)
         for process in attempt.running.values():
-            process.stop()
+            process.stop(at_once=urgency > 1)
         if self._stop_reason is not None:
             self._status.status = "stopping"
             self._write_status()
@@ -312,7 +337,7 @@ class Supervisor:
             elif descriptor == LEASE and self.leased:
                 if not os.read(LEASE, 4096):
                     self._poll.unregister(LEASE)
-                    self._ask_to_stop("the command that started it is gone")
+                    self._ask_to_stop("the command that started it is gone", 2)
             else:
                 nodes.append(descriptor)
         return nodes
@@ -326,10 +351,10 @@ class Supervisor:
             signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._ask_to_stop(f"stopped by {signal.Signals(number).name}")
+        self._ask_to_stop(f"stopped by {signal.Signals(number).name}", 1 if self._stop_reason is None else 3)
 
-    def _ask_to_stop(self, reason: str) -> None:
-        self._asked_again = self._stop_reason is not None and not reason.endswith("gone")
+    def _ask_to_stop(self, reason: str, urgency: Urgency) -> None:
+        self._urgency = max(urgency, self._urgency)
         self._stop_reason = self._stop_reason or reason
 
     def _sweep(self) -> list[int]:
@@ -348,7 +373,10 @@ class Supervisor:
         """Write how the run ended; readers take these as its last words."""
         if self._tmp is not None:
             shutil.rmtree(self._tmp, ignore_errors=True)
-        message = self._stop_reason if ended.status == "stopped" else None
+        message = None
+        if ended.status == "stopped":
+            kept = outcome.kept(self.dir, [node.node for node in self._plan.nodes])
+            message = " ".join(filter(None, [self._stop_reason, kept]))
         code = ExitCode.STOPPED if ended.status == "stopped" else ExitCode.FINISHED
         if ended.failure is not None:
             if not ended.recorded:
@@ -397,6 +425,21 @@ class Supervisor:
 def main() -> int:
     """Supervise the run of a directory, unless another process does."""
     words = sys.argv[1:]
+    if words[0] != "--warm":
+        return _supervise(words)
+    from gputrain_tui import standby
+
+    asked = standby.wait_for_run(float(words[1]))
+    if asked is None:
+        return ExitCode.FINISHED
+    words, spare = asked
+    try:
+        return _supervise(words, spare)
+    finally:
+        spare.discard()
+
+
+def _supervise(words: Sequence[str], spare: Spare | None = None) -> int:
     run_dir = RunDir(Path(words[0]).absolute())
     with run_dir.lock.open("ab") as lock:
         try:
@@ -404,7 +447,8 @@ def main() -> int:
         except BlockingIOError:
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        return Supervisor(run_dir, leased="--lease" in words[1:], adopting="--adopt" in words[1:]).run()
+        leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
+        return Supervisor(run_dir, leased=leased, adopting=adopting, spare=spare).run()
 
 
 if __name__ == "__main__":

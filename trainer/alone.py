@@ -18,9 +18,9 @@ from trainer import child, guard
 from trainer.assignment import RankAssignment
 from trainer.descendants import kill_descendants
 from trainer.errors import ExitCode
-from trainer.outcome import NodeOutcome, RankOutcome, RankReport, exit_code_of
+from trainer.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
 from trainer.record import EventWriter, Failure, RankState, RunDir
-from trainer.stopping_signals import STOPPING, StopSignals
+from trainer.stopping_signals import AT_ONCE, STOPPING, StopSignals
 
 FLUSH_S = 0.15
 """A little more than the record's writer may hold events back, before a stopped rank leaves."""
@@ -40,7 +40,7 @@ def run_alone(assignment: RankAssignment, *, environ: Mapping[str, str], target:
             guard.redirect_output(run_dir.rank_log(assignment.rank))
         # Imports torch, which a fork server would have done for the rank.
         importlib.import_module("trainer.preload")
-        code = child.run(target, dataclasses.replace(assignment, report=alone.report))
+        code = child.run(target, dataclasses.replace(assignment, report=alone.report, stop_asked=alone.stop_asked))
         alone.ended(code)
     kill_descendants()
     return code
@@ -56,6 +56,10 @@ class _Alone:
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
         self._told = False
+        self._listens = False
+        self._asked = False
+        self._leave_at: float | None = None
+        """When the process leaves, after it was asked to stop; on the monotonic clock."""
 
     def write_spawned(self) -> None:
         """Record that the rank exists."""
@@ -78,7 +82,12 @@ class _Alone:
 
     def report(self, report: RankReport) -> None:
         """Take the rank's own word, before its teardown, which may never come back."""
-        if report.finished:
+        self._listens |= report.listens
+        if report.stopping and self._leave_at is not None:
+            self._leave_at += SAVE_S
+        if report.stopped:
+            self._tell(ExitCode.STOPPED, stopped=report)
+        elif report.finished:
             self._tell(ExitCode.FINISHED, finished=True)
         elif report.failure is not None:
             self._tell(exit_code_of(report.failure), failure=report.failure)
@@ -92,34 +101,68 @@ class _Alone:
         failure = Failure(time=time.time(), kind="exit", message=message, rank=here.rank, host=here.host)
         self._tell(ExitCode.FAILED, failure=failure)
 
+    def stop_asked(self) -> bool:
+        """Whether the rank is to stop at the next occasion."""
+        return self._asked
+
     def obey(self) -> None:
-        """Leave as soon as a signal or the end of the lease asks for it; on a thread of its own."""
+        """Leave when a signal or the end of the lease asks for it; on a thread of its own.
+
+        A rank that trains has some time to keep its work first.
+        """
         while True:
-            select.select([self._signals.wake], [], [])
+            now = time.monotonic()
+            if self._leave_at is not None and now >= self._leave_at:
+                self._leave()
+            ready, _, _ = select.select(
+                [self._signals.wake], [], [], None if self._leave_at is None else self._leave_at - now
+            )
+            if not ready:
+                continue
             try:
                 numbers = self._signals.wake.recv(4096)
             except OSError:
                 return
-            if any(number in STOPPING for number in numbers):
+            wishes = [number for number in numbers if number in STOPPING]
+            if not wishes:
+                continue
+            if self._asked or not self._listens or self._signals.at_once or AT_ONCE in wishes or len(wishes) > 1:
                 self._leave()
+            self._leave_at = time.monotonic() + self._assignment.distributed.stop_grace
+            self._asked = True
 
     def _leave(self) -> NoReturn:
         if not self._told:
-            os.write(self._terminal, b"trainer: stopped\n")
             self._tell(ExitCode.STOPPED)
         time.sleep(FLUSH_S)
         kill_descendants(timeout_s=1.0)
         os._exit(ExitCode.STOPPED)
 
-    def _tell(self, code: ExitCode, *, finished: bool = False, failure: Failure | None = None) -> None:
-        """Write the node's outcome, where this rank is all of the node, and say what failed."""
+    def _tell(
+        self,
+        code: ExitCode,
+        *,
+        finished: bool = False,
+        failure: Failure | None = None,
+        stopped: RankReport | None = None,
+    ) -> None:
+        """Write the node's outcome, where this rank is all of the node, and say what failed or what was kept."""
         self._told = True
         here = self._assignment
+        if code == ExitCode.STOPPED:
+            said = "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved)
+            os.write(self._terminal, f"trainer: {said}\n".encode(errors="backslashreplace"))
         if failure is not None:
             line = f"trainer: rank {here.rank} on {here.host}: {failure.message}\n"
             os.write(self._terminal, line.encode(errors="backslashreplace"))
         if self._run_dir is not None and here.local_world_size == 1:
             outcome = RankOutcome(exit_code=code, finished=finished)
             NodeOutcome(
-                node=here.node, host=here.host, exit_code=code, ranks={here.rank: outcome}, failure=failure
+                node=here.node,
+                host=here.host,
+                exit_code=code,
+                ranks={here.rank: outcome},
+                failure=failure,
+                stopped_at=None if stopped is None else stopped.step,
+                saved=None if stopped is None else stopped.saved,
             ).write(self._run_dir.node_result(here.node))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -30,6 +31,10 @@ class PipeSink:
             self.pipe.send_bytes(msgspec.json.encode(report))
         except (BrokenPipeError, ConnectionResetError):
             return
+
+    def asked(self) -> bool:
+        """Whether the parent wants the rank to stop: its only word, which stays in the pipe."""
+        return self.pipe.poll()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +64,24 @@ class RankAssignment:
     run_id: str
     """Equal on all nodes of a run and on no other's; empty when typed by hand without a run directory."""
     report: ReportSink
+    stop_asked: Callable[[], bool] = lambda: False
+    """Whether the rank is to stop at the next occasion."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    """What a script's rank finds in its environment besides what is there; None takes a variable away."""
+    """What the rank finds in its environment besides what is there; None takes a variable away."""
     is_script: bool = False
     """Whether ``words`` are a script and its arguments; ending with exit code 0 and no report, it has succeeded."""
+
+    def listens(self) -> None:
+        """Say that from here on the rank can be asked to stop."""
+        self.report(RankReport(listens=True))
+
+    def stopping(self) -> None:
+        """Say that the rank has heard it and is about to keep its work, which takes as long as the disk takes."""
+        self.report(RankReport(stopping=True))
+
+    def stopped(self, step: int | None, saved: Path | None) -> None:
+        """Say, before the teardown, where the rank stopped and what it has saved."""
+        self.report(RankReport(stopped=True, step=step, saved=None if saved is None else str(saved)))
 
     def finished(self) -> None:
         """Say, before the teardown, that the training is complete: from here on exit codes do not matter."""

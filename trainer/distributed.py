@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -42,6 +42,7 @@ __all__ = [
     "get_world_size",
     "infer_init_method",
     "is_master",
+    "max_later",
     "shutdown",
     "sum_later",
 ]
@@ -289,6 +290,36 @@ def sum_later(value: Tensor | float, device: torch.device) -> Callable[[], float
         return float(wire)
 
     return result
+
+
+def max_later(values: Sequence[int], device: torch.device) -> Callable[[], list[int]]:
+    """Begin to take the maximum of each number over all ranks; the result of a call is waited for only then.
+
+    On a GPU the result waits for what was queued before this call, not for what has been queued since.
+    """
+    if get_world_size() == 1:
+        return lambda: [int(value) for value in values]
+    wire = _wire(torch.tensor([int(value) for value in values], dtype=torch.int64))
+    work = dist.all_reduce(wire, dist.ReduceOp.MAX, async_op=True)
+    assert work is not None
+    if wire.device.type == "cpu":
+
+        def reduced() -> list[int]:
+            work.wait()
+            return list(wire.tolist())
+
+        return reduced
+    work.wait()  # by the GPU's queue, not by this thread
+    host = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=True)
+    host.copy_(wire, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def fetched() -> list[int]:
+        copied.synchronize()
+        return list(host.tolist())
+
+    return fetched
 
 
 def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = None) -> dict[str, Number]:

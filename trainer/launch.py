@@ -16,7 +16,7 @@ from trainer.decision import Decision, with_counts
 from trainer.devices import Device, label
 from trainer.errors import ExitCode, RequestError
 from trainer.options import Distributed, Script
-from trainer.outcome import NodeOutcome, RankReport
+from trainer.outcome import NodeOutcome, RankReport, stopped_where
 from trainer.rendezvous import exchange_counts, free_port, meeting
 from trainer.script_environment import launcher_environment, master
 from trainer.spawn import run_node
@@ -153,8 +153,11 @@ def tell(outcome: NodeOutcome) -> None:
     """Say on standard error how the node ended, unless it ended well."""
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
-        left = f"processes {outcome.left} could not be ended" if outcome.left else "no process is left"
-        print(f"trainer: stopped; {left}", file=sys.stderr)
+        parts = [stopped_where(outcome.stopped_at, outcome.saved)]
+        if outcome.unanswered:
+            parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
+        parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")
+        print(f"trainer: {'; '.join(parts)}", file=sys.stderr)
     elif failure is not None:
         where = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
         print(f"trainer: {where}{failure.message}", file=sys.stderr)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer import distributed, nonfinite, record
+from trainer.agreement import Agreement, Wishes
 from trainer.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
 from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
 from trainer.desync import check as check_desync
@@ -33,9 +34,6 @@ from trainer.tasks.task import Task
 
 SAY_EVERY_S = 2.0
 """Seconds between two lines about the loss: rare enough that fetching it from a GPU costs nothing."""
-
-AGREE_EVERY = 10
-"""Updates between two agreements on what only a clock decides: stopping and saving by time."""
 
 
 class NonFiniteError(TrainingError):
@@ -60,6 +58,10 @@ class Surroundings:
     checkpoints: Path | None
     recipe: str = ""
     """What a checkpoint keeps of the request."""
+    stop_asked: Callable[[], bool] = lambda: False
+    """Whether somebody wants this rank to stop at the next occasion."""
+    stopping: Callable[[], None] = lambda: None
+    """Told that all ranks have agreed to stop, before anything is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,10 @@ class Outcome:
     epoch: int
     reason: str
     best: Best
+    stopped: bool = False
+    """Whether somebody ended it before it had reached an end of its own."""
+    saved: Path | None = None
+    """The checkpoint of the update at which it was stopped; rank 0 only."""
 
 
 class Loop:
@@ -141,7 +147,8 @@ class Loop:
         self._last_batch: Any = None
         self._saved_at_update = self._validated_at = -1
         self._last_save_time = self._start_time = time.monotonic()
-        self._save_now = self._time_is_up = False
+        self._time_is_up = False
+        self._saved: Saved | None = None
         self._last_said = 0.0
         self._checkpoints = (
             CheckpointWriter(
@@ -167,20 +174,34 @@ class Loop:
         self.here.set_state("training")
         self.model.train()
         self.meter.start()
+        agreement = Agreement(
+            lambda numbers: distributed.max_later(numbers, self.here.device),
+            self._wishes,
+            leads=self.here.rank == 0,
+            first_update=self.updates,
+        )
+        if self.updates and self._due(self.options.valid_every_updates) and self._validated_at != self.updates:
+            self._validate()  # the stop came before it
         while not (reason := self._end()):
             self.epoch = epoch = self.train_batches.position.epoch
+            if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
+                agreement.soon(self.updates)
             for update in self.train_batches.updates(self._update_freq(epoch)):
                 self._update(update)
-                self._agree()
+                agreed = agreement.after(self.updates)
+                if agreed.stop:
+                    return self._stop()
+                self._time_is_up = agreed.end
                 if self._due(self.options.valid_every_updates):
                     self._validate()
-                if self._due(self.options.save_every_updates) or self._save_now:
+                if self._due(self.options.save_every_updates) or agreed.save:
                     self._save()
                 if reason := self._end():
                     break
             if not self.train_batches.updates_left(1):
                 self._end_of_epoch(epoch)
                 self.train_batches.next_epoch()
+        agreement.close()
         self._finish(reason)
         return Outcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
 
@@ -266,16 +287,31 @@ class Loop:
         epoch = self.train_batches.position.epoch
         return end_reached(self.options, epoch=epoch, updates=self.updates, lr=self.schedule.lr)
 
-    def _agree(self) -> None:
-        """Let rank 0's clock decide for all ranks whether to stop or save by time."""
-        self._save_now = False
-        options = self.options
-        if not (options.stop_time or options.save_every_minutes) or self.updates % AGREE_EVERY:
-            return
-        now = time.monotonic()
-        stop = bool(options.stop_time) and now - self._start_time >= options.stop_time * 60
-        save = bool(options.save_every_minutes) and now - self._last_save_time >= options.save_every_minutes * 60
-        self._time_is_up, self._save_now = distributed.broadcast_object([stop, save])
+    def _wishes(self) -> Wishes:
+        """Say what this rank wants; of the clocks only that of rank 0 counts."""
+        options, now = self.options, time.monotonic()
+        by_time = self.here.rank == 0
+        return Wishes(
+            stop=self.here.stop_asked(),
+            end=by_time and bool(options.stop_time) and now - self._start_time >= options.stop_time * 60,
+            save=by_time
+            and bool(options.save_every_minutes)
+            and now - self._last_save_time >= options.save_every_minutes * 60,
+        )
+
+    def _stop(self) -> Outcome:
+        """Keep what has been trained since the last checkpoint, and nothing else: somebody is waiting."""
+        self.here.stopping()
+        self.meter.close()
+        self._save()
+        if self._checkpoints is not None:
+            self.here.set_state("saving")
+            self._checkpoints.close()
+        saved = self._saved.path if self._saved is not None and self._saved.step == self.updates else None
+        self.here.say(f"stopped at update {self.updates}" + (f", saved {saved}" if saved else ""))
+        return Outcome(
+            updates=self.updates, epoch=self.epoch, reason="asked to stop", best=self.best, stopped=True, saved=saved
+        )
 
     def _end_of_epoch(self, epoch: int) -> None:
         if self.options.valid_every_epochs and epoch % self.options.valid_every_epochs == 0:
@@ -362,6 +398,7 @@ class Loop:
         self.meter.start()
 
     def _checkpoint_saved(self, saved: Saved) -> None:
+        self._saved = saved
         self.here.writer.write(
             record.Checkpoint(
                 time=time.time(), step=saved.step, path=str(saved.path), bytes=saved.bytes, write_ms=saved.write_ms
@@ -395,6 +432,7 @@ class Loop:
             "scaler": self.scaler.state_dict(),
             "position": self.train_batches.state_dict(),
             "best": self.best.state_dict(),
+            "validated_at": self._validated_at,
             "rng": rng,
             "recipe": self.here.recipe,
         }
@@ -417,7 +455,8 @@ class Loop:
         self.scaler.load_state_dict(state["scaler"])
         self.train_batches.load_state_dict(state["position"])
         self.best.load_state_dict(state["best"])
-        self.updates = self._saved_at_update = self._validated_at = int(state["updates"])
+        self.updates = self._saved_at_update = int(state["updates"])
+        self._validated_at = int(state.get("validated_at", self.updates))
         self._count_estimate = float(state["count_estimate"])
         if len(state["rng"]) == self.here.world_size:
             restore_rng(state["rng"][self.here.rank])

@@ -15,12 +15,25 @@ import msgspec
 from trainer.errors import ExitCode
 from trainer.record import Failure, write_atomically
 
+SAVE_S = 60.0
+"""How long ranks that have agreed to stop may take to save."""
+
 
 class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a rank says before its teardown: the truth about its training, whatever happens at its exit."""
 
     finished: bool = False
     failure: Failure | None = None
+    listens: bool = False
+    """From here on the rank can be asked to stop, and will keep its work."""
+    stopping: bool = False
+    """It was asked, and all ranks have agreed at which update."""
+    stopped: bool = False
+    """It has kept its work and leaves."""
+    step: int | None = None
+    """Optimizer steps done when it stopped."""
+    saved: str | None = None
+    """The checkpoint of that step."""
     time_ns: int = 0
     """When it happened, nanoseconds of the Unix clock."""
 
@@ -47,6 +60,12 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     """The root cause among this node's ranks."""
     left: list[int] = []
     """Processes that the kernel could not end."""
+    stopped_at: int | None = None
+    """Optimizer steps done when its ranks stopped in order."""
+    saved: str | None = None
+    """The checkpoint of that step, where it was written by a rank of this node."""
+    unanswered: list[int] = []
+    """Ranks that were asked to stop and did not answer in time."""
 
     def write(self, path: Path) -> None:
         """Write it so that a reader sees all of it or nothing."""
@@ -80,6 +99,12 @@ def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
     ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
     return ordered[0][1] if ordered else None
+
+
+def stopped_where(update: int | None, saved: str | None) -> str:
+    """Say where a training stopped and what was kept of it."""
+    where = "" if update is None else f" at update {update}"
+    return f"stopped{where}" + (f", saved {saved}" if saved else "")
 
 
 def exit_code_of(failure: Failure) -> ExitCode:

@@ -15,7 +15,7 @@ from trainer import distributed, record
 from trainer.assignment import RankAssignment
 from trainer.checkpoint import CheckpointError, load, newest
 from trainer.errors import ExitCode, RequestError, TrainingError
-from trainer.loop import Loop, NonFiniteError, OutOfMemoryError, Surroundings
+from trainer.loop import Loop, NonFiniteError, Outcome, OutOfMemoryError, Surroundings
 from trainer.model import is_out_of_memory
 from trainer.options import Training
 from trainer.outcome import is_lost_peer
@@ -49,7 +49,7 @@ class _Rank:
     def run(self) -> int:
         """Train, tell how it ended, tear down; return the exit code."""
         try:
-            self._train()
+            outcome = self._train()
         except Exception as error:  # noqa: BLE001  (whatever it is, the record says it and the run ends)
             failure = self._failure(error)
             self.set_state("failed", message=failure.message)
@@ -59,6 +59,12 @@ class _Rank:
             self.writer.close()
             distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+        if outcome.stopped:
+            self.writer.flush()
+            self.assignment.stopped(outcome.updates, outcome.saved)
+            self.writer.close()
+            distributed.shutdown()
+            return ExitCode.STOPPED
         self.set_state("finished")
         self.writer.flush()
         self.assignment.finished()
@@ -86,7 +92,7 @@ class _Rank:
             )
         )
 
-    def _train(self) -> None:
+    def _train(self) -> Outcome:
         here = self.assignment
         self.set_state("joining")
         options, words = _training_options(here.words)
@@ -110,7 +116,8 @@ class _Rank:
         loop = Loop(self._task(options, words), options, self._surroundings(options, device))
         self.step = lambda: loop.updates
         self._resume(loop, options)
-        loop.run()
+        here.listens()
+        return loop.run()
 
     def _task(self, options: Training, words: list[str]) -> Task:
         """Build the task from the flags that are left."""
@@ -133,6 +140,8 @@ class _Rank:
             set_state=self.set_state,
             say=_say if here.rank == 0 else _say_nothing,
             checkpoints=folder,
+            stop_asked=here.stop_asked,
+            stopping=here.stopping,
             recipe=self.run_dir.recipe.read_text() if self.run_dir and self.run_dir.recipe.exists() else "",
         )
 

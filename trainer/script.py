@@ -32,7 +32,8 @@ from trainer.script_environment import RANK_PID
 def run_script(assignment: RankAssignment) -> int:
     """Run the script to its end, tell how it ended, and return the exit code for ``os._exit``."""
     script, *arguments = assignment.words
-    _set_environment(assignment)
+    # By this pid trainer.watch knows that the states of the rank are told by somebody else.
+    os.environ[RANK_PID] = str(os.getpid())
     _look_like_an_interpreter(script, arguments)
     _write(assignment, _state(assignment, "training"))
     code, failure = _run(script, assignment)
@@ -40,19 +41,12 @@ def run_script(assignment: RankAssignment) -> int:
         _write(assignment, _state(assignment, "failed", failure.message), failure)
         assignment.failed(failure)
         return code
+    if assignment.stop_asked():
+        assignment.stopped(None, None)  # it left because it was told to: that its training is complete is not known
+        return ExitCode.STOPPED
     _write(assignment, _state(assignment, "finished"))
     assignment.finished()
     return ExitCode.FINISHED
-
-
-def _set_environment(assignment: RankAssignment) -> None:
-    for name, value in assignment.environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    # By this pid trainer.watch knows that the states of the rank are told by somebody else.
-    os.environ[RANK_PID] = str(os.getpid())
 
 
 def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:

@@ -28,7 +28,16 @@ from trainer.descendants import kill_descendants, reap
 from trainer.errors import ExitCode
 from trainer.last_words import error_in
 from trainer.node_sampler import Gpus, NodeSampler
-from trainer.outcome import NodeOutcome, RankOutcome, RankReport, exit_code_of, is_lost_peer, root_cause, signal_name
+from trainer.outcome import (
+    SAVE_S,
+    NodeOutcome,
+    RankOutcome,
+    RankReport,
+    exit_code_of,
+    is_lost_peer,
+    root_cause,
+    signal_name,
+)
 from trainer.record import EventWriter, Failure, RankState, RunDir
 from trainer.scratch import scratch_folder
 from trainer.stopping_signals import StopRequested, StopSignals
@@ -113,8 +122,25 @@ class _Rank:
     finished_at: float | None = None
     """When it reported its success, on the monotonic clock."""
     failed: bool = False
+    listens: bool = False
+    stopping: bool = False
+    """Whether it has answered a wish to stop."""
+    stopped: RankReport | None = None
+    """Its word that it stopped in order."""
+    stopped_at: float | None = None
+    """When it said so, on the monotonic clock."""
     ended: bool = False
     exit_code: int | None = None
+
+    @property
+    def done_at(self) -> float | None:
+        """When it said that only its exit is left, on the monotonic clock."""
+        return self.finished_at if self.stopped is None else self.stopped_at
+
+    def ask_to_stop(self) -> None:
+        """Tell it; a rank that is gone is seen to have ended."""
+        with contextlib.suppress(OSError):
+            self.reports.send_bytes(b"stop")
 
     def poll_reports(self) -> list[RankReport]:
         """Return what the rank has said since the last time."""
@@ -156,6 +182,11 @@ class _Node:
         self._killed_at: float | None = None
         self._stopped = False
         """Whether somebody asked for the end before anything failed."""
+        self._answer_until: float | None = None
+        """When ranks that were asked to stop and have not answered are killed."""
+        self._save_until: float | None = None
+        """When ranks that have answered are killed."""
+        self._unanswered: list[int] = []
         self._oom_kills = memory.oom_kills()
         self._pids: dict[int, int] = {}
         """Of the ranks that run, for the sampler."""
@@ -198,8 +229,15 @@ class _Node:
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
         log = RunDir(assignment.run_dir).rank_log(assignment.rank) if assignment.run_dir is not None else None
         log_from = log.stat().st_size if log is not None and log.exists() else 0
-        reports, pipe = context.Pipe(duplex=False)
-        told = dataclasses.replace(assignment, parent_pid=os.getpid(), report=PipeSink(pipe))
+        reports, pipe = context.Pipe(duplex=True)
+        sink = PipeSink(pipe)
+        told = dataclasses.replace(
+            assignment,
+            parent_pid=os.getpid(),
+            report=sink,
+            stop_asked=sink.asked,
+            environment={**forkserver.changes(), **assignment.environment},
+        )
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=child.enter, args=(target, told), name=f"rank-{assignment.rank}"
         )
@@ -257,18 +295,49 @@ class _Node:
         self.stop()
         self.watch()
 
-    def stop(self) -> None:
-        """Ask all ranks to end now; those that do not are killed after a grace."""
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End all ranks now; those that a SIGTERM does not end are killed after a grace."""
         if self._kill_at is None:
-            self._kill_at = time.monotonic() + GRACE_S
+            self._kill_at = time.monotonic() + grace_s
             for rank in self._ranks:
                 rank.signal(signal.SIGTERM)
+
+    def _obey(self, running: list[_Rank], now: float) -> None:
+        """Stop because somebody asked for it: in order where every rank can, at once where one cannot or must not."""
+        self._stopped = True
+        grace_s = running[0].assignment.distributed.stop_grace
+        busy = [rank for rank in running if rank.finished_at is None and rank.stopped is None]
+        if self._signals.at_once:
+            if self._kill_at is not None:
+                self._kill_at = min(self._kill_at, now + GRACE_S)
+            self.stop()
+        elif running[0].assignment.is_script:
+            # A script hears a signal or nothing; one that saves on SIGTERM has the time for it.
+            if self._kill_at is None:
+                for rank in busy:
+                    rank.ask_to_stop()
+            self.stop(grace_s)
+        elif not all(rank.listens for rank in busy):
+            self.stop()
+        elif self._answer_until is None:
+            self._answer_until, self._save_until = now + grace_s, now + grace_s + SAVE_S
+            for rank in busy:
+                rank.ask_to_stop()
+        elif now >= self._answer_until and self._kill_at is None:
+            self._unanswered = [rank.assignment.rank for rank in busy if not rank.stopping]
+            assert self._save_until is not None
+            if self._unanswered or now >= self._save_until:
+                self._kill_at = now
 
     def _collect(self) -> None:
         """Take reports before exits: a rank that reported and ended did so in this order."""
         for rank in self._ranks:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
+                rank.listens |= report.listens
+                rank.stopping |= report.stopping
+                if report.stopped:
+                    rank.stopped, rank.stopped_at = report, time.monotonic()
                 if report.finished and rank.finished_at is None:
                     rank.finished_at = time.monotonic()
                 if report.failure is not None and rank.finished_at is None:
@@ -279,7 +348,7 @@ class _Node:
                 rank.exit_code = rank.process.exitcode
                 rank.reports.close()
                 self._pids.pop(rank.assignment.rank, None)  # the number may be given to another process
-                if rank.finished_at is None and not rank.failed and self._kill_at is None:
+                if rank.finished_at is None and rank.stopped is None and not rank.failed and self._kill_at is None:
                     if rank.assignment.is_script and rank.exit_code == 0:
                         self._finish(rank)
                     else:
@@ -288,8 +357,7 @@ class _Node:
     def _act(self, running: list[_Rank], now: float) -> bool:
         """Do what is due; True when nothing that is left can be waited for."""
         if self._signals.requested is not None and not self._failures:
-            self._stopped = True
-            self.stop()
+            self._obey(running, now)
         elif self._failures and self._kill_at is None:
             if any(failure.kind != "lost_peer" for _, failure in self._failures):
                 self.stop()
@@ -298,7 +366,7 @@ class _Node:
             elif now >= self._settle_until:
                 self.stop()
         for rank in running:
-            if rank.finished_at is not None and now >= rank.finished_at + EXIT_S:
+            if rank.done_at is not None and now >= rank.done_at + EXIT_S:
                 rank.signal(signal.SIGKILL)
         if self._kill_at is None or now < self._kill_at:
             return False
@@ -309,8 +377,10 @@ class _Node:
         return now >= self._killed_at + GIVE_UP_S
 
     def _wait_s(self, running: list[_Rank]) -> float | None:
-        due = [rank.finished_at + EXIT_S for rank in running if rank.finished_at is not None]
+        due = [rank.done_at + EXIT_S for rank in running if rank.done_at is not None]
         due += [moment for moment in (self._kill_at, self._settle_until) if moment is not None]
+        answers = (self._answer_until, self._save_until)
+        due += [moment for moment in answers if moment is not None and moment > time.monotonic()]
         if self._killed_at is not None:
             due = [self._killed_at + GIVE_UP_S]
         # An exit that is overdue is looked for again and again until it has happened.
@@ -378,7 +448,8 @@ class _Node:
         """Describe how the node ended."""
         failure = root_cause(self._failures)
         complete = bool(self._ranks) and all(rank.finished_at is not None for rank in self._ranks)
-        if self._stopped and not complete:
+        stopped = [rank.stopped for rank in self._ranks if rank.stopped is not None]
+        if (self._stopped or (stopped and failure is None)) and not complete:
             # Ranks that lose their peers while all are being stopped have not failed.
             code, failure = ExitCode.STOPPED, None
         elif failure is not None:
@@ -392,6 +463,9 @@ class _Node:
             exit_code=code,
             ranks={rank.assignment.rank: rank.outcome() for rank in self._ranks},
             failure=failure,
+            stopped_at=max((report.step for report in stopped if report.step is not None), default=None),
+            saved=next((report.saved for report in stopped if report.saved is not None), None),
+            unanswered=self._unanswered,
         )
 
 

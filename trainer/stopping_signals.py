@@ -1,4 +1,7 @@
-"""Turns Ctrl-C, SIGTERM, a lost terminal and the end of a lease into one wish to stop that a wait can be woken by."""
+"""Turns Ctrl-C, SIGTERM, a lost terminal and the end of a lease into one wish to stop that a wait can be woken by.
+
+The first signal asks the ranks to keep their work; a second one, SIGUSR2 or the end of the lease does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from typing import Any
 LEASE = "GPUTRAIN_LEASE"
 """Environment variable: ``stdin`` means that the end of standard input ends the run."""
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AT_ONCE = signal.SIGUSR2
+"""Asks for the end without waiting for anything: what a supervisor sends when another node has failed."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, AT_ONCE)
 
 
 class StopRequested(BaseException):
@@ -29,6 +34,8 @@ class StopSignals:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.requested: str | None = None
         """What asked for the end: the name of a signal, or ``the end of the lease``."""
+        self.at_once = False
+        """Whether nothing is to be waited for."""
         self.wake, self._waker = socket.socketpair()
         self._lease = environ.get(LEASE) == "stdin"
         self._raising = False
@@ -74,6 +81,7 @@ class StopSignals:
             return
 
     def _handle(self, number: int, _: FrameType | None) -> None:
+        self.at_once |= number == AT_ONCE or self.requested is not None
         if self.requested is None:
             self.requested = signal.Signals(number).name
         if self._raising:
@@ -85,5 +93,6 @@ class StopSignals:
             pass
         if self._over:
             return
+        self.at_once = True
         self.requested = self.requested or "the end of the lease"
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -32,8 +32,12 @@ class NodeProcess(Protocol):
     def poll(self) -> int | None:
         """Exit code, a signal's number negated, or None while it runs."""
 
-    def stop(self) -> None:
-        """Ask the node's parent to end its ranks and leave; returns at once."""
+    def stop(self, *, at_once: bool) -> None:
+        """Ask the node's parent to end its ranks and leave; returns immediately.
+
+        Args:
+            at_once: the ranks are not given the time to save.
+        """
 
     def kill(self) -> None:
         """End it without asking; its ranks die with it."""

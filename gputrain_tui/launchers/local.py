@@ -15,6 +15,7 @@ from gputrain_tui.processes import ProcessIdentity, identify, is_alive
 from trainer.errors import ExitCode
 from trainer.outcome import NodeOutcome
 from trainer.record import RunDir
+from trainer.stopping_signals import AT_ONCE
 
 if TYPE_CHECKING:
     from gputrain_tui.plan import PlannedNode
@@ -39,10 +40,11 @@ class LocalProcess:
         """Exit code, a signal's number negated, or None while it runs."""
         return self._process.poll()
 
-    def stop(self) -> None:
-        """Ask it to end: SIGTERM, and the end of its lease."""
-        self._process.send_signal(signal.SIGTERM)
-        self._end_lease()
+    def stop(self, *, at_once: bool) -> None:
+        """Ask it to end; the end of its lease leaves no time to save."""
+        self._process.send_signal(AT_ONCE if at_once else signal.SIGTERM)
+        if at_once:
+            self._end_lease()
 
     def kill(self) -> None:
         """Kill it and whatever shares its session's process group."""
@@ -85,9 +87,9 @@ class AdoptedProcess:
             return ExitCode.FAILED
         return result.exit_code
 
-    def stop(self) -> None:
+    def stop(self, *, at_once: bool) -> None:
         """Ask it to end."""
-        self._signal(signal.SIGTERM)
+        self._signal(AT_ONCE if at_once else signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill it."""

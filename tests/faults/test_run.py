@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -166,17 +167,36 @@ def test_a_finished_run_leaves_its_record_and_nothing_else(shown: Told) -> None:
 
 @pytest.mark.parametrize("hanging", [False, True], ids=["training", "a rank hangs in a collective"])
 def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> None:
-    process = bench.start("run", bench.recipe(FOR_EVER))
+    process = bench.start("run", bench.recipe(FOR_EVER), "--set", "train.stop_grace=1" if hanging else "train.lr=0.1")
     run = bench.training()
     if hanging:
         os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
     _, err = process.communicate(timeout=20)
+    assert time.monotonic() - asked < 6.0
     assert process.returncode == 130
+    assert ("without saving, because ranks 0, 1 did not answer" in err) == hanging
+    assert any(run.dir.checkpoints.glob("step_*.pt")) != hanging
     assert leftovers.processes_of(run.dir.path) == []
     assert "stopping every process of the run" in err
     assert "no process of the run is left" in err
     assert bench.runs()[0].state == "stopped"
+
+
+def test_a_second_ctrl_c_does_not_wait(bench: Bench) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER), "--set", "train.stop_grace=60")
+    run = bench.training()
+    os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    until(lambda: bench.runs()[0].state == "stopping")
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert time.monotonic() - asked < 5.0
+    assert process.returncode == 130
+    assert "not waiting" in err
+    assert leftovers.processes_of(run.dir.path) == []
 
 
 def pid_of_rank(run: Run, rank: int) -> int:
@@ -249,7 +269,16 @@ def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
     assert done.stdout == f"{run.id}\n"
     assert run.state == "running"
     stopped = bench.call("stop", "last")
-    assert (stopped.returncode, stopped.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+    kept = re.fullmatch(rf"{run.id} is stopped at update (\d+), saved (\S+); processes left: none\n", stopped.stdout)
+    assert stopped.returncode == 0
+    assert kept is not None
+    assert Path(kept[2]) == run.dir.checkpoints / f"step_{int(kept[1]):08}.pt"
+    assert Path(kept[2]).exists()
+    assert bench.runs()[0].status.message == f"stopped by SIGTERM at update {kept[1]}, saved {kept[2]}"
+    done = bench.call("run", "--resume", "last", "--set", f"train.max_updates={int(kept[1]) + 2}", "--json")
+    assert done.returncode == 0, done.stderr
+    steps = [event for line in done.stdout.splitlines() if (event := json.loads(line))["type"] == "step"]
+    assert min(event["step"] - event["steps"] for event in steps) == int(kept[1])
 
 
 def test_what_only_the_ranks_can_refuse_leaves_no_run_behind(bench: Bench) -> None:

@@ -220,6 +220,20 @@ def test_control_c_ends_scripts_and_what_they_started(tmp_path: Path) -> None:
     assert not family & descendants(1)
 
 
+def test_a_script_that_saves_when_it_is_told_to_end_has_the_time_for_it(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, signal, sys, time\ndef save(*_):\n    time.sleep(2.0)\n    pathlib.Path('saved').touch()\n"
+    )
+    script += "    sys.exit(0)\nsignal.signal(signal.SIGTERM, save)\nprint('up')\ntime.sleep(600)\n"
+    process = begin(tmp_path, script, ranks=1)
+    log = RunDir(tmp_path / "run").rank_log(0)
+    until(lambda: log.exists() and "up" in log.read_text())
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert (tmp_path / "saved").exists()
+
+
 def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
     process = begin(tmp_path, "import time\nprint('up')\ntime.sleep(600)\n")
     logs = [RunDir(tmp_path / "run").rank_log(rank) for rank in (0, 1)]
