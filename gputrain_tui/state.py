@@ -16,6 +16,7 @@ from trainer.record import (
     AnyEvent,
     Checkpoint,
     Checksum,
+    Doing,
     Event,
     Failure,
     Finding,
@@ -127,6 +128,7 @@ class RankView:
 
     __slots__ = (
         "device",
+        "doing",
         "events",
         "first_step_time",
         "gpu",
@@ -166,6 +168,8 @@ class RankView:
         """Time of its first step event, Unix seconds."""
         self.last: Step | None = None
         """Its newest step event."""
+        self.doing: Doing | None = None
+        """What it is at, while a step takes unusually long."""
         self.events = 0
         """Step events seen."""
         self.totals = NOTHING
@@ -274,6 +278,7 @@ class RunState:
             Joining: self._joining,
             TrainingPlan: self._training_plan,
             Step: self._step,
+            Doing: self._doing,
             Validation: self.validations.append,
             Checkpoint: self.checkpoints.append,
             Checksum: self._checksum,
@@ -472,6 +477,7 @@ class RunState:
             view.first_step_time = event.time
             self.joining = None
         view.last = event
+        view.doing = None
         view.events += 1
         if self._history:
             if not view.steps:
@@ -553,6 +559,9 @@ class RunState:
             if not pace or event.time - pace[-1][0] >= 1.0:
                 pace.append((event.time, event.step))
 
+    def _doing(self, event: Doing) -> None:
+        self.rank(event.rank).doing = event
+
     def _waited(self, step: int, rank: int, exposed_ms: float) -> None:
         """Note a rank's exposed wait; once all ranks have reported the step, tell who was late."""
         waits = self._open_steps.get(step)
@@ -597,7 +606,7 @@ class RunState:
         view.lateness.clear()
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
-        view.sampled = None
+        view.sampled = view.doing = None
         self._open_steps.clear()
         self._pace.clear()
 

@@ -100,6 +100,8 @@ class BucketHook:
     ) -> None:
         self.fault: str | None = None
         """Why nothing is measured any more, for people; None while all is well."""
+        self.waiting = False
+        """Whether this rank's gradients are ready and it waits for the others'; known on CPU ranks only."""
         self._clock = clock
         self._group = model.process_group
         self._share = 1.0 / dist.get_world_size(self._group)
@@ -142,8 +144,10 @@ class BucketHook:
         else:
             self._under_way.append(work)
         if bucket.is_last():
+            self.waiting = True
             for each in self._under_way:
                 each.wait()
+            self.waiting = False
             self._under_way.clear()
             if buckets is not None:
                 self._all_reduced(buckets)

@@ -130,6 +130,20 @@ class Step(Event, kw_only=True, tag="step"):
     """Time of each bucket from ready to reduced, in launch order."""
 
 
+class Doing(Event, kw_only=True, tag="doing"):
+    """What a rank is at in a step that takes unusually long; written once per such wait, while it lasts."""
+
+    rank: int
+    step: int
+    """The step that is under way, from 1."""
+    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other"]
+    """``sync``: its own gradients are ready, and it waits for the others'."""
+    parts_done: int
+    """Parts of the step that are behind it; with several micro-steps they count one by one."""
+    waited_ms: float
+    """How long it has been at it."""
+
+
 class Validation(Event, kw_only=True, tag="validation"):
     """One evaluation, exact over all ranks."""
 
@@ -259,6 +273,7 @@ AnyEvent = (
     | Joining
     | TrainingPlan
     | Step
+    | Doing
     | Validation
     | Checkpoint
     | Checksum

@@ -25,12 +25,25 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.bucket_hook import BucketHook, Buckets, CommHook
 from trainer.clocks import Clock, CudaClock, HostClock, Mark, Scalar, core_waits
 from trainer.ddp_log import DdpLog, SyncTimes
-from trainer.record import EventWriter, Finding, Step
+from trainer.record import Doing, EventWriter, Finding, Step
 from trainer.step_events import StepMerger
 
 Part = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
 """What a step's time goes into; ``other`` is in ``step_ms`` only."""
 
+NEXT: dict[Part | None, Part] = {
+    None: "data",
+    "data": "h2d",
+    "h2d": "forward",
+    "forward": "backward",
+    "backward": "optimizer",
+    "optimizer": "other",
+    "other": "data",
+}
+"""What a step is at after each part; None: at its beginning."""
+LONG_S = 5.0
+"""From when on a part that does not end is told: this, and so many times the longest step of late."""
+LONG_STEPS = 4.0
 WARM_UP = 2
 """Synchronisations before bucket times mean anything: DDP starts with one bucket and arranges them after the first."""
 
@@ -124,10 +137,15 @@ class StepMeter:
         self._merger = StepMerger(writer)
         self._lock = threading.Lock()
         """Held by whoever makes events of pending steps."""
+        self._step = 0
+        self._moved: float | None = None
+        """When the step last went on, by the host's clock; None between steps, and once it was told."""
+        self._ended = 0.0
+        self._longest_s = 0.0
         writer.before_each_write(self._hand_over)
         self._gc_started = 0.0
         self._gc_s = 0.0
-        self._gc_clock = clock
+        self._host_clock = clock
         gc.callbacks.append(self._on_gc)
         self._arm()
         self._tell()
@@ -144,6 +162,7 @@ class StepMeter:
         self._marks = [self._clock.mark()]
         self._parts = []
         self._gc_s = 0.0
+        self._moved = self._ended = self._host_clock()
 
     def lap(self, part: Part) -> None:
         """The time since the last mark belongs to this part; micro-steps add up."""
@@ -151,6 +170,7 @@ class StepMeter:
             return
         self._parts.append(part)
         self._marks.append(self._clock.mark())
+        self._moved = self._host_clock()
 
     def end(
         self,
@@ -204,6 +224,10 @@ class StepMeter:
             )
         )
         self._count += 1
+        self._step = step
+        self._moved = moment = self._host_clock()
+        self._longest_s = max(0.9 * self._longest_s, moment - self._ended)
+        self._ended = moment
         self._marks = [end]
         self._parts = []
         self._gc_s = 0.0
@@ -219,6 +243,7 @@ class StepMeter:
     def pause(self) -> None:
         """Write what is measured but not yet written, before something that may take long; ``start`` goes on."""
         if self._on:
+            self._moved = None
             self._complete()
             with self._lock:
                 self._merger.flush()
@@ -227,6 +252,7 @@ class StepMeter:
         """Write the last steps; a device that hangs cannot hold the caller longer than the time-out."""
         if not self._on:
             return
+        self._moved = None
         deadline = time.monotonic() + timeout_s
         self._complete()
         while self._pending and time.monotonic() < deadline:
@@ -254,6 +280,7 @@ class StepMeter:
                 self._merger.flush()
             else:
                 self._merger.flush_old(self._now())
+                self._tell_long_wait()
 
     def _complete(self) -> None:
         """Turn steps that the device has finished into events, in order."""
@@ -348,11 +375,32 @@ class StepMeter:
             if self._wire_ratio is not None:
                 event.sync_bytes = int(sum(sizes) * self._wire_ratio)
 
+    def _tell_long_wait(self) -> None:
+        """Say what a step that does not go on is at; called by the writer's thread."""
+        moved = self._moved
+        if moved is None or (waited_s := self._host_clock() - moved) < max(LONG_S, LONG_STEPS * self._longest_s):
+            return
+        self._moved = None
+        parts = self._parts
+        part: Any = NEXT[parts[-1] if parts else None]
+        if part == "backward" and self._hook is not None and self._hook.waiting:
+            part = "sync"
+        self._writer.write(
+            Doing(
+                time=self._now(),
+                rank=self._rank,
+                step=self._step + 1,
+                part=part,
+                parts_done=len(parts) + (part == "sync"),
+                waited_ms=round(waited_s * 1e3, 1),
+            )
+        )
+
     def _on_gc(self, phase: str, info: Any) -> None:
         if phase == "start":
-            self._gc_started = self._gc_clock()
+            self._gc_started = self._host_clock()
         else:
-            self._gc_s += self._gc_clock() - self._gc_started
+            self._gc_s += self._host_clock() - self._gc_started
 
     def _tell(self) -> None:
         """Say once why something is not measured."""

@@ -23,6 +23,17 @@ BUSY_PERCENT = 50.0
 """From how much of a core on a process is computing, or waiting actively."""
 
 
+PLACES = {
+    "data": "between two steps or waiting for data",
+    "h2d": "copying a batch to its device",
+    "forward": "in its forward pass",
+    "backward": "in its backward pass",
+    "sync": "waiting for the others' gradients",
+    "optimizer": "in its optimizer step",
+    "other": "between two steps",
+}
+
+
 @dataclass
 class Heard:
     """When each rank was last heard of, by this process's clock: those of the nodes may differ."""
@@ -58,8 +69,11 @@ def stalls(state: RunState, heard: Heard, now: float) -> list[Symptom]:
     if shortest < patience_s / 2:
         return []
     if not behind or len(behind) > len(training) / 2:
-        busy = all(_doing(view) == "busy" for view in training)
-        return [_together(training, shortest, max(patience_s, BUSY_S if busy else TOGETHER_S), usual_s)]
+        one = _furthest_behind(training)
+        if one is None:
+            busy = all(_doing(view) == "busy" for view in training)
+            patience_s = max(patience_s, BUSY_S if busy else TOGETHER_S)
+        return [_together(training, one, shortest, patience_s, usual_s)]
     return [_one(state, view, silences[view.rank], patience_s, usual_s, ahead) for view in behind]
 
 
@@ -78,7 +92,7 @@ def _one(state: RunState, view: RankView, silence_s: float, patience_s: float, u
         value=silence_s,
         threshold=patience_s,
         severity="critical",
-        cause=_doing(view),
+        cause=_part(view) or _doing(view),
         step=view.step,
         message=f"rank {view.rank}{where} has done no step for {silence_s:.0f} s, after step {view.step}, and the "
         f"others wait at step {ahead}; {_said(view)}",
@@ -87,22 +101,36 @@ def _one(state: RunState, view: RankView, silence_s: float, patience_s: float, u
     )
 
 
-def _together(views: list[RankView], silence_s: float, patience_s: float, usual_s: float) -> Symptom:
+def _together(
+    views: list[RankView], behind: RankView | None, silence_s: float, patience_s: float, usual_s: float
+) -> Symptom:
     step = min(view.step for view in views)
-    one = _odd_one(views)
-    who_else = f"; unlike the others, {_said(one)}" if one is not None else ""
+    one = behind or _odd_one(views)
+    if behind is not None:
+        who_else = f": {_said(behind)}, and the others wait for it"
+    else:
+        who_else = f"; {_said(one)}, unlike the others" if one is not None else ""
     return Symptom(
         kind="stalled",
         rank=one.rank if one is not None else None,
         value=silence_s,
         threshold=patience_s,
         severity="critical",
-        cause=_doing(one or views[0]),
+        cause=_part(one or views[0]) or _doing(one or views[0]),
         step=step,
         message=f"no rank has done a step for {silence_s:.0f} s, after step {step}{who_else}",
         evidence=_evidence(one or views[0], silence_s, usual_s),
-        advice=ADVICE["stalled_together"],
+        advice=ADVICE["stalled_together" if one is None else "stalled_behind"],
     )
+
+
+def _furthest_behind(views: list[RankView]) -> RankView | None:
+    """Return the one rank that is at an earlier part of the step than those that wait for it, as the ranks tell."""
+    if any(view.doing is None or view.doing.step <= view.step for view in views):
+        return None
+    places = {view.rank: view.doing.parts_done for view in views if view.doing is not None}
+    behind = [view for view in views if places[view.rank] < max(places.values())]
+    return min(behind, key=lambda view: places[view.rank]) if 0 < len(behind) <= len(views) / 2 else None
 
 
 def _odd_one(views: list[RankView]) -> RankView | None:
@@ -119,6 +147,11 @@ def _odd_one(views: list[RankView]) -> RankView | None:
     return odd[0] if len(odd) == 1 and len(views) > 2 else None
 
 
+def _part(view: RankView) -> str | None:
+    """Return the part of the step that the rank is at, as it told itself."""
+    return view.doing.part if view.doing is not None and view.doing.step > view.step else None
+
+
 def _doing(view: RankView) -> str | None:
     """Return ``busy`` or ``idle``, as the last look at its process says; None when nobody looked."""
     if view.process is None or view.process.cpu_percent is None:
@@ -127,13 +160,10 @@ def _doing(view: RankView) -> str | None:
 
 
 def _said(view: RankView) -> str:
-    name = f"rank {view.rank}'s process"
-    match _doing(view):
-        case "busy":
-            return f"{name} is busy ({view.process.cpu_percent:.0f} % of a core)"
-        case "idle":
-            return f"{name} is idle: it waits for something"
-    return f"nothing is known of {name}"
+    part, doing = _part(view), _doing(view)
+    where = PLACES[part] if part is not None else "no one knows where"
+    how = {"busy": ", and its process is busy", "idle": ", and its process is idle", None: ""}[doing]
+    return f"rank {view.rank} is {where}{how}"
 
 
 def _evidence(view: RankView, silence_s: float, usual_s: float) -> dict[str, float]:

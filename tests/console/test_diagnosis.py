@@ -8,7 +8,7 @@ import pytest
 from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
 from gputrain_tui.diagnosis.timeline import excess, jitter, quantile, spread
 from gputrain_tui.state import RunState
-from trainer.record import Finding, GpuSample, NodeSample, RankSample, RankState, Step
+from trainer.record import Doing, Finding, GpuSample, NodeSample, RankSample, RankState, Step
 
 PARTS = {"data": 1.0, "h2d": 0.5, "forward": 12.0, "backward": 24.0, "optimizer": 2.5}
 """A balanced step of a rank, ms."""
@@ -422,6 +422,21 @@ def test_of_ranks_at_the_same_step_the_one_that_does_something_else_is_named(
     run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
     run.look()
     assert [(finding.kind, finding.rank) for finding in run.look(25.0)] == [("stalled", rank)]
+
+
+def test_the_rank_that_is_at_an_earlier_part_of_the_step_is_named_with_that_part() -> None:
+    run = Run(2)
+    run.steps(40)
+    run.look()
+    for rank, part, done in ((0, "sync", 4), (1, "forward", 2)):
+        run.state.apply(
+            Doing(time=run.now + 5.0, rank=rank, step=41, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
+        )
+    found = run.look(12.0)
+    assert told(found) == [("stalled", "raised", 1, "forward")]
+    assert "rank 1 is in its forward pass" in found[0].message
+    assert told(run.steps(1)) == [("stalled", "cleared", 1, "forward")]
+    assert run.state.ranks[1].doing is None
 
 
 def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:

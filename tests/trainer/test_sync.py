@@ -24,7 +24,7 @@ import trainer
 from trainer.bucket_hook import BucketHook
 from trainer.clocks import CudaClock, HostClock, core_waits
 from trainer.ddp_log import DdpLog, sync_times
-from trainer.record import EventWriter, Finding, Step, decode_events
+from trainer.record import Doing, EventWriter, Finding, Step, decode_events
 from trainer.step_events import StepMerger, merge
 from trainer.sync import StepMeter
 
@@ -234,6 +234,32 @@ def test_closing_the_writer_writes_steps_of_a_meter_that_was_not_closed(tmp_path
     writer.close()  # as after an exception
     assert sum(event.steps for event in _events(tmp_path)) == 3
     meter.close()
+
+
+def test_a_step_that_does_not_go_on_tells_once_what_it_is_at(tmp_path: Path) -> None:
+    hand = Hand()
+    meter, writer = _meter(tmp_path, hand)
+    meter.start()
+    meter.end(step=1, epoch=1, samples=1)
+    meter.lap("data")
+    meter.lap("h2d")
+    hand.advance(6000)
+    assert writer.flush()
+    deadline = time.monotonic() + 10
+    while not (found := _doing(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.005)  # and no further call: a hang
+    meter.lap("forward")
+    meter.pause()
+    hand.advance(60_000)  # a validation
+    assert writer.flush()
+    meter.close()
+    writer.close()
+    assert [(event.step, event.part, event.parts_done) for event in found] == [(2, "forward", 2)]
+    assert len(_doing(tmp_path)) == 1
+
+
+def _doing(folder: Path) -> list[Doing]:
+    return [event for event in decode_events((folder / "0.ndjson").read_bytes()) if isinstance(event, Doing)]
 
 
 def test_waits_for_a_core_are_told_per_part_and_rounded(tmp_path: Path) -> None:
