@@ -76,9 +76,10 @@ def test_a_bar_has_its_width(share: float | None, text: str) -> None:
 def test_a_gpus_line_fits_and_keeps_what_matters(width: int) -> None:
     row = draw_gpu(gpu(3, busy=True, hot=True), width, chosen=False, ours=None)
     assert len(text_of(row)) == width
-    assert "1 process of ada" in text_of(row) or width < 78
+    assert "slowed: heat  1 process" in text_of(row) or width < 78
     titles = [column.title for column in columns_for(width)]
-    assert set(titles) >= {"GiB", "util %"} or width < 78
+    assert set(titles) >= {"name", "GiB", "util %", "°C", "W"} or width < 78
+    assert "memory" in titles or width < 98
     assert ("max MHz" in titles) == (width > 150)
 
 

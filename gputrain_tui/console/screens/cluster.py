@@ -248,7 +248,7 @@ class ClusterScreen(Page):
 
     def action_toggle_gpu(self) -> None:
         """Choose the GPU with the cursor, or not."""
-        self.query_one(GpuTable).action_toggle()
+        self.query_one(GpuTable).action_toggle_gpu()
 
     def action_choose_free(self) -> None:
         """Choose all free GPUs, or none."""

@@ -118,8 +118,10 @@ class HistoryScreen(Page):
     @on(Listed)
     def _show(self, event: Listed) -> None:
         self._runs = {run.id: run for run in event.runs}
-        self.query_one(RunList).show(event.entries)
-        self._show_card()
+        listing = self.query_one(RunList)
+        if event.entries != listing.entries:
+            listing.show(event.entries)
+            self._show_card()
 
     @on(RunList.Moved)
     def _pointed(self, event: RunList.Moved) -> None:

@@ -23,7 +23,7 @@ from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.form import Detail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.draft import Draft, Field, field_of, without_place
+from gputrain_tui.draft import Draft, Field, field_of, shown, without_place
 from gputrain_tui.plan import is_local
 from gputrain_tui.recipe import dump_toml
 from gputrain_tui.recipe_files import recipe_files
@@ -491,5 +491,5 @@ class LaunchScreen(Page):
 
 def allowed_hint(field: Field) -> str:
     """Return what stands in the empty input: the default."""
-    default = field.option.default
-    return f"default: {default}" if default not in (None, "", ()) else "empty: left out"
+    default = shown(field.option.default)
+    return f"empty: the default, {default}" if default else "empty: left out"

@@ -9,7 +9,7 @@ from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Line, Overlay, draw_overlay, legend
-from gputrain_tui.runs import Run, RunReader
+from gputrain_tui.runs import ENDED, Run, RunReader
 from gputrain_tui.series import smooth
 
 PORTION_BYTES = 128 << 10
@@ -28,6 +28,8 @@ class LossReader:
 
     def poll(self, may_go_on: Callable[[], bool]) -> bool:
         """Read what was appended; return whether anything changed."""
+        if not self.behind and self.run.state in ENDED:
+            return False  # nothing more will come
         was_behind = self.behind
         came = False
         while True:

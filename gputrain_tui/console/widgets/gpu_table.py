@@ -152,20 +152,20 @@ def _memory_share(gpu: Gpu) -> float | None:
 
 
 COLUMNS = (
-    Column("name", 16, 3, lambda gpu: [(printable(gpu.name).removeprefix("NVIDIA "), "bright")], right=False),
-    Column("memory", 12, 4, lambda gpu: bar(_memory_share(gpu), 12), right=False),
+    Column("name", 14, 2, lambda gpu: [(printable(gpu.name).removeprefix("NVIDIA "), "bright")], right=False),
+    Column("memory", 10, 5, lambda gpu: bar(_memory_share(gpu), 10), right=False),
     Column("GiB", 6, 1, lambda gpu: [(gib(gpu.memory_used_bytes), "bright")]),
-    Column("of", 6, 5, lambda gpu: [(gib(gpu.memory_total_bytes), "dim")]),
+    Column("of", 6, 6, lambda gpu: [(gib(gpu.memory_total_bytes), "dim")]),
     Column("util %", 6, 1, _percent),
-    Column("°C", 3, 2, _temperature),
-    Column("W", 5, 3, lambda gpu: [(whole(gpu.power_watts), "dim")]),
+    Column("°C", 3, 3, _temperature),
+    Column("W", 5, 4, lambda gpu: [(whole(gpu.power_watts), "dim")]),
     Column("max W", 5, 8, lambda gpu: [(whole(gpu.power_limit_watts), "dim")]),
-    Column("MHz", 5, 6, _clock),
+    Column("MHz", 5, 7, _clock),
     Column("max MHz", 7, 9, lambda gpu: [(whole(gpu.max_sm_clock_mhz), "dim")]),
     Column("PCI", 16, 10, lambda gpu: [(gpu.pci_bus_id, "dim")], right=False),
 )
-STATE_CELLS = 35
-"""What is left at least for who uses a GPU, and why it is slowed."""
+STATE_CELLS = 26
+"""What is left at least for why a GPU is slowed and who uses it."""
 WHY_SLOW = {
     "application_clocks": "clocks set",
     "power_cap": "power",
@@ -202,22 +202,22 @@ def draw_gpu(gpu: Gpu, width: int, *, chosen: bool, ours: Ours | None) -> Row:
 
 def _state(gpu: Gpu, free: bool, ours: Ours | None) -> Row:
     row: Row = []
+    if gpu.throttle_reasons:
+        why = dict.fromkeys(WHY_SLOW.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
+        row.append((f"slowed: {', '.join(why)}  ", "warning"))
     if ours is not None:
         row += [(f"rank {ours.rank}", "accent"), (f" of {ours.run}", "dim")]
     elif free:
         row.append(("free", "good"))
     else:
         row.append((printable(why_busy(gpu)), "bright"))
-    if gpu.throttle_reasons:
-        why = dict.fromkeys(WHY_SLOW.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
-        row.append((f"  slowed: {', '.join(why)}", "warning"))
     return row
 
 
 class GpuTable(Listing):
     """The GPUs of this machine."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "toggle", "Select", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "toggle_gpu", "Select", show=False)]
 
     class Selected(Message):
         """Other GPUs are chosen."""
@@ -241,7 +241,7 @@ class GpuTable(Listing):
         self.chosen &= {gpu.index for gpu in inventory.gpus}
         self.redraw()
 
-    def action_toggle(self) -> None:
+    def action_toggle_gpu(self) -> None:
         """Choose the GPU with the cursor for the next launch, or not."""
         if self.gpus:
             self.chosen ^= {self.gpus[self.cursor].index}
