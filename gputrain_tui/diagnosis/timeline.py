@@ -7,9 +7,10 @@ most of the difference between two steps is waiting for a core. The record tells
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from trainer.record import Step
 
 PARTS = ("data", "h2d", "forward", "backward", "optimizer", "other")
 """What a rank does between two synchronisations; ``other`` is what no part of the step accounts for."""
+NEWEST = 8
+"""Events of each rank that tell how many steps an event covers by now."""
 WARM_UP = 5
 """First steps of a start that are passed over: caches, allocators and DDP's buckets are still being arranged."""
 
@@ -75,6 +78,12 @@ def cycles(events: Iterable[Step]) -> dict[int, Cycle]:
     return found
 
 
+def mean(of: Sequence[Cycle]) -> Cycle:
+    """Return the mean of some cycles, column by column."""
+    columns = zip(*of, strict=True)
+    return Cycle._make(None if None in column else sum(column) / len(column) for column in columns)
+
+
 def _net(milliseconds: float | None, waited: float | None) -> float:
     return max(0.0, (milliseconds or 0.0) - (waited or 0.0))
 
@@ -85,7 +94,8 @@ class Timeline:
 
     ranks: tuple[int, ...]
     steps: tuple[int, ...]
-    """Numbers, ascending; one that a rank did not measure is missing."""
+    """Numbers, ascending; one that a rank did not measure is missing. Where steps are so fast that an event covers
+    several, the last of as many: a row then is their mean, so that rows are no copies of each other."""
     rows: tuple[tuple[Cycle, ...], ...]
     """Per step, per rank in the order of ``ranks``."""
     _known: dict[str, list[list[float]]] = field(default_factory=dict, compare=False, repr=False)
@@ -101,8 +111,14 @@ class Timeline:
         first = max((view.started_at for view in views), default=0) + WARM_UP
         common = sorted(set(found[0]).intersection(*found[1:]))
         numbers = tuple(number for number in common if number > first)
-        rows = tuple(tuple(each[number] for each in found) for number in numbers)
-        return cls(ranks=tuple(view.rank for view in views), steps=numbers, rows=rows)
+        ranks = tuple(view.rank for view in views)
+        covered = min(median_low([event.steps for event in islice(reversed(view.steps), NEWEST)]) for view in views)
+        if covered == 1:
+            rows = tuple(tuple(each[number] for each in found) for number in numbers)
+            return cls(ranks=ranks, steps=numbers, rows=rows)
+        groups = [numbers[end - covered : end] for end in range(len(numbers), covered - 1, -covered)][::-1]
+        rows = tuple(tuple(mean([each[number] for number in group]) for each in found) for group in groups)
+        return cls(ranks=ranks, steps=tuple(group[-1] for group in groups), rows=rows)
 
     def last(self, count: int) -> Timeline:
         """Return the newest so many steps."""
@@ -167,4 +183,4 @@ def spread(values: Sequence[float]) -> float:
 
 def jitter(values: Sequence[float]) -> float:
     """Return the standard deviation from one step to the next, deaf to outliers and to a level that shifts."""
-    return 1.4826 * median(abs(b - a) for a, b in pairwise(values)) / 2**0.5
+    return 1.4826 * median(abs(b - a) for a, b in pairwise(values)) / math.sqrt(2)

@@ -249,27 +249,44 @@ def test_a_throttled_gpu_is_named_by_its_clock() -> None:
     assert told(found) == [("straggler", "raised", 3, "gpu_clock")]
 
 
-def test_events_that_cover_several_steps_tell_the_same() -> None:
+def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[Finding]:
+    """Do steps that are so fast that an event covers several."""
+    found = []
+    for _ in range(events):
+        rows = []
+        for _ in range(steps):
+            run.step += 1
+            rows.append(run._one(slow, 2.0))
+        for last, *before in zip(*reversed(rows), strict=True):
+            for name in [name for name in last.__struct_fields__ if name.endswith("_ms")]:
+                values = [getattr(event, name) for event in (last, *before)]
+                if all(isinstance(value, float) for value in values):
+                    setattr(last, name, sum(values) / steps)
+            last.steps, last.core_wait_ms = steps, None
+            run.state.apply(last)
+        found += run.look()
+    return found
+
+
+@pytest.mark.parametrize("steps", [2, 5, 17])
+def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
     run = Run(2)
+    assert covering(run, 60, steps) == []
+    assert told(covering(run, 20, steps, late(1, first=run.step + 1, optimizer=30.0))) == [
+        ("straggler", "raised", 1, "optimizer")
+    ]
 
-    def covering(count: int, slow: Slow) -> list[Finding]:
-        found = []
-        for _ in range(count // 2):
-            run.step += 1
-            first = {event.rank: event for event in run._one(slow, 2.0)}
-            run.step += 1
-            for event in run._one(slow, 2.0):
-                for name in [name for name in event.__struct_fields__ if name.endswith("_ms")]:
-                    one, two = getattr(first[event.rank], name), getattr(event, name)
-                    if isinstance(one, float) and isinstance(two, float):
-                        setattr(event, name, (one + two) / 2)
-                event.steps = 2
-                run.state.apply(event)
-            found += run.look()
-        return found
 
-    assert covering(60, balanced) == []
-    assert told(covering(20, late(1, optimizer=30.0))) == [("straggler", "raised", 1, "optimizer")]
+@pytest.mark.parametrize("steps", [2, 17])
+def test_events_that_cover_several_noisy_balanced_steps_are_no_finding(steps: int) -> None:
+    assert covering(Run(2, noise=0.5), 400, steps) == []
+
+
+def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one() -> None:
+    run = Run(2)
+    assert covering(run, 30, 2) == []
+    found = run.steps(20, late(1, backward=30.0))
+    assert told(found) == [("straggler", "raised", 1, "backward")]
 
 
 def test_one_rank_alone_is_nobody_s_straggler() -> None:
