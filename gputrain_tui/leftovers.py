@@ -10,18 +10,32 @@ from pathlib import Path
 
 MARK = "GPUTRAIN_RUN"
 """Environment variable that every process of a run has: its run directory."""
+ALSO = "mark"
+"""File of the run directory with the mark of processes that were started before it."""
+
+
+def mark_also(run_dir: Path, name: str, value: str) -> None:
+    """Note that processes of a run have another mark, because they were started before it."""
+    (run_dir / ALSO).write_text(f"{name}={value}")
+
+
+def _marks(run_dir: Path) -> set[bytes]:
+    marks = {f"{MARK}={run_dir}".encode()}
+    with suppress(OSError):
+        marks.add((run_dir / ALSO).read_bytes())
+    return marks
 
 
 def processes_of(run_dir: Path) -> list[int]:
     """Return the living processes of a run, supervisors excepted; zombies are dead."""
-    mark = f"{MARK}={run_dir}".encode()
+    marks = _marks(run_dir)
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
             continue
         try:
             state = (folder / "stat").read_bytes().rpartition(b")")[2].split()[0]
-            if state not in b"ZX" and mark in (folder / "environ").read_bytes().split(b"\0"):
+            if state not in b"ZX" and not marks.isdisjoint((folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
         except OSError:
             continue  # gone meanwhile, or another user's

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
@@ -24,6 +24,9 @@ from gputrain_tui.recipe import Recipe
 from gputrain_tui.runs import Run, create, find, open_run, read_status
 from trainer.errors import RequestError
 from trainer.record import RunDir
+
+if TYPE_CHECKING:
+    from gputrain_tui.warm import WarmStart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +117,13 @@ def _check_data(recipe: Recipe) -> None:
             raise RequestError(f"{recipe.source}: {error}") from None
 
 
-def launch(prepared: Prepared, *, leased: bool) -> tuple[Run, subprocess.Popen[bytes]]:
+def launch(prepared: Prepared, *, leased: bool, warm: WarmStart | None = None) -> tuple[Run, subprocess.Popen[bytes]]:
     """Write the run directory and start its supervisor in a session of its own.
 
     Args:
         prepared: what to run.
         leased: the run ends with the pipe that is the supervisor's standard input.
+        warm: takes the run over if it has somebody who waits for one.
 
     Raises:
         RequestError: the run directory cannot be written.
@@ -130,16 +134,19 @@ def launch(prepared: Prepared, *, leased: bool) -> tuple[Run, subprocess.Popen[b
         return msgspec.json.encode(with_run_dir(prepared.plan, str(run_dir.path)))
 
     run = create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_kept(recipe), plan=planned)
-    return run, start_supervisor(run.dir, leased=leased)
+    return run, start_supervisor(run.dir, leased=leased, warm=warm)
 
 
-def start_supervisor(run_dir: RunDir, *, leased: bool, adopting: bool = False) -> subprocess.Popen[bytes]:
+def start_supervisor(
+    run_dir: RunDir, *, leased: bool, adopting: bool = False, warm: WarmStart | None = None
+) -> subprocess.Popen[bytes]:
     """Start the process that answers for a run, or takes over one whose supervisor was killed."""
-    words = [sys.executable, "-m", "gputrain_tui.supervisor", str(run_dir.path)]
-    words += (["--lease"] if leased else []) + (["--adopt"] if adopting else [])
+    words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
+    if warm is not None and (waiting := warm.launch(words)) is not None:
+        return waiting
     with (run_dir.logs / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
-            words,
+            [sys.executable, "-m", "gputrain_tui.supervisor", *words],
             stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,8 +1,9 @@
 """One run from start to end: launches the plan's nodes, watches them, restarts or stops them, says how it ended.
 
-``python -m gputrain_tui.supervisor RUN_DIR [--lease] [--adopt]``, or ``--warm SECONDS`` to wait for these words. One thread and never torch: the nodes' parents may
-ask to die with the thread that started them, and the command must be there at once. With ``--lease`` the run lives as
-long as the other end of standard input. With ``--adopt`` it takes over from a supervisor that was killed.
+``python -m gputrain_tui.supervisor RUN_DIR [--lease] [--adopt]``, or ``--warm SECONDS`` to wait for these words. One
+thread and never torch: the nodes' parents may ask to die with the thread that started them, and the command must be
+there at once. With ``--lease`` the run lives as long as the other end of standard input. With ``--adopt`` it takes
+over from a supervisor that was killed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -26,11 +27,22 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     assert assignment.parent_pid is not None
     guard.follow(assignment.parent_pid)
     guard.set_signals()
+    _set_environment(assignment)
     if assignment.run_dir is not None:
         guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
     else:
         guard.print_by_line()
     leave(run(target, assignment))
+
+
+def _set_environment(assignment: RankAssignment) -> None:
+    for name, value in assignment.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if "TMPDIR" in assignment.environment:
+        tempfile.tempdir = None  # it may have been asked for before
 
 
 def run(target: str, assignment: RankAssignment) -> int:

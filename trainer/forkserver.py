@@ -21,6 +21,9 @@ FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
 """Environment variable: pid of the node's parent whose fork server it is; ``trainer.chain`` reads it."""
 
+_environment: dict[str, str] | None = None
+"""Of this process when the server was started, and so of the server."""
+
 
 def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     """Start the fork server and return the context that starts processes from it.
@@ -28,11 +31,14 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     Args:
         preloaded: what the server imports; default: ``PRELOADED``, and so torch.
     """
+    global _environment
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED if preloaded is None else preloaded))
     resource_tracker.ensure_running()
     # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it waits that long.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if _environment is None:
+        _environment = dict(os.environ)
     try:
         with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
             forkserver.ensure_running()
@@ -41,9 +47,19 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     return context
 
 
+def changes() -> dict[str, str | None]:
+    """What has changed in the environment since the server was started, which its processes are to be told."""
+    if _environment is None:
+        return {}
+    gone: dict[str, str | None] = dict.fromkeys(_environment.keys() - os.environ.keys())
+    return gone | {name: value for name, value in os.environ.items() if _environment.get(name) != value}
+
+
 def stop() -> None:
     """End the server and the resource tracker that came with it; what they forked must have ended."""
     # The standard library ends both when this process does; a moment later is too late for "nothing is left".
+    global _environment
+    _environment = None
     server: Any = forkserver._forkserver
     pid = server._forkserver_pid
     if pid is not None:

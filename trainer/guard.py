@@ -28,6 +28,11 @@ def die_with_parent_process() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def hear_of_parents_end(number: int) -> None:
+    """Ask the kernel for a signal when the thread that started this process ends; 0 asks for none any more."""
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
 def adopt_orphans() -> None:
     """Make every descendant whose parent dies a child of this process, so that none can escape."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -25,9 +25,11 @@ TORCH_FREE = (
     "trainer.record",
     "trainer.schema",
     "trainer.spawn",
+    "trainer.stopping_signals",
     "trainer.tasks",
     "trainer.tasks.options",
     "trainer.tasks.registry",
+    "trainer.warm_request",
 )
 """What of the trainer the node's parent process runs, and what the console may read."""
 

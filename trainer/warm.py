@@ -1,0 +1,116 @@
+"""``python -m trainer.warm``: a node's parent that loads torch ahead of its run, and waits to be told which run it is.
+
+Started by a supervisor that waits likewise. Standard input brings the run, or its end that there will be none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.context import BaseContext
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from trainer import __main__ as trainer
+from trainer import forkserver, guard
+from trainer.stopping_signals import LEASE
+from trainer.warm_request import FOLDER, READY, Request
+
+NEEDED = ("trainer.launch", "trainer.dispatch", "trainer.devices", "trainer.tasks.registry")
+"""What this process will need, imported while the fork server loads torch."""
+
+
+def main() -> int:
+    """Load, wait, and do what ``python -m trainer`` does; return its exit code."""
+    said = os.dup(1)
+    _open_as(os.devnull, os.O_WRONLY, 1, 2)
+    with _not_without_parent(os.environ[FOLDER]):
+        context = forkserver.start([*forkserver.PRELOADED, "trainer.preload_ranks"])
+        for module in NEEDED:
+            importlib.import_module(module)
+        _start_one(context)
+        with suppress(BrokenPipeError):
+            os.write(said, READY)
+        os.close(said)
+        line = _read_line()
+        if not line:
+            return 0
+    return _become(msgspec.json.decode(line, type=Request))
+
+
+def _become(request: Request) -> int:
+    """Do what the run asks for as if this process had been started for it."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    _open_as(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1, 2)
+    if os.environ.get(LEASE) != "stdin":
+        _open_as(os.devnull, os.O_RDONLY, 0)
+    sys.argv[1:] = request.words
+    try:
+        return trainer.main(request.words)
+    finally:
+        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+
+
+@contextmanager
+def _not_without_parent(folder: str) -> Iterator[None]:
+    """Leave nothing behind if this process ends meanwhile, which it does when its parent ends."""
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    settings["tempdir"] = folder
+    before = signal.signal(signal.SIGTERM, _leave)
+    guard.hear_of_parents_end(signal.SIGTERM)
+    request_came = False
+    try:
+        yield
+        request_came = True
+    finally:
+        guard.hear_of_parents_end(0)
+        signal.signal(signal.SIGTERM, before)
+        if not request_came:
+            forkserver.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _start_one(context: BaseContext) -> None:
+    """Start a process that does nothing; it ends when the server has loaded everything."""
+    process = context.Process(target=_nothing)  # type: ignore[attr-defined]
+    process.start()
+    process.join()
+
+
+def _nothing() -> None:
+    """What the first process does."""
+
+
+def _read_line() -> bytes:
+    """Read no more than the request: what follows belongs to the run."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 1 << 16)
+        if not part:
+            return b""
+        line += part
+    return line
+
+
+def _open_as(path: str, flags: int, *descriptors: int) -> None:
+    opened = os.open(path, flags, 0o666)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
