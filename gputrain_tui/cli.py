@@ -5,12 +5,14 @@ Help and version import no command, so that they answer at once; a command impor
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from gputrain_tui import VERSION
@@ -36,6 +38,9 @@ CONSOLE = "gputrain_tui.console.app"
 SIGPIPE_STATUS = 141
 """What a shell sees of a program whose reader went away: 128 + SIGPIPE."""
 
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""What a file that takes no more answers; such a file may be standard output itself."""
+
 
 class Command(Protocol):
     """What a command's module offers."""
@@ -53,6 +58,7 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names and logs hold what an ASCII terminal cannot show
@@ -66,9 +72,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitCode.STOPPED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more when it ends; that must not fail, nor say anything.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return SIGPIPE_STATUS
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _discard_output()
+        where = "standard output" if error.filename is None else error.filename
+        print(f"gputrain: cannot write {where}: {error.strerror}", file=sys.stderr)
+        return ExitCode.FAILED
+
+
+def _open_closed_streams() -> None:
+    """Give the standard descriptors that are closed to ``/dev/null``: the next file opened must not become stdout."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
+
+
+def _discard_output() -> None:
+    """Send stdout nowhere: the interpreter flushes it once more when it ends, which must not fail, nor say anything."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:

@@ -159,3 +159,17 @@ def test_help_and_the_listings_take_under_a_quarter_of_importing_torch(tmp_path:
 
 def _repeated(act: Callable[[], float], rounds: int) -> list[float]:
     return [act() for _ in range(rounds)]
+
+
+def test_a_command_without_standard_output_does_its_work_and_says_nothing() -> None:
+    words = [*GPUTRAIN, "plan", str(ROOT / "recipes/demo.toml")]
+    done = subprocess.run(["sh", "-c", '"$@" <&- >&-', "sh", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [*GPUTRAIN, "plan", "--json", str(ROOT / "recipes/demo.toml")]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == "gputrain: cannot write standard output: No space left on device\n"
