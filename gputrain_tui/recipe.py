@@ -55,6 +55,9 @@ COMPUTED = {
 TABLES = ("name", "cluster", "train", "task")
 """What a recipe holds at its top level."""
 
+LONGEST_NAME = 100
+"""Characters of a name: more makes lists of runs unreadable."""
+
 RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
 """What says how many ranks a node has; one of them."""
 
@@ -226,9 +229,13 @@ def _refuse_unfinite(source: Source, value: Any, key: Key) -> None:
 
 
 def _name(source: Source) -> str:
-    name = source.data.get("name", source.default_name)
+    name = source.data.get("name", source.default_name[:LONGEST_NAME])
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise RecipeError(f"{source.where(('name',))} is {name!r}, but must be one line of text")
+    if len(name) > LONGEST_NAME:
+        raise RecipeError(
+            f"{source.where(('name',))} has {len(name)} characters, but at most {LONGEST_NAME} fit a list"
+        )
     return name.strip()
 
 
