@@ -179,7 +179,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ("[trian]\n" + BASE, "r.toml:1: trian is not known; did you mean 'train'?"),
         ("train = 5\n[task]\n", "r.toml:1: train is 5, but must be a table"),
         ("name = 3\n" + BASE, "r.toml:1: name is 3, but must be one line of text"),
-        (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters, but at most 100 fit a list"),
+        (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters; at most 100 fit a list"),
         (BASE.replace("[task]", 'data = "d"\n[task]'), "r.toml:3: train.data is not known; it belongs in [task]"),
         (BASE.replace("[task]", "cpu = true\n[task]"), "r.toml:3: train.cpu is computed; set cpu_ranks of a node"),
         (BASE.replace("[task]", "distributed_rank = 4\n[task]"), "train.distributed_rank is computed for every node"),
