@@ -28,6 +28,7 @@ from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.desk import Desk
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.runs import ENDED, Run, find, list_runs
+from gputrain_tui.warm import WarmStart
 from trainer.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ FPS = 10
 """Paints a second, where ``--fps`` says nothing else."""
 CATCH_UP_S = 0.004
 """Pause between two readings while much is waiting, in which a key is seen."""
+REST_S = 2.0
+REST_TICK_S = 0.5
+"""After so long without anything new, screens are asked less often: only clocks move."""
 TRIM_S = 60.0
 """How often what was written to standard error is kept from growing."""
 PAGES: dict[str, str] = {
@@ -65,6 +69,7 @@ class GputrainApp(App[int]):
         runs: Callable[[], list[Run]] = list_runs,
         follow: Callable[[Run], LiveRun] = LiveRun,
         clocked: bool = True,
+        warm: WarmStart | None = None,
     ) -> None:
         """Make the console.
 
@@ -74,12 +79,15 @@ class GputrainApp(App[int]):
             runs: lists the runs, newest first.
             follow: opens a run's record.
             clocked: whether time moves the screens; a test calls ``beat`` itself.
+            warm: what a run starts from at once when a launch was near before.
         """
         super().__init__()
         self.live: LiveRun | None = None
         """The run that was opened last."""
         self.desk = Desk()
         """What the screens hand to each other."""
+        self.warm = warm
+        """What waits for a launch."""
         self._first = run
         self._fps = min(max(fps, 0.2), 30.0)
         self._runs = runs
@@ -87,6 +95,9 @@ class GputrainApp(App[int]):
         self._clocked = clocked
         self._run_mode = ""
         self._opened = 0
+        self._seen: int | None = None
+        self._still = 0
+        """Beats since there was anything new of the run."""
         self._known: set[str] = set()
         self._supervisors: list[subprocess.Popen[bytes]] = []
         """Started here: asked now and then whether they have ended, so that none stays a zombie."""
@@ -127,7 +138,11 @@ class GputrainApp(App[int]):
         live = self.live
         if live is not None and live.poll() and self._clocked:
             self.set_timer(CATCH_UP_S, self._read_on)
-        self.tick()
+        version = live.version if live is not None else None
+        self._still = self._still + 1 if version == self._seen else 0
+        self._seen = version
+        if self._still < REST_S * self._fps or self._still % max(int(self._fps * REST_TICK_S), 1) == 0:
+            self.tick()
 
     def tick(self) -> None:
         """Let the active screen repaint what moved."""
@@ -262,7 +277,7 @@ class GputrainApp(App[int]):
         from gputrain_tui import start
 
         try:
-            run, supervisor = start.launch(prepared, leased=False)
+            run, supervisor = start.launch(prepared, leased=False, warm=self.warm)
         except RequestError as error:
             self.say(str(error), alarm=True)
             return
@@ -336,7 +351,11 @@ def show(run: Run | None, *, fps: float = FPS) -> int:
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
-    app = GputrainApp(run, fps=fps)
-    with stderr_guard.guarded():
-        app.run()
+    warm = WarmStart()
+    app = GputrainApp(run, fps=fps, warm=warm)
+    try:
+        with stderr_guard.guarded():
+            app.run()
+    finally:
+        warm.close()
     return app.return_code if app.return_code is not None else ExitCode.FINISHED

@@ -114,7 +114,7 @@ class RunScreen(Screen[None]):
         if charts:
             self._charts_at = now
         for panel in self._shown():
-            if charts or panel.id in ("ranks", "log"):
+            if charts or panel.id == "ranks":
                 panel.tick()
         if charts:
             self.query_one(RunHeader).tick()
