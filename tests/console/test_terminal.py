@@ -1,0 +1,150 @@
+"""The console in a real terminal: launch the demo by keys, leave, come back, stop it, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gputrain_tui.runs import list_runs
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+GPUTRAIN = Path(sys.executable).parent / "gputrain"
+RANK = re.compile(r"^ *▸? *(\d+)(?: +\S+){0,2}? +training +(\d+) +(\d+\.\d+)", re.MULTILINE)
+"""A line of the rank table: rank, step and loss."""
+PATIENCE_S = 90.0
+"""Longer than anything takes on a busy machine."""
+
+
+class Tmux:
+    """A terminal with a shell in it, on a server of its own."""
+
+    def __init__(self, socket: Path, env: dict[str, str]) -> None:
+        self._words = ["tmux", "-S", os.fspath(socket), "-f", "/dev/null"]
+        self._env = env
+        self._run("new-session", "-d", "-x", "120", "-y", "40", "env PS1='$ ' sh")
+        self._run("set", "-sg", "escape-time", "0")
+
+    def close(self) -> None:
+        subprocess.run([*self._words, "kill-server"], env=self._env, check=False, capture_output=True)
+
+    def type(self, text: str) -> None:
+        self._run("send-keys", "-l", text)
+
+    def press(self, *keys: str) -> None:
+        self._run("send-keys", *keys)
+
+    def resize(self, columns: int, rows: int) -> None:
+        self._run("resize-window", "-x", str(columns), "-y", str(rows))
+
+    def screen(self) -> str:
+        return self._run("capture-pane", "-p")
+
+    def wait(self, *needles: str) -> str:
+        """Wait until all texts are on the screen; return the screen."""
+        return self.until(lambda screen: all(needle in screen for needle in needles), " and ".join(needles))
+
+    def until(self, there: Callable[[str], object], what: str) -> str:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            screen = self.screen()
+            if there(screen):
+                return screen
+            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{screen}"
+            time.sleep(0.05)
+
+    def exit_code(self, command: str, number: int) -> int:
+        """Return how the last command ended, once the shell is back; ``number`` tells it from earlier ones."""
+        screen = self.until(lambda shown: re.search(rf"END{number}=\d+", shown), f"the end of {command}")
+        found = re.search(rf"END{number}=(\d+)", screen)
+        assert found is not None
+        return int(found[1])
+
+    def start(self, command: str, number: int) -> None:
+        self.type(f"clear; {command}; echo END{number}=$?")
+        self.press("Enter")
+
+    def _run(self, *words: str) -> str:
+        done = subprocess.run([*self._words, *words], env=self._env, check=True, capture_output=True, text=True)
+        return done.stdout
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Tmux]:
+    env = {
+        **os.environ,
+        "GPUTRAIN_HOME": str(tmp_path / "home"),
+        "GPUTRAIN_CACHE": str(tmp_path / "cache"),
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+    }
+    env.pop("TMUX", None)
+    tmux = Tmux(tmp_path / "tmux", env)
+    try:
+        yield tmux
+    finally:
+        tmux.close()
+
+
+def losses(screen: str) -> dict[int, float]:
+    """Return the loss of each rank that trains."""
+    return {int(rank): float(loss) for rank, _, loss in RANK.findall(screen)}
+
+
+def running_with(home: Path) -> list[str]:
+    """Return the command lines of the processes that were started with this home."""
+    found = []
+    mark = f"GPUTRAIN_HOME={home}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+        except OSError:
+            continue  # it has ended, or is another person's
+    return [line for line in found if line and not line.startswith(("tmux", "sh ", "env "))]
+
+
+def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmux, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    terminal.start(f"{GPUTRAIN}", 1)
+    terminal.wait("demo", "Quit")
+    terminal.press("d")
+    first = losses(terminal.until(lambda screen: set(losses(screen)) == {0, 1}, "the first step of both ranks"))
+    terminal.until(
+        lambda screen: all(losses(screen).get(rank, 99.0) < loss - 0.3 for rank, loss in first.items()),
+        f"losses below {first}",
+    )
+    terminal.resize(80, 24)
+    terminal.until(lambda screen: set(losses(screen)) == {0, 1} and "Quit" in screen, "the smaller screen")
+    terminal.press("q")
+    assert terminal.exit_code("gputrain", 1) == 0
+    (run,) = list_runs(home / "runs")
+    assert run.state == "running", "leaving the console leaves the run"
+
+    terminal.start(f"{GPUTRAIN} attach", 2)
+    again = losses(terminal.until(lambda screen: set(losses(screen)) == {0, 1}, "both ranks once more"))
+    assert all(again[rank] < loss for rank, loss in first.items())
+    terminal.press("S")
+    terminal.wait("Stop it")
+    terminal.press("y")
+    terminal.wait("stopped")
+    terminal.press("q")
+    assert terminal.exit_code("gputrain attach", 2) == 0
+    (run,) = list_runs(home / "runs")
+    assert (run.state, run.status.exit_code) == ("stopped", 130)
+
+    terminal.start(f"{GPUTRAIN} runs", 3)
+    assert terminal.exit_code("gputrain runs", 3) == 0
+    assert run.id in terminal.screen()
+    deadline = time.monotonic() + 10
+    while left := running_with(home):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)
