@@ -26,6 +26,8 @@ from trainer.errors import RequestError
 
 BUDGET_S = 0.03
 """What one beat may read."""
+PAUSE_S = 0.04
+"""Between two readings while more is there, in which keys are seen."""
 SMOOTHINGS = (0.0, 0.5, 0.9)
 
 
@@ -108,6 +110,7 @@ class CompareScreen(Page):
         self._runs = runs
         self._clock = clock
         self._readers = [LossReader(run) for run in runs]
+        self._reading_on = False
 
     def body(self) -> ComposeResult:
         """Yield chart and differences."""
@@ -153,6 +156,15 @@ class CompareScreen(Page):
         moved = [reader.poll(lambda: self._clock() < deadline) for reader in self._readers]
         if any(moved):
             self.query_one(Curves).redraw()
+        if any(reader.behind for reader in self._readers) and not self._reading_on:
+            self._reading_on = True
+            self.set_timer(PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        """Catch up with long records between two beats."""
+        self._reading_on = False
+        if self.is_current:
+            self.tick()
 
     def action_axis(self) -> None:
         """Draw over steps, or over time."""

@@ -30,6 +30,8 @@ LOOK_S = 2.0
 """How often the runs are listed."""
 BUDGET_S = 0.02
 """What one beat may read of a run's losses."""
+PAUSE_S = 0.04
+"""Between two readings while more is there, in which keys are seen."""
 ROOMY = 30
 """From so many lines on the losses of the run with the cursor are shown."""
 
@@ -81,6 +83,7 @@ class HistoryScreen(Page):
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
         self._resuming = False
+        self._reading_on = False
         self._reader: LossReader | None = None
         """Of the run whose losses are shown."""
 
@@ -155,8 +158,20 @@ class HistoryScreen(Page):
         """Read on, and draw what came."""
         deadline = self._clock() + BUDGET_S
         curves = self.query_one("#preview", Curves)
-        if curves.display and self._reader is not None and self._reader.poll(lambda: self._clock() < deadline):
+        reader = self._reader
+        if reader is None or not curves.display:
+            return
+        if reader.poll(lambda: self._clock() < deadline):
             curves.redraw()
+        if reader.behind and not self._reading_on:
+            self._reading_on = True
+            self.set_timer(PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        """Catch up with a long record between two beats."""
+        self._reading_on = False
+        if self.is_current:
+            self.tick()
 
     def on_unmount(self) -> None:
         """Let go of the record."""
