@@ -108,6 +108,7 @@ class LaunchScreen(Page):
 
     def on_screen_resume(self) -> None:
         """Look for recipes, and take what lies on the desk."""
+        self._launch_is_near()
         files = recipe_files(self.desk.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
         listing.show(files)
@@ -177,10 +178,16 @@ class LaunchScreen(Page):
         self.set_class(self.size.width < 100, "-narrow")
         self.query_one(PlanView).styles.height = max(self.size.height // 3 - 1, 6)
 
+    def _launch_is_near(self) -> None:
+        """Have torch loaded by the time that the run is to start."""
+        if self.console.warm is not None:
+            self.console.warm.open()
+
     # What changes
 
     def _changed(self) -> None:
         """Show the draft as it is now, and have it looked at."""
+        self._launch_is_near()
         self._show_fields()
         self._examine_soon()
 
