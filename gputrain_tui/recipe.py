@@ -233,9 +233,7 @@ def _name(source: Source) -> str:
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise RecipeError(f"{source.where(('name',))} is {name!r}, but must be one line of text")
     if len(name) > LONGEST_NAME:
-        raise RecipeError(
-            f"{source.where(('name',))} has {len(name)} characters, but at most {LONGEST_NAME} fit a list"
-        )
+        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {LONGEST_NAME} fit a list")
     return name.strip()
 
 
