@@ -58,6 +58,8 @@ class _Alone:
         self._told = False
         self._listens = False
         self._asked = False
+        self._patience_s = assignment.distributed.stop_grace
+        """How long the rank may take once it is asked to stop."""
         self._leave_at: float | None = None
         """When the process leaves, after it was asked to stop; on the monotonic clock."""
 
@@ -83,8 +85,10 @@ class _Alone:
     def report(self, report: RankReport) -> None:
         """Take the rank's own word, before its teardown, which may never come back."""
         self._listens |= report.listens
-        if report.stopping and self._leave_at is not None:
-            self._leave_at += SAVE_S
+        if report.stopping:
+            self._patience_s = SAVE_S
+            if self._leave_at is not None:
+                self._leave_at = time.monotonic() + SAVE_S
         if report.stopped:
             self._tell(ExitCode.STOPPED, stopped=report)
         elif report.finished:
@@ -128,7 +132,7 @@ class _Alone:
                 continue
             if self._asked or not self._listens or self._signals.at_once or AT_ONCE in wishes or len(wishes) > 1:
                 self._leave()
-            self._leave_at = time.monotonic() + self._assignment.distributed.stop_grace
+            self._leave_at = time.monotonic() + self._patience_s
             self._asked = True
 
     def _leave(self) -> NoReturn:

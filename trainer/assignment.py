@@ -76,7 +76,7 @@ class RankAssignment:
         self.report(RankReport(listens=True))
 
     def stopping(self) -> None:
-        """Say that the rank has heard it and is about to keep its work, which takes as long as the disk takes."""
+        """Say that the rank is about to keep its work, which takes as long as the disk takes, and then leaves."""
         self.report(RankReport(stopping=True))
 
     def stopped(self, step: int | None, saved: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,15 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    task: Task, model: nn.Module, batches: EvalBatches, *, device: torch.device, autocast: torch.autocast
-) -> Evaluation:
-    """Evaluate this rank's share of the split and sum with the others.
+    task: Task,
+    model: nn.Module,
+    batches: EvalBatches,
+    *,
+    device: torch.device,
+    autocast: torch.autocast,
+    stop_asked: Callable[[], bool],
+) -> Evaluation | None:
+    """Evaluate this rank's share of the split and sum with the others; None on all ranks once one was asked to stop.
 
     Args:
         task: gives the loss and the metrics.
@@ -34,10 +41,11 @@ def evaluate(
         batches: the split's batches of this rank; dummies do not count.
         device: where the batches go.
         autocast: the precision of the forward pass.
+        stop_asked: whether this rank is to stop; asked after every batch.
     """
     training = model.training
     model.eval()
-    totals: dict[str, float] = {"loss": 0.0, "count": 0.0}
+    totals: dict[str, float] = {"loss": 0.0, "count": 0.0, "stopped": 0.0}
     try:
         for micro in batches:
             weight = 1.0 if micro.samples else 0.0
@@ -47,9 +55,14 @@ def evaluate(
             totals["count"] += float(items) * weight
             for name, value in sums.items():
                 totals[f"metric:{name}"] = totals.get(f"metric:{name}", 0.0) + float(value) * weight
+            if stop_asked():  # not before the first batch, which tells what the metrics are called
+                totals["stopped"] = 1.0
+                break
     finally:
         model.train(training)
     totals = {name: float(value) for name, value in distributed.all_reduce_dict(totals, device).items()}
+    if totals["stopped"]:
+        return None
     count = totals["count"]
     sums_all = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
     return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(sums_all, count))

@@ -61,7 +61,7 @@ class Surroundings:
     stop_asked: Callable[[], bool] = lambda: False
     """Whether somebody wants this rank to stop at the next occasion."""
     stopping: Callable[[], None] = lambda: None
-    """Told that all ranks have agreed to stop, before anything is saved."""
+    """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class Loop:
         self._last_batch: Any = None
         self._saved_at_update = self._validated_at = -1
         self._last_save_time = self._start_time = time.monotonic()
-        self._time_is_up = False
+        self._stopped = self._time_is_up = False
         self._saved: Saved | None = None
         self._last_said = 0.0
         self._checkpoints = (
@@ -174,7 +174,7 @@ class Loop:
         self.here.set_state("training")
         self.model.train()
         self.meter.start()
-        agreement = Agreement(
+        agreement = self._agreement = Agreement(
             lambda numbers: distributed.max_later(numbers, self.here.device),
             self._wishes,
             leads=self.here.rank == 0,
@@ -182,27 +182,32 @@ class Loop:
         )
         if self.updates and self._due(self.options.valid_every_updates) and self._validated_at != self.updates:
             self._validate()  # the stop came before it
-        while not (reason := self._end()):
+        while not (self._stopped or (reason := self._end())):
             self.epoch = epoch = self.train_batches.position.epoch
             if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
                 agreement.soon(self.updates)
             for update in self.train_batches.updates(self._update_freq(epoch)):
                 self._update(update)
                 agreed = agreement.after(self.updates)
-                if agreed.stop:
-                    return self._stop()
-                self._time_is_up = agreed.end
-                if self._due(self.options.valid_every_updates):
+                self._stopped, self._time_is_up = agreed.stop, agreed.end
+                if not self._stopped and self._due(self.options.valid_every_updates):
                     self._validate()
+                if self._stopped:
+                    return self._stop()
                 if self._due(self.options.save_every_updates) or agreed.save:
                     self._save()
                 if reason := self._end():
                     break
             if not self.train_batches.updates_left(1):
                 self._end_of_epoch(epoch)
+                if self._stopped:
+                    break
                 self.train_batches.next_epoch()
-        agreement.close()
-        self._finish(reason)
+        if not self._stopped:
+            agreement.close()
+            self._finish(reason)
+        if self._stopped:
+            return self._stop()
         return Outcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
 
     def _update(self, update: Update) -> None:
@@ -302,6 +307,7 @@ class Loop:
     def _stop(self) -> Outcome:
         """Keep what has been trained since the last checkpoint, and nothing else: somebody is waiting."""
         self.here.stopping()
+        self._agreement.close()
         self.meter.close()
         self._save()
         if self._checkpoints is not None:
@@ -316,22 +322,28 @@ class Loop:
     def _end_of_epoch(self, epoch: int) -> None:
         if self.options.valid_every_epochs and epoch % self.options.valid_every_epochs == 0:
             self._validate()
-        if self.options.save_every_epochs and epoch % self.options.save_every_epochs == 0:
+        if not self._stopped and self.options.save_every_epochs and epoch % self.options.save_every_epochs == 0:
             self._save()
 
     def _finish(self, reason: str) -> None:
-        """Validate, test and save at the end, each only if the last step has not been yet."""
+        """Validate, test and save at the end, each only if the last step has not been yet, until asked to stop."""
         self.meter.close()
         if "valid" in self.splits and self._validated_at != self.updates and self.updates:
             self._validate()
+        if self._stopped:
+            return
         if self._saved_at_update != self.updates and self.updates:
             self._save()
         if self.options.test and "test" in self.splits:
-            self._report("test", self._evaluation("test"))
+            result = self._evaluation("test")
+            if result is None:
+                return
+            self._report("test", result)
         self._check_desync()
         if self.here.rank == 0 and (text := self.task.sample(self.raw_model)):
             self.here.writer.write(record.Sample(time=time.time(), step=self.updates, text=text))
             self.here.say(text)
+        self.here.stopping()  # whoever asks from here on waits for the disk
         if self._checkpoints is not None:
             self.here.set_state("saving")
             self._checkpoints.close()
@@ -345,17 +357,26 @@ class Loop:
         self.here.set_state("validating")
         self.meter.pause()
         result = self._evaluation("valid")
-        self._validated_at = self.updates
-        self._report("valid", result)
-        if self.best.see(result.loss, result.metrics, step=self.updates) and self._keeps_checkpoints:
-            self._save(best=True)
+        if result is not None:
+            self._validated_at = self.updates
+            self._report("valid", result)
+            if self.best.see(result.loss, result.metrics, step=self.updates) and self._keeps_checkpoints:
+                self._save(best=True)
         self.here.set_state("training")
         self.meter.start()
 
-    def _evaluation(self, split: str) -> Evaluation:
-        return evaluate(
-            self.task, self.raw_model, self.eval_batches[split], device=self.here.device, autocast=self.autocast
+    def _evaluation(self, split: str) -> Evaluation | None:
+        """Evaluate a split; a rank that is asked to stop meanwhile breaks it off on all ranks."""
+        result = evaluate(
+            self.task,
+            self.raw_model,
+            self.eval_batches[split],
+            device=self.here.device,
+            autocast=self.autocast,
+            stop_asked=self.here.stop_asked,
         )
+        self._stopped |= result is None
+        return result
 
     def _report(self, split: Any, result: Evaluation) -> None:
         if self.here.rank != 0:

@@ -27,7 +27,7 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     listens: bool = False
     """From here on the rank can be asked to stop, and will keep its work."""
     stopping: bool = False
-    """It was asked, and all ranks have agreed at which update."""
+    """It is about to keep its work, having been asked to stop or because training is complete."""
     stopped: bool = False
     """It has kept its work and leaves."""
     step: int | None = None

@@ -94,6 +94,20 @@ def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path, ranks: int, numb
     assert seen[0] + seen[1] == seen[2], "each validation once"
 
 
+def test_a_validation_is_broken_off_and_made_up_for(tmp_path: Path) -> None:
+    flags = ("--valid-samples", 200_000, "--valid-batch-size", 1, "--max-updates", 8)
+    process = begin(tmp_path / "first", *flags)
+    events = RunDir(tmp_path / "first").rank_events(1)
+    until(lambda: events.exists() and b'"validating"' in events.read_bytes())
+    process.terminate()
+    assert end(process, 15)[0] == 130
+    assert outcome(tmp_path / "first").stopped_at == 7
+    done = begin(tmp_path / "second", "--max-updates", 8, "--resume", tmp_path / "first" / "checkpoints")
+    assert end(done)[0] == 0
+    found = decode_events(RunDir(tmp_path / "second").rank_events(0).read_bytes())
+    assert [event.step for event in found if isinstance(event, Validation)] == [7, 8]
+
+
 def test_nodes_stop_after_the_same_update_whichever_of_them_is_asked(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     flags = ("--distributed-init-method", url, "--distributed-gpus", 1, "--max-updates", 1_000_000)
@@ -119,7 +133,7 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
     assert "killed, because they did not answer: ranks 0, 1; no process is left" in stderr
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_second_signal_does_not_wait(tmp_path: Path, second: signal.Signals) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 60)
     await_steps(tmp_path)
