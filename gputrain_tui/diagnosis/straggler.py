@@ -37,8 +37,10 @@ CORE_AGREEING = 0.80
 
 def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     """Return the ranks that are late by something, with the cause where one accounts for it."""
-    if len(timeline.ranks) < 2 or len(timeline.steps) < LEAST_STEPS or timeline.rows[-1][0].exposed is None:
+    if len(timeline.ranks) < 2 or len(timeline.steps) < LEAST_STEPS:
         return []
+    if all(cycle.exposed is None for row in timeline.rows[-WINDOW:] for cycle in row):
+        return []  # these ranks do not wait for each other
     found = []
     own, waits = timeline.excess("own"), timeline.excess("core_wait")
     window = timeline.last(WINDOW)

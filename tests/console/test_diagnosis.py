@@ -289,6 +289,26 @@ def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one()
     assert told(found) == [("straggler", "raised", 1, "backward")]
 
 
+def test_a_step_whose_synchronisation_was_not_measured_changes_nothing() -> None:
+    run = Run(2)
+    assert told(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
+    run.step += 1
+    for event in run._one(late(1, forward=30.0), 2.0):
+        event.sync_exposed_ms = event.sync_ms = None
+        run.state.apply(event)
+    assert run.look() == []
+
+
+def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
+    run = Run(2)
+    for _ in range(100):
+        run.step += 1
+        for event in run._one(late(1, forward=30.0), 2.0):
+            event.sync_exposed_ms = event.sync_ms = None
+            run.state.apply(event)
+        assert run.look() == []
+
+
 def test_one_rank_alone_is_nobody_s_straggler() -> None:
     assert Run(1).steps(200, late(0, forward=50.0)) == []
 
