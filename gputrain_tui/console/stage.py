@@ -79,13 +79,13 @@ def _medium(area: Region, wish: Wish) -> dict[str, Region]:
     if _few(area, wish):
         top, rest = area.split_horizontal(_grid_height(area, wish, share=0.34))
         if wish.joining:
-            joining, bottom = rest.split_horizontal(rest.height * 3 // 5)
-            return {"ranks": top, "joining": joining, wish.right: bottom}
+            joining, log = _columns(rest, 2)
+            return {"ranks": top, "joining": joining, _talk(wish): log}
         return {"ranks": top, **_below(rest, wish)}
     upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 6))
     left, right = _columns(upper, 2)
     if wish.joining:
-        return {"ranks": left, "joining": right, wish.right: bottom}
+        return _arriving(area, wish)
     if _spare(upper, wish):
         return _beside(area, wish, {wish.right: bottom})
     loss, sync, late = _rows(right, 3)
@@ -98,13 +98,13 @@ def _wide(area: Region, wish: Wish) -> dict[str, Region]:
     if _few(area, wish):
         top, rest = area.split_horizontal(_grid_height(area, wish, share=0.34))
         if wish.joining:
-            joining, bottom = rest.split_horizontal(rest.height * 3 // 5)
-            return {"ranks": top, "joining": joining, **_told(bottom, has_log)}
+            joining, log = _columns(rest, 2)
+            return {"ranks": top, "joining": joining, _talk(wish): log}
         return {"ranks": top, **_below(rest, wish)}
     upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 8))
     left, right = _columns(upper, 2)
     if wish.joining:
-        return {"ranks": left, "joining": right, **_told(bottom, has_log)}
+        return _arriving(area, wish)
     if _spare(upper, wish):
         return _beside(area, wish, _told(bottom, has_log))
     loss, sync, late = _rows(right, 3)
@@ -143,6 +143,17 @@ def _beside(area: Region, wish: Wish, told: dict[str, Region]) -> dict[str, Regi
     placed = {"ranks": ranks, "bars": bars, "loss": loss, "sync": sync, "late": late}
     wide = _columns(Region(right.x, top, right.width, area.bottom - top), len(told))
     return placed | dict(zip(told, wide, strict=True))
+
+
+def _arriving(area: Region, wish: Wish) -> dict[str, Region]:
+    """The table beside who is awaited, and what is printed meanwhile."""
+    left, right = _columns(area, 2)
+    joining, log = right.split_horizontal((right.height + 1) // 2)
+    return {"ranks": left, "joining": joining, _talk(wish): log}
+
+
+def _talk(wish: Wish) -> PanelName:
+    return "log" if "log" in wish.has else "findings"
 
 
 def _told(area: Region, has_log: bool) -> dict[str, Region]:

@@ -13,7 +13,7 @@ from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.stage import PANELS, PanelName, Wish, arrange
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
-from gputrain_tui.runs import Run
+from gputrain_tui.runs import Run, write_status
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,10 @@ def failed(root: Path) -> Run:
     return synthetic.run(root, name="bert", nodes=2, ranks_per_node=8, steps=120, culprit=11, status="failed")
 
 
+def alone(root: Path) -> Run:
+    return synthetic.run(root, ranks_per_node=1)
+
+
 def finished(root: Path) -> Run:
     return synthetic.run(root, steps=500, status="finished")
 
@@ -56,6 +60,7 @@ RUNS: dict[str, Callable[[Path], Run]] = {
     "joining": joining,
     "failed": failed,
     "finished": finished,
+    "alone": alone,
 }
 
 # ------------------------------------------------------------------------------------------------- where panels stand
@@ -138,12 +143,14 @@ async def test_a_rank_looks_as_it_should(size: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["run", "rank"])
 @played
-async def test_help_shows_every_key(place: str, tmp_path: Path) -> None:
+async def test_help_opens_and_closes_with_its_key(place: str, tmp_path: Path) -> None:
     app = console(two_ranks(tmp_path))
     async with app.run_test(size=(120, 48)) as pilot:
         await settle(pilot)
         await press(pilot, *(["enter"] if place == "rank" else []), "question_mark")
-        assert_screen(f"help_{place}", app)
+        assert f"keys of the {place} screen" in "\n".join(rows(app))
+        await press(pilot, "question_mark")
+        assert app.place == place
 
 
 # ------------------------------------------------------------------------------------------------------ what keys do
@@ -209,6 +216,19 @@ async def test_the_rank_that_failed_is_pointed_out(tmp_path: Path) -> None:
         assert isinstance(screen, RunScreen)
         assert screen.selected_rank == 11
         assert any(row.lstrip().startswith("✗   11") for row in rows(app))
+
+
+@played
+async def test_a_run_that_failed_before_any_rank_spoke_says_why(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=0, status="failed")
+    run.status.message = "node1 cannot be reached"
+    write_status(run.dir, run.status)
+    app = console(run)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        text = "\n".join(rows(app))
+        assert "the run failed" in text
+        assert "node1 cannot be reached" in text
 
 
 @played

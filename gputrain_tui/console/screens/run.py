@@ -76,9 +76,11 @@ class RunScreen(Screen[None]):
             yield RankGrid(live, id="ranks")
             yield JoiningView(live, id="joining")
             yield BandChart(live, "loss", "loss", id="loss")
-            yield BandChart(
-                live, "sync_exposed_ms", "sync wait ms", empty="no gradient synchronisation was measured yet", id="sync"
-            )
+            if live.state.world_size == 1:  # nobody to wait for
+                yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", id="sync")
+            else:
+                waits = "no gradient synchronisation was measured yet"
+                yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, id="sync")
             yield StepBars(live, id="bars")
             yield LatenessMap(live, id="late")
             yield Findings(live, id="findings")

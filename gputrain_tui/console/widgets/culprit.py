@@ -137,7 +137,10 @@ class CulpritCard(Panel):
     def culprit(self) -> Culprit | None:
         """Return what is to be told; None while nothing has failed."""
         failure = self.live.state.root_cause
-        if failure is None or self.live.status not in ("failed", "running", "stopping", "lost"):
+        status = self.live.status
+        if failure is None and status == "failed" and self.live.message:
+            failure = Failure(time=self.live.state.time, kind="launch", message=self.live.message)
+        if failure is None or status not in ("failed", "running", "stopping", "lost"):
             return None
         self._read_log(failure)
         return Culprit(

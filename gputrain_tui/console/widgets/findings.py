@@ -43,6 +43,8 @@ class Entry:
     message: str
     evidence: Sequence[tuple[str, float]] = ()
     advice: str = ""
+    said: str = ""
+    """What the process itself told."""
 
 
 def entries(state: RunState) -> list[Entry]:
@@ -89,7 +91,7 @@ def _failed(failure: Failure) -> Entry:
         where=failure.host or "",
         message=f"{failure.kind.replace('_', ' ')}: {printable(failure.message)}",
         evidence=at,
-        advice=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
+        said=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
     )
 
 
@@ -105,7 +107,7 @@ def _lost(cause: Failure, consequences: Sequence[Failure]) -> Entry:
         rank=consequences[0].rank if count == 1 else None,
         where="",
         message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {whom}",
-        advice=printable(consequences[0].message),
+        said=printable(consequences[0].message),
     )
 
 
@@ -189,10 +191,11 @@ def _details(entry: Entry, width: int) -> list[Row]:
         lines = textwrap.wrap(text, room)
         rows += [[(indent, "base"), (("evidence " if not i else "").ljust(10), "dim"), (line, "bright")]
                  for i, line in enumerate(lines)]  # fmt: skip
-    if entry.advice:
-        lines = textwrap.wrap(entry.advice, room)
-        rows += [[(indent, "base"), (("advice " if not i else "").ljust(10), "dim"), (line, "accent")]
-                 for i, line in enumerate(lines)]  # fmt: skip
+    for label, text, role in (("said", entry.said, "dim"), ("advice", entry.advice, "accent")):
+        rows += [
+            [(indent, "base"), ((f"{label} " if not i else "").ljust(10), "dim"), (line, role)]
+            for i, line in enumerate(textwrap.wrap(text, room))
+        ]
     return rows or [[(indent, "base"), ("no further evidence was recorded", "dim")]]
 
 

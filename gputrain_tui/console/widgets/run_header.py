@@ -94,6 +94,8 @@ class Heading:
     total: int | None = None
     """Steps after which the training ends."""
     max_epochs: int = 0
+    valid_loss: float | None = None
+    """Of the newest evaluation, nats."""
     elapsed_s: float | None = None
     eta_s: float | None = None
     reading: float | None = None
@@ -137,12 +139,14 @@ def _figures(head: Heading, width: int) -> Row:
     epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
     fields: list[tuple[int, Row]] = [
         (0, [("step ", "dim"), (step, "bright"), (f"/{total}" if total else "", "dim")]),
-        (5, [("epoch ", "dim"), (epochs, "bright")]),
+        (6, [("epoch ", "dim"), (epochs, "bright")]),
         (1, [("loss ", "dim"), (loss_text(s.loss).rjust(6), "title")]),
         (2, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
-        (4, [("efficiency ", "dim"), (_percent(s.efficiency), "bright")]),
+        (5, [("efficiency ", "dim"), (_percent(s.efficiency), "bright")]),
         (3, [("sync ", "dim"), (_percent(s.sync_share), "bright")]),
     ]
+    if head.valid_loss is not None:
+        fields.insert(3, (4, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
     if head.world_size == 1:
         fields = [field for field in fields if field[0] != 3]
     progress = min(s.step / head.total, 1.0) if head.total else None
@@ -206,6 +210,7 @@ def heading(live: LiveRun) -> Heading:
         summary=summarise(state),
         total=state.updates_total,
         max_epochs=state.max_epochs,
+        valid_loss=evaluated.loss if (evaluated := state.last_validation()) is not None else None,
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
         reading=live.reading,
