@@ -59,6 +59,11 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         folder = run.dir.checkpoints
         if not folder.is_dir() or not any(folder.iterdir()):
             raise RequestError(f"--resume {resume}: {run.id} has no checkpoint in {folder}")
+        if run.state == "finished" and source is None and not overrides:
+            raise RequestError(
+                f"--resume {resume}: {run.id} has finished, nothing is left to train; "
+                "to train it further raise what ended it, such as --set train.max_updates=N"
+            )
         settings.append(f"train.resume={folder}")
         source = source or str(run.dir.recipe)
     if source is None:

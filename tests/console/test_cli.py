@@ -173,3 +173,14 @@ def test_a_full_disk_behind_standard_output_is_one_line() -> None:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr == "gputrain: cannot write standard output: No space left on device\n"
+
+
+def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.dir.checkpoints / "step_00000006.pt").write_bytes(b"")
+    write_status(run.dir, msgspec.structs.replace(run.status, status="finished", supervisor=None))
+    assert cli.main(["run", "--resume", "last"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"gputrain: --resume last: {run.id} has finished, nothing is left to train; ")
+    assert said.count("\n") == 1
