@@ -23,7 +23,7 @@ from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
 from trainer.desync import check as check_desync
 from trainer.errors import RequestError, TrainingError
 from trainer.evaluate import Evaluation, evaluate
-from trainer.model import accumulate, clip, compression, is_out_of_memory, shapes, to_device, trainable, unwrap, wrap
+from trainer.model import Accumulation, clip, compression, is_out_of_memory, shapes, to_device, trainable, unwrap, wrap
 from trainer.optim import Schedule, build_optimizer
 from trainer.options import Training
 from trainer.reading import mixed
@@ -119,6 +119,7 @@ class Loop:
         }
         torch.manual_seed(options.seed)  # the same initialisation on all ranks
         self.model = wrap(task.model(), options, device=here.device, world_size=here.world_size)
+        self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
         torch.manual_seed(mixed(options.seed, here.rank))  # dropout differs between ranks and can be repeated
         self.parameters = trainable(self.raw_model)
@@ -232,7 +233,7 @@ class Loop:
             last = index == update.micro_steps - 1
             self._last_batch = batch
             try:
-                with accumulate(self.model, last=last):
+                with self.accumulation(last=last):
                     with self.autocast:
                         local_sum, local_count, _ = self.task.loss(self.model, batch)
                     if not micro.samples:  # a dummy keeps the ranks in step and counts for nothing

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -62,13 +63,19 @@ class Compression:
 
 
 def compression(options: Training) -> Compression:
-    """Return the comm hook that the options name."""
+    """Return the comm hook that the options name.
+
+    Raises:
+        RequestError: the hook needs what is not installed.
+    """
     match options.ddp_comm_hook:
         case "fp16":
             return Compression(hook=(None, default_hooks.fp16_compress_hook), wire_ratio=0.5)
         case "bf16":
             return Compression(hook=(None, default_hooks.bf16_compress_hook), wire_ratio=0.5)
         case "powersgd":
+            if find_spec("numpy") is None:
+                raise RequestError("--ddp-comm-hook powersgd needs numpy, which torch's hook draws from: install numpy")
             state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
             return Compression(hook=(state, powerSGD_hook.powerSGD_hook), wire_ratio=None)
     return Compression(hook=None, wire_ratio=1.0)
@@ -82,11 +89,23 @@ def unwrap(model: nn.Module) -> nn.Module:
     return original
 
 
-def accumulate(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-    """Only the last micro-step of an update reduces gradients; the others run under ``no_sync``."""
-    if last or not isinstance(model, DDP):
-        return contextlib.nullcontext()
-    return model.no_sync()
+class Accumulation:
+    """Lets only the last micro-step of an update reduce gradients; the others run under ``no_sync``.
+
+    With a static graph the very first backward pass reduces too, because DDP learns the graph from it. The mean over
+    the ranks of what is a mean already changes nothing, so the gradients stay exact.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ddp = model if isinstance(model, DDP) else None
+        self._learning = self._ddp is not None and self._ddp.static_graph
+
+    def __call__(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return what the micro-step's forward and backward pass run in."""
+        reduces, self._learning = last or self._learning, False
+        if reduces or self._ddp is None:
+            return contextlib.nullcontext()
+        return self._ddp.no_sync()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -160,7 +160,7 @@ def compare(
             lengths=None if lengths is None else torch.as_tensor(lengths),
             chunk=0 if lengths is None else batch_size,
         )
-        indices = torch.as_tensor(order).split(batch_size)
+        indices = torch.split(torch.as_tensor(order), batch_size)
         whole = len(dataset) // (batch_size * world_size)
         return [part.tolist() for part in indices[rank : whole * world_size : world_size]]
 
@@ -201,7 +201,7 @@ def test_our_loop_is_as_fast_as_a_bare_one(gang: Gang, tmp_path: Path, task: str
     if task == "docnn":
         rows = SST2 if SST2.exists() else write_rows(tmp_path / "rows.tsv")
         task_options: dict[str, Any] = {"train_path": str(rows), "dropout": 0.4}
-        options = {"optimizer": "adam", "lr": 0.001, "weight_decay": 1e-5}
+        options: dict[str, Any] = {"optimizer": "adam", "lr": 0.001, "weight_decay": 1e-5}
     else:
         text = tmp_path / "text.txt"
         text.write_text("".join(f"{n} green bottles hang on the wall, {n} green bottles.\n" for n in range(20_000)))

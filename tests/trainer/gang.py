@@ -23,7 +23,7 @@ class Gang:
         self._members = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_member, args=(theirs, rank, world_size, self._folder.name), daemon=True)
+            process = context.Process(target=_member, args=(theirs, rank, world_size, self._folder.name))
             process.start()
             theirs.close()
             self._members.append((process, ours))
