@@ -17,12 +17,13 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 
+from gputrain_tui.commands import attach
 from gputrain_tui.console import settings, stderr_guard
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.desk import Desk
@@ -89,7 +90,7 @@ class GputrainApp(App[int]):
         self.warm = warm
         """What waits for a launch."""
         self._first = run
-        self._fps = min(max(fps, 0.2), 30.0)
+        self._fps = fps
         self._runs = runs
         self._follow = follow
         self._clocked = clocked
@@ -326,24 +327,28 @@ def _screen(path: str) -> Screen[Any]:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the console's own flags."""
-    parser.add_argument(
-        "--fps", type=float, default=FPS, metavar="N", help=f"paints a second at most, for slow links; by default {FPS}"
-    )
+    attach.add_fps(parser)
 
 
 def main(argv: Sequence[str] = (), *, run: Run | None = None) -> int:
     """Show the console until the person leaves; return the exit code.
 
     Raises:
-        RequestError: there is no terminal.
+        RequestError: there is no terminal, or a flag is wrong.
     """
-    parser = ArgumentParser(prog="gputrain", add_help=False)
+    parser = _Parser(prog="gputrain", add_help=False, allow_abbrev=False)
     add_arguments(parser)
     args = parser.parse_args(list(argv))
     return show(run, fps=args.fps)
 
 
-def show(run: Run | None, *, fps: float = FPS) -> int:
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say in one line what is wrong."""
+        raise RequestError(f"{message}; see `gputrain --help`")
+
+
+def show(run: Run | None, *, fps: float | None = None) -> int:
     """Show the console on a run, or on all of them.
 
     Raises:
@@ -352,7 +357,7 @@ def show(run: Run | None, *, fps: float = FPS) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
     warm = WarmStart()
-    app = GputrainApp(run, fps=fps, warm=warm)
+    app = GputrainApp(run, fps=FPS if fps is None else fps, warm=warm)
     try:
         with stderr_guard.guarded():
             app.run()

@@ -191,3 +191,11 @@ print(*heavy)
 def test_the_run_screen_needs_no_heavy_library() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("words", [["--fps", "0"], ["--fps=fast"], ["attach", "last", "--fps", "100"]])
+def test_a_wrong_paint_rate_is_one_line(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "gputrain_tui", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not a number from 0.2 to 30" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
