@@ -24,7 +24,7 @@ from trainer.desync import check as check_desync
 from trainer.errors import RequestError, TrainingError
 from trainer.evaluate import Evaluation, evaluate
 from trainer.model import Accumulation, clip, compression, is_out_of_memory, shapes, to_device, trainable, unwrap, wrap
-from trainer.optim import Schedule, build_optimizer
+from trainer.optim import Schedule, build_optimizer, restore
 from trainer.options import Training
 from trainer.reading import mixed
 from trainer.record import EventWriter, RankStateName
@@ -469,7 +469,7 @@ class Loop:
             raise RequestError(f"{source} is of task {state['task']!r}, but this run trains {self.options.task!r}")
         try:
             self.raw_model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            restore(self.optimizer, state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise RequestError(f"{source} does not fit this model: {reason}") from None

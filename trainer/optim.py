@@ -50,6 +50,30 @@ def build_optimizer(options: Training, params: Iterable[nn.Parameter] | Iterable
             return Adagrad(trained, lr, eps=options.adam_eps, weight_decay=decay)
 
 
+def restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Give an optimizer its saved state and keep the settings of this run.
+
+    torch's own ``load_state_dict`` brings the saved settings along, so that a new ``--weight-decay`` would do nothing.
+
+    Raises:
+        RequestError: the state was saved by another kind of optimizer.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for settings, group in zip(own, saved["param_groups"], strict=False):
+        # Numbers tell the kinds apart; switches such as fused come and go with torch's versions.
+        lacking = [
+            key
+            for key, value in settings.items()
+            if isinstance(value, int | float | tuple) and not isinstance(value, bool) and key not in group
+        ]
+        if lacking:
+            kind = type(optimizer).__name__
+            raise RequestError(f"its optimizer is not {kind}: it has no {', '.join(lacking)}")
+    optimizer.load_state_dict(saved)
+    for settings, group in zip(own, optimizer.param_groups, strict=True):
+        group.update(settings)
+
+
 class Schedule:
     """The learning rate over the updates: a linear warm-up, then the shape that the options name."""
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import RequestError
-from trainer.optim import Schedule, build_optimizer
+from trainer.optim import Schedule, build_optimizer, restore
 from trainer.options import Training
 
 
@@ -209,3 +210,21 @@ def test_loading_an_optimizer_before_its_schedule_keeps_the_ratios() -> None:
     built.load_state_dict(saved[1])
     built.step(6)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.04])
+
+
+def test_a_resumed_optimizer_has_the_saved_state_and_the_settings_of_its_own_run() -> None:
+    [parameter] = parameters()
+    saved = build_optimizer(Training(optimizer="adamw", weight_decay=0.5), [parameter])
+    parameter.grad = torch.ones(2)
+    saved.step()
+    resumed = build_optimizer(Training(optimizer="adamw", weight_decay=0.25), [parameter])
+    restore(resumed, saved.state_dict())
+    assert resumed.param_groups[0]["weight_decay"] == 0.25
+    assert torch.equal(resumed.state[parameter]["exp_avg"], saved.state[parameter]["exp_avg"])
+
+
+@pytest.mark.parametrize(("saved", "asked"), [*itertools.permutations(["sgd", "adam", "adadelta", "adagrad"], 2)])
+def test_the_state_of_another_optimizer_is_refused(saved: Any, asked: Any) -> None:
+    state = build_optimizer(Training(optimizer=saved), parameters()).state_dict()
+    with pytest.raises(RequestError, match="its optimizer is not"):
+        restore(build_optimizer(Training(optimizer=asked), parameters()), state)
