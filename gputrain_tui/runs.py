@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -240,15 +240,23 @@ class RunReader:
     budget_bytes = 8 << 20
     """What one poll reads at most, about 20 ms of work; more when very many files have a backlog."""
 
-    def __init__(self, run: RunDir, *, last_bytes: int | None = None, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        last_bytes: int | None = None,
+        begin: Mapping[str, int] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         """Follow a run.
 
         Args:
             run: its directory.
             last_bytes: begin so near the end of the ranks' files, all together; by default at the beginning.
+            begin: bytes of the files at which to begin, by their names without suffix.
             now: Unix seconds.
         """
-        self._follower = Follower(run.events, ".ndjson", last_bytes=last_bytes, whole=("run",), now=now)
+        self._follower = Follower(run.events, ".ndjson", last_bytes=last_bytes, whole=("run",), begin=begin, now=now)
         self._ended: RunEnded | None = None
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:

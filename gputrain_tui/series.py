@@ -12,6 +12,7 @@ from math import isfinite, nan
 from typing import Literal
 
 from gputrain_tui.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
+from trainer.digest import Block
 from trainer.record import Step
 
 BandMetric = Literal["loss", "sync_exposed_ms", "step_ms"]
@@ -68,7 +69,7 @@ class Series:
         """Newest event of the complete rows, Unix seconds."""
 
     def apply(self, event: Step) -> None:
-        """Take in one rank's event."""
+        """Take in one rank's event, or a block of them with their extremes."""
         if event.steps > self._width:
             self._widen(event.steps)
         width = self._width
@@ -234,9 +235,10 @@ class Series:
         except KeyError:
             events = [row.get(rank) for rank in ranks]
         step = max(event.step for event in row.values())
-        loss = self._take("loss", step, [None if e is None else e.loss for e in events])
-        sync = self._take("sync_exposed_ms", step, [None if e is None else e.sync_exposed_ms for e in events])
-        duration = self._take("step_ms", step, [None if e is None else e.step_ms for e in events])
+        blocks = [event for event in row.values() if type(event) is Block]
+        loss = self._take("loss", step, [None if e is None else e.loss for e in events], blocks)
+        sync = self._take("sync_exposed_ms", step, [None if e is None else e.sync_exposed_ms for e in events], blocks)
+        duration = self._take("step_ms", step, [None if e is None else e.step_ms for e in events], blocks)
         late: array[float] | None = None
         if sync is not None and len(row) == self.world_size > 1:
             longest = self.latest["sync_exposed_ms"].high
@@ -247,7 +249,9 @@ class Series:
         self._closed_time = max(event.time for event in row.values())
         self.version += 1
 
-    def _take(self, metric: BandMetric, step: int, found: list[float | None]) -> array[float] | None:
+    def _take(
+        self, metric: BandMetric, step: int, found: list[float | None], blocks: list[Block]
+    ) -> array[float] | None:
         """Add one point to a metric's band; return the ranks' values, None where no rank has one."""
         values = [nan if value is None else value for value in found]
         ordered = sorted(values)
@@ -258,7 +262,12 @@ class Series:
             return None
         half = len(ordered) // 2
         middle = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-        band = self.latest[metric] = Band(ordered[0], middle, ordered[-1])
+        low, high = ordered[0], ordered[-1]
+        for block in blocks:
+            bottom, top = getattr(block, f"{metric}_low"), getattr(block, f"{metric}_high")
+            if bottom is not None and top is not None:
+                low, high = min(low, bottom), max(high, top)
+        band = self.latest[metric] = Band(low, middle, high)
         self._pyramids[metric].append(step, band)
         return array("f", values)
 
@@ -294,11 +303,16 @@ def _interpolate(values: list[float], before: int, here: int, value: float) -> N
 def _joined(earlier: Step, later: Step) -> Step:
     """Return one event for two of a rank in the same row: means over their steps, of what was measured."""
     steps = earlier.steps + later.steps
-    joined = Step(
-        time=later.time, rank=later.rank, step=later.step, epoch=later.epoch, steps=steps, samples=later.samples
-    )
+    joined = Block(
+        time=later.time, rank=later.rank, step=later.step, epoch=later.epoch, steps=steps, samples=later.samples,
+        begin=0, end=0,
+    )  # fmt: skip
+    blocks = [event for event in (earlier, later) if type(event) is Block]
     for name in BAND_METRICS:
         one, two = getattr(earlier, name), getattr(later, name)
+        for extreme, of in (("low", min), ("high", max)):
+            ends = [end for block in blocks if (end := getattr(block, f"{name}_{extreme}")) is not None]
+            setattr(joined, f"{name}_{extreme}", of(ends, default=None))
         if one is not None and two is not None:
             setattr(joined, name, (one * earlier.steps + two * later.steps) / steps)
         else:

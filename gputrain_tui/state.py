@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, NamedTuple
 
+from trainer.digest import Block
 from trainer.outcome import root_cause
 from trainer.record import (
     AnyEvent,
@@ -278,6 +279,7 @@ class RunState:
             Joining: self._joining,
             TrainingPlan: self._training_plan,
             Step: self._step,
+            Block: self._step,
             Doing: self._doing,
             Validation: self.validations.append,
             Checkpoint: self.checkpoints.append,
@@ -290,8 +292,8 @@ class RunState:
             RunEnded: self._run_ended,
         }
 
-    def apply(self, event: AnyEvent) -> None:
-        """Take in one event."""
+    def apply(self, event: AnyEvent | Block) -> None:
+        """Take in one event, or a block that stands for many."""
         if event.time > self.time:
             self.time = event.time
         self._handlers[type(event)](event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 
 SHORTEST_TAIL_BYTES = 16_384
@@ -101,6 +101,7 @@ class Follower:
         torn: bool = False,
         last_bytes: int | None = None,
         whole: Container[str] = (),
+        begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         """Follow a folder.
@@ -112,6 +113,7 @@ class Follower:
             torn: give what is there also where a line has not ended yet.
             last_bytes: begin so near the end, all files together; by default at the beginning.
             whole: names without suffix of files that are read from the beginning all the same.
+            begin: bytes at which to begin, by name without suffix.
             now: Unix seconds.
         """
         self._folder = os.fspath(folder)
@@ -120,6 +122,7 @@ class Follower:
         self._torn = torn
         self._last_bytes = last_bytes
         self._whole = whole
+        self._begin = begin or {}
         self._now = now
         self._files: dict[str, AppendedFile] = {}
         self._listed_at = float("-inf")
@@ -172,6 +175,7 @@ class Follower:
             stem = name[: -len(self._suffix)]
             if stem not in known and (self._only is None or stem in self._only):
                 known[stem] = AppendedFile(f"{self._folder}/{name}", keep_open=len(known) < self._may_keep)
+                known[stem].offset = self._begin.get(stem, 0)
                 if self._last_bytes is not None and stem not in self._whole:
                     known[stem].skip(max(SHORTEST_TAIL_BYTES, self._last_bytes // len(found)))
 

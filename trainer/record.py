@@ -10,9 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from trainer.digest import Digest
 
 STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed")
 """The states of a rank, in the order in which a healthy run passes through them."""
@@ -330,6 +333,8 @@ class RunDir:
         self.status = self.path / "status.json"
         self.events = self.path / "events"
         self.run_events = self.events / "run.ndjson"
+        self.digest = self.path / "digest"
+        """The events in short, from which a long run is shown at once; an aid that may be missing."""
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.nodes = self.path / "nodes"
@@ -395,11 +400,19 @@ class EventWriter:
         self._closing = False
         self._before_write: Callable[[bool], None] | None = None
         self._thread: threading.Thread | None = None
+        self._digest: Digest | None = None
+        """Of a run directory's events; None also once it could not be written."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            size = path.stat().st_size
             if _is_torn(path):
                 self._pending.append(b"\n")
+                size += 1
+            if path.parent.name == "events":
+                from trainer.digest import Digest  # it is made of the events above
+
+                self._digest = Digest(path.parent.with_name("digest"), path.stem, size)
             self._thread = threading.Thread(target=self._run, args=(fd,), name="event-writer", daemon=True)
             self._thread.start()
 
@@ -425,7 +438,13 @@ class EventWriter:
                 self._reason = self._trouble or "the disk does not keep up"
             else:
                 self._mark_gap()
-                self._pending.append(line)
+                self._queue(event, line)
+
+    def _queue(self, event: Event, line: bytes) -> None:
+        """Let a line wait for the disk; the caller holds the lock."""
+        self._pending.append(line)
+        if self._digest is not None:
+            self._digest.add(event, len(line))
 
     def before_each_write(self, call: Callable[[bool], None]) -> None:
         """Have the writing thread call this ten times a second, to make events of what has gathered elsewhere.
@@ -459,9 +478,8 @@ class EventWriter:
     def _mark_gap(self) -> None:
         """Queue the report of what was dropped, at the place where it is missing; the caller holds the lock."""
         if self._lost:
-            self._pending.append(
-                encode_event(Lost(time=self._now(), rank=self._rank, events=self._lost, message=self._reason))
-            )
+            lost = Lost(time=self._now(), rank=self._rank, events=self._lost, message=self._reason)
+            self._queue(lost, encode_event(lost))
             self._lost = 0
 
     def _run(self, fd: int) -> None:
@@ -470,6 +488,7 @@ class EventWriter:
             if self._before_write is not None:
                 self._before_write(closing)
             self._drain(fd)
+            self._write_digest(closing)
             if closing:
                 break
             self._wake.wait(self.interval_s)
@@ -496,6 +515,20 @@ class EventWriter:
                     self._pending[0] = self._pending[0][written:]
             if done < len(lines):
                 return
+
+    def _write_digest(self, closing: bool) -> None:
+        """Write the digest of lines that are written; none any more once the disk refused, and the events are read."""
+        with self._lock:
+            if self._digest is None or self._pending:
+                return
+            if closing:
+                self._digest.finish()
+            digest = self._digest
+            parts = digest.take()
+        try:
+            digest.append(parts)
+        except OSError:
+            self._digest = None
 
     def _append(self, fd: int, data: bytes) -> int:
         """Return how many bytes the disk took."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from gputrain_tui.console.skim import WORTH_BYTES, Skim, take
+from gputrain_tui.past import past
 from gputrain_tui.plan import Plan
 from gputrain_tui.runs import ENDED, Run, RunReader, Status, open_run, read_status, state_of
 from gputrain_tui.series import Series
@@ -70,7 +71,9 @@ class LiveRun:
         self.series = Series(self.state.world_size)
         self.caught_up = False
         """Whether the whole record was read once; before, what is shown is the past."""
-        self._source: Source = RunReader(run.dir) if source is None else source
+        known = past(run.dir) if source is None else None
+        begin = known.begin if known is not None else None
+        self._source: Source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
         self._total_bytes = 0
         self._read_bytes = 0
@@ -83,7 +86,11 @@ class LiveRun:
         """What is shown while a long record is being read through."""
         self._whole = (self.state, self.series)
         """What comes of reading it through."""
-        if source is None and _size(run) >= WORTH_BYTES:
+        if known is not None:
+            self.series.coarsen(known.steps)
+            take(known.events, self.state, self.series)
+            self.series.refine()
+        elif source is None and _size(run) >= WORTH_BYTES:
             self._skim = Skim(run.dir, self._new_state())
             self._skim.poll()
             self.state, self.series = self._skim.state, self._skim.series

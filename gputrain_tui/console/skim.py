@@ -1,4 +1,4 @@
-"""A long history at once: its curves from samples all over the files, its present from their ends.
+"""A long history at once where it has no digest: curves from samples all over the files, the present from their ends.
 
 Reading every event of a hundred thousand steps of many ranks takes a while; meanwhile this is what is shown.
 """
@@ -6,6 +6,7 @@ Reading every event of a hundred thousand steps of many ranks takes a while; mea
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from gputrain_tui.runs import RunReader
 from gputrain_tui.series import Series
 from gputrain_tui.state import RunState
+from trainer.digest import Block
 from trainer.record import AnyEvent, RunDir, Step, decode_events
 
 WORTH_BYTES = 16 << 20
@@ -66,12 +68,12 @@ class Skim:
         take(events, self.state, self.series)
 
 
-def take(events: list[AnyEvent], state: RunState, series: Series) -> None:
+def take(events: Sequence[AnyEvent | Block], state: RunState, series: Series) -> None:
     """Put events into state and curves."""
     apply, draw = state.apply, series.apply
     for event in events:
         apply(event)
-        if type(event) is Step:
+        if type(event) is Step or type(event) is Block:
             draw(event)
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from gputrain_tui.plan import Plan, PlannedNode
 from gputrain_tui.runs import Run, create, open_run, write_status
+from trainer.digest import Digest
 from trainer.record import (
     Finding,
     GpuSample,
@@ -130,15 +131,7 @@ class SyntheticRun:
     def write_whole(self, steps: int) -> None:
         """Write so many steps of all ranks, and the end."""
         for rank in range(self.ranks):
-            with self.dir.rank_events(rank).open("ab", buffering=0) as file:
-                for first in range(1, steps + 1, BLOCK):
-                    numbers = range(first, min(first + BLOCK, steps + 1))
-                    file.write(b"".join([self.step(rank, n, self.began + 4 + n * self._interval) for n in numbers]))
-                    if rank == 0:
-                        last = numbers[-1]
-                        file.write(encode_event(Validation(
-                            time=self.began + 4 + last * self._interval, step=last, epoch=1 + last // 10_000,
-                            split="valid", loss=1.6 + 9 * math.exp(-last / 4000))))  # fmt: skip
+            self._write_rank(rank, steps)
         end = self.began + 4 + steps * self._interval
         with self.dir.run_events.open("ab") as file:
             if self._straggler is not None:
@@ -147,6 +140,27 @@ class SyntheticRun:
         status = self.run.status
         status.status, status.exit_code, status.ended = "finished", 0, end + 1
         write_status(self.dir, status)
+
+    def _write_rank(self, rank: int, steps: int) -> None:
+        """Write a rank's steps, and their digest as the rank's own writer does."""
+        path = self.dir.rank_events(rank)
+        digest = Digest(self.dir.digest, path.stem, path.stat().st_size)
+        with path.open("ab", buffering=0) as file:
+            for first in range(1, steps + 1, BLOCK):
+                lines = []
+                for number in range(first, min(first + BLOCK, steps + 1)):
+                    when = self.began + 4 + number * self._interval
+                    lines.append(self.step(rank, number, when))
+                    digest.add(self._events[rank], len(lines[-1]))
+                if rank == 0:
+                    evaluation = Validation(time=when, step=number, epoch=1 + number // 10_000, split="valid",
+                                            loss=1.6 + 9 * math.exp(-number / 4000))  # fmt: skip
+                    lines.append(encode_event(evaluation))
+                    digest.add(evaluation, len(lines[-1]))
+                file.write(b"".join(lines))
+                digest.append(digest.take())
+        digest.finish()
+        digest.append(digest.take())
 
     def _found(self, when: float) -> Finding:
         return Finding(

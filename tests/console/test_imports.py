@@ -18,6 +18,7 @@ TORCH_FREE = (
     "trainer.__main__",
     "trainer.decision",
     "trainer.devices",
+    "trainer.digest",
     "trainer.dispatch",
     "trainer.errors",
     "trainer.options",

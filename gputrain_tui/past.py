@@ -1,0 +1,170 @@
+"""The past of a long run from its digest: all of it in short, and where to read on in each file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+
+from gputrain_tui.tail import by_rank
+from trainer.digest import LEVELS, Block, Note, block_file, note_file
+from trainer.record import AnyEvent, RunDir, decode_events
+
+WHOLE_BYTES = 40 << 20
+"""A record that is no longer than this is read whole: it takes less than a second."""
+MOST_BLOCKS = 40_000
+"""Blocks read of all ranks together; the finest that are not more are chosen."""
+STEP_BYTES = 370
+"""Of one step's line, about."""
+TAIL_BYTES = 4 << 20
+"""Of the newest events that are read whole in any case, all ranks together: what recent means are taken over."""
+SHORTEST_TAIL_BYTES = 32 << 10
+"""The same of one file."""
+
+_decode_blocks = msgspec.json.Decoder(Block)
+_decode_notes = msgspec.json.Decoder(Note)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What happened until a byte of each event file."""
+
+    events: list[AnyEvent | Block]
+    """In the order of their times; blocks stand for step events."""
+    begin: dict[str, int]
+    """Per event file, by its name without suffix, where to read on."""
+    steps: int
+    """That a block covers at most."""
+
+
+def past(run: RunDir) -> Past | None:
+    """Return the past of a run, or None where there is no digest or the record is short enough to be read."""
+    try:
+        with os.scandir(run.events) as entries:
+            sizes = {entry.name.removesuffix(".ndjson"): entry.stat().st_size for entry in entries}
+    except OSError:
+        return None
+    total = sum(sizes.values())
+    if total <= WHOLE_BYTES or not run.digest.is_dir():
+        return None
+    ranks = sorted((name for name in sizes if name.isdigit()), key=by_rank)
+    tail = max(SHORTEST_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
+    level = next((level for level in LEVELS if total / STEP_BYTES / level <= MOST_BLOCKS), LEVELS[-1])
+    found = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
+    ends = [blocks[-1].step for blocks in found.values() if blocks]
+    if not ends or len(ends) < len(ranks):
+        return None
+    common = min(ends)  # every rank is read whole from about the same step on
+    events: list[AnyEvent | Block] = []
+    begin = {}
+    for name in ranks:
+        blocks = _until(found[name], common)
+        if not blocks:
+            return None
+        begin[name] = blocks[-1].end
+        gaps = _gaps(blocks)
+        for gap in gaps:
+            events += _read(run, name, *gap)
+        events += blocks
+        events += [
+            note.event
+            for note in _notes(run, name)
+            if note.begin < begin[name] and not any(first <= note.begin < last for first, last in gaps)
+        ]
+    for name, size in sizes.items():
+        if name not in begin and note_file(run.digest, name).exists():  # of a node: samples, and how its ranks ended
+            begin[name] = _line_after(run, name, size - tail)
+            events += [note.event for note in _notes(run, name) if note.begin < begin[name]]
+    events.sort(key=attrgetter("time"))
+    steps = max(event.steps for event in events if isinstance(event, Block))
+    return Past(events=events, begin=begin, steps=steps)
+
+
+def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Block]:
+    """Return a rank's blocks that end before a byte of its events, as far as they can be trusted."""
+    try:
+        data = block_file(run.digest, name, level).read_bytes()
+    except OSError:
+        return []
+    data = data[: data.rfind(b"\n") + 1]
+    try:
+        blocks = _decode_blocks.decode_lines(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        blocks = list(_sound(data))
+    trusted: list[Block] = []
+    for block in blocks:
+        if block.end > before or block.begin < (trusted[-1].end if trusted else 0):
+            break
+        trusted.append(block)
+    while trusted and not _ends_line(run.events / f"{name}.ndjson", trusted[-1].end):
+        trusted.pop()
+    return trusted
+
+
+def _sound(lines: bytes) -> list[Block]:
+    """Return the blocks that can be understood: a line may have been left torn."""
+    found = []
+    for line in lines.splitlines():
+        try:
+            found.append(_decode_blocks.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def _ends_line(path: Path, end: int) -> bool:
+    """Return whether a line of a file ends at a byte."""
+    try:
+        with path.open("rb") as file:
+            file.seek(end - 1)
+            return file.read(1) == b"\n"
+    except OSError:
+        return False
+
+
+def _until(blocks: list[Block], step: int) -> list[Block]:
+    """Return the blocks up to a step, at the last time that it was reached."""
+    count = len(blocks)
+    while count and blocks[count - 1].step > step:
+        count -= 1
+    return blocks[:count]
+
+
+def _gaps(blocks: list[Block]) -> list[tuple[int, int]]:
+    """Return the bytes that no block stands for: of a process that was killed before it closed its last."""
+    ends = [0, *(block.end for block in blocks)]
+    return [(end, block.begin) for end, block in zip(ends, blocks, strict=False) if block.begin > end]
+
+
+def _read(run: RunDir, name: str, begin: int, end: int) -> list[AnyEvent]:
+    with run.events.joinpath(f"{name}.ndjson").open("rb") as file:
+        file.seek(begin)
+        return list(decode_events(file.read(end - begin)))
+
+
+def _notes(run: RunDir, name: str) -> list[Note]:
+    """Return what else a file tells, as far as it is noted."""
+    try:
+        data = note_file(run.digest, name).read_bytes()
+    except OSError:
+        return []
+    found = []
+    for line in data.splitlines():
+        try:
+            found.append(_decode_notes.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def _line_after(run: RunDir, name: str, byte: int) -> int:
+    """Return where the first line after a byte begins."""
+    if byte <= 0:
+        return 0
+    with run.events.joinpath(f"{name}.ndjson").open("rb") as file:
+        file.seek(byte)
+        file.readline()
+        return file.tell()
