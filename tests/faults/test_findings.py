@@ -33,7 +33,7 @@ faults = "{faults}"
 
 BALANCED = 60
 """Steps before a fault."""
-PERIOD = 55
+PERIOD = 75
 """Steps from one fault to the next."""
 SOON = 20
 """Steps after which it must have been named."""
