@@ -1,0 +1,74 @@
+"""`gputrain attach` on a long run: its whole history within a second."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import synthetic_run
+from pty_harness import Terminal
+
+from gputrain_tui.console.live import LiveRun
+from gputrain_tui.past import past
+from gputrain_tui.runs import Run
+
+pytestmark = pytest.mark.benchmark
+
+GPUTRAIN = Path(sys.executable).parent / "gputrain"
+RANKS = 64
+STEPS = 100_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Three gigabytes, which do not stay."""
+    folder = tmp_path_factory.mktemp("attach")
+    yield synthetic_run.whole(folder / "runs", ranks=RANKS, steps=STEPS)
+    shutil.rmtree(folder)
+
+
+def test_a_history_of_100000_steps_of_64_ranks_is_shown_within_a_second(run: Run) -> None:
+    env = {**os.environ, "GPUTRAIN_HOME": str(run.dir.path.parent.parent)}
+    shown = []
+    for _ in range(5):
+        with Terminal([GPUTRAIN, "attach", run.id], env=env, columns=190, rows=52) as terminal:
+            # The newest step in the header, and its number under the chart of the whole run.
+            shown.append(terminal.wait_for(re.compile(r"100,?000.*step 100,000", re.DOTALL)) - terminal.started)
+            assert terminal.leave() == 0
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, capture_output=True)
+    torch_s = time.perf_counter() - begin
+    print(
+        f"\nshown after {statistics.median(shown):.2f} s (best {min(shown):.2f}; importing torch: {torch_s:.2f} s); "
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    )
+    assert min(shown) <= 1.0
+
+
+def test_it_is_the_whole_history_and_not_a_part_of_it(run: Run) -> None:
+    begin = time.process_time()
+    live = LiveRun(run)
+    while live.poll():
+        pass
+    cpu_s = time.process_time() - begin
+    known = past(run.dir)
+    assert known is not None
+    print(f"\n{cpu_s:.2f} s of processor time for {len(known.events):,} blocks and notes, and the last steps")
+    assert live.status == "finished"
+    assert live.state.step == live.series.last_step == STEPS
+    assert all(view.totals.steps == STEPS for view in live.state.ranks.values())
+    assert len(live.state.validations) == STEPS // synthetic_run.BLOCK
+    window = live.series.window("loss", 180)
+    assert window.first_step <= 256
+    assert window.last_step == STEPS
+    assert all(low < middle < high for low, middle, high in zip(window.low, window.middle, window.high, strict=True))
+    assert window.middle[0] > 9
+    assert window.middle[-1] < 1.6
