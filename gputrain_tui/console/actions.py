@@ -286,3 +286,13 @@ def clashes(actions: Iterable[Action] = ACTIONS) -> list[tuple[str, str, str]]:
                 if other != action.name:
                     found.append((key, other, action.name))
     return found
+
+
+def readme_keys() -> str:
+    """Return the README's table of keys: one row per place, from the same rows as the footer and the help."""
+    rows = ["| where | keys |", "|---|---|"]
+    for place in dict.fromkeys(place for action in ACTIONS for place in action.places):
+        name = "everywhere" if place == EVERYWHERE else place
+        keys = " · ".join(f"`{action.key_text}` {action.label}" for action in of_place(place))
+        rows.append(f"| {name} | {keys} |")
+    return "\n".join(rows) + "\n"

@@ -3,12 +3,23 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 from textual.screen import Screen
 
 from gputrain_tui.console import screens
-from gputrain_tui.console.actions import ACTIONS, EVERYWHERE, Action, bindings, clashes, footer, groups, of_place
+from gputrain_tui.console.actions import (
+    ACTIONS,
+    EVERYWHERE,
+    Action,
+    bindings,
+    clashes,
+    footer,
+    groups,
+    of_place,
+    readme_keys,
+)
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.help import help_text
 from gputrain_tui.console.widgets.drawing import length, text_of
@@ -83,3 +94,8 @@ def test_help_lists_every_key_of_the_screen() -> None:
         assert group in text
         for action in actions:
             assert action.description in text
+
+
+def test_the_readme_lists_the_keys_of_the_table() -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    assert readme_keys() in readme.read_text(encoding="utf-8")
