@@ -6,9 +6,8 @@ checkpoints, collectives) lives in modules of its own.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,52 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import distributed, nonfinite, record
+from trainer import distributed, telling
 from trainer.agreement import Agreement, Wishes
 from trainer.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
-from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
-from trainer.desync import check as check_desync
 from trainer.errors import RequestError, TrainingError
 from trainer.evaluate import Evaluation, evaluate
-from trainer.model import Accumulation, clip, compression, is_out_of_memory, shapes, to_device, trainable, unwrap, wrap
-from trainer.optim import Schedule, build_optimizer, restore
+from trainer.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
+from trainer.nonfinite import FiniteCheck
+from trainer.optim import Schedule, build_optimizer
 from trainer.options import Training
+from trainer.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
 from trainer.reading import mixed
-from trainer.record import EventWriter, RankStateName
+from trainer.saving import Saving, resume_model, resume_rng
 from trainer.stopping import Best, end_reached, require_an_end
+from trainer.surroundings import Surroundings
 from trainer.sync import StepMeter
 from trainer.tasks.task import Task
-
-SAY_EVERY_S = 2.0
-"""Seconds between two lines about the loss: rare enough that fetching it from a GPU costs nothing."""
-
-
-class NonFiniteError(TrainingError):
-    """A loss or gradient is infinite or not a number."""
-
-
-class OutOfMemoryError(TrainingError):
-    """A rank ran out of memory; the message has the step and the shapes of the batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """Where this rank runs and whom it tells."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    writer: EventWriter
-    set_state: Callable[[RankStateName], None]
-    say: Callable[[str], None]
-    """Prints a line for people; rank 0 only."""
-    checkpoints: Path | None
-    recipe: str = ""
-    """What a checkpoint keeps of the request."""
-    stop_asked: Callable[[], bool] = lambda: False
-    """Whether somebody wants this rank to stop at the next occasion."""
-    stopping: Callable[[], None] = lambda: None
-    """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +95,7 @@ class Loop:
         self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
         self.schedule = Schedule(options, self.optimizer)
         self.scaler = torch.amp.GradScaler(here.device.type, enabled=options.precision == "fp16")
-        self.autocast = torch.autocast(
-            here.device.type,
-            dtype=torch.float16 if options.precision == "fp16" else torch.bfloat16,
-            enabled=options.precision != "fp32",
-        )
+        self.autocast = autocast(options, here.device)
         wire = compression(options)
         self.meter = StepMeter(
             self.model,
@@ -141,26 +106,16 @@ class Loop:
             comm_hook=wire.hook,
             wire_ratio=wire.wire_ratio,
         )
+        self._finite = FiniteCheck(task, self.raw_model, self.meter, scaled=self.scaler.is_enabled())
         self.best = Best.of(options)
         self.updates = 0
         self.epoch = 1
         self._count_estimate = 1.0
-        self._last_batch: Any = None
-        self._saved_at_update = self._validated_at = -1
-        self._last_save_time = self._start_time = time.monotonic()
+        self._progress = telling.Progress(here)
+        self._saving = Saving(here, keep_last=options.keep_last)
+        self._validated_at = -1
+        self._start_time = time.monotonic()
         self._stopped = self._time_is_up = False
-        self._saved: Saved | None = None
-        self._last_said = 0.0
-        self._checkpoints = (
-            CheckpointWriter(
-                here.checkpoints,
-                keep_last=options.keep_last,
-                on_saved=self._checkpoint_saved,
-                on_failed=self._checkpoint_failed,
-            )
-            if here.checkpoints is not None and here.rank == 0
-            else None
-        )
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -171,7 +126,14 @@ class Loop:
             NonFiniteError: a loss or gradient is not finite.
             OutOfMemoryError: memory ran out.
         """
-        self._announce()
+        telling.announce(
+            self.here,
+            self.options,
+            samples=len(self.splits["train"]),
+            samples_per_update=sum(self.sizes) * self._update_freq(1),
+            first_update=self.updates,
+            parameters=sum(parameter.numel() for parameter in self.parameters),
+        )
         self.here.set_state("training")
         self.model.train()
         self.meter.start()
@@ -231,7 +193,6 @@ class Loop:
             batch = to_device(micro.batch, device)
             meter.lap("h2d")
             last = index == update.micro_steps - 1
-            self._last_batch = batch
             try:
                 with self.accumulation(last=last):
                     with self.autocast:
@@ -242,21 +203,21 @@ class Loop:
                     if last and not per_sample:
                         pending = distributed.sum_later(count, device)
                     meter.lap("forward")
-                    self._require_finite_loss(local_sum)
+                    self._finite.require_loss(local_sum, batch, step=self.updates + 1)
                     scaled = local_sum * (self.here.world_size / denominator)
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                raise OutOfMemoryError(self._out_of_memory(batch, error)) from error
+                raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {too_much(batch, error)}") from error
             loss_sum = loss_sum + local_sum.detach()
             samples += micro.samples
         if pending is not None:
             self._correct(pending, denominator)
         self.scaler.unscale_(self.optimizer)
         grad_norm = clip(self.parameters, options.clip_norm)
-        self._require_finite_gradient(grad_norm)
+        self._finite.require_gradient(grad_norm, step=self.updates + 1)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.updates += 1
@@ -273,7 +234,9 @@ class Loop:
             lr=lr,
             grad_norm=grad_norm,
         )
-        self._progress(loss, lr)
+        if self._due(options.desync_every):
+            telling.check_desync(self.here, self.raw_model, step=self.updates)
+        self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
 
     def _correct(self, pending: Any, denominator: float) -> None:
         """Turn gradients that were divided by an estimate of the global count into the exact mean."""
@@ -302,7 +265,7 @@ class Loop:
             end=by_time and bool(options.stop_time) and now - self._start_time >= options.stop_time * 60,
             save=by_time
             and bool(options.save_every_minutes)
-            and now - self._last_save_time >= options.save_every_minutes * 60,
+            and now - self._saving.last_time >= options.save_every_minutes * 60,
         )
 
     def _stop(self) -> Outcome:
@@ -311,10 +274,8 @@ class Loop:
         self._agreement.close()
         self.meter.close()
         self._save()
-        if self._checkpoints is not None:
-            self.here.set_state("saving")
-            self._checkpoints.close()
-        saved = self._saved.path if self._saved is not None and self._saved.step == self.updates else None
+        self._saving.close()
+        saved = self._saving.path_of(self.updates)
         self.here.say(f"stopped at update {self.updates}" + (f", saved {saved}" if saved else ""))
         return Outcome(
             updates=self.updates, epoch=self.epoch, reason="asked to stop", best=self.best, stopped=True, saved=saved
@@ -333,21 +294,18 @@ class Loop:
             self._validate()
         if self._stopped:
             return
-        if self._saved_at_update != self.updates and self.updates:
+        if self.updates:
             self._save()
         if self.options.test and "test" in self.splits:
             result = self._evaluation("test")
             if result is None:
                 return
-            self._report("test", result)
-        self._check_desync()
+            telling.report(self.here, "test", result, step=self.updates, epoch=self.epoch)
+        telling.check_desync(self.here, self.raw_model, step=self.updates)
         if self.here.rank == 0 and (text := self.task.sample(self.raw_model)):
-            self.here.writer.write(record.Sample(time=time.time(), step=self.updates, text=text))
-            self.here.say(text)
+            telling.show(self.here, text, step=self.updates)
         self.here.stopping()  # whoever asks from here on waits for the disk
-        if self._checkpoints is not None:
-            self.here.set_state("saving")
-            self._checkpoints.close()
+        self._saving.close()
         self.here.say(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
@@ -360,8 +318,8 @@ class Loop:
         result = self._evaluation("valid")
         if result is not None:
             self._validated_at = self.updates
-            self._report("valid", result)
-            if self.best.see(result.loss, result.metrics, step=self.updates) and self._keeps_checkpoints:
+            telling.report(self.here, "valid", result, step=self.updates, epoch=self.epoch)
+            if self.best.see(result.loss, result.metrics, step=self.updates) and self._saving.enabled:
                 self._save(best=True)
         self.here.set_state("training")
         self.meter.start()
@@ -379,71 +337,18 @@ class Loop:
         self._stopped |= result is None
         return result
 
-    def _report(self, split: Any, result: Evaluation) -> None:
-        if self.here.rank != 0:
-            return
-        self.here.writer.write(
-            record.Validation(
-                time=time.time(),
-                step=self.updates,
-                epoch=self.epoch,
-                split=split,
-                loss=result.loss,
-                metrics=result.metrics,
-            )
-        )
-        metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
-        self.here.say(f"{split} at step {self.updates}: loss {result.loss:.4f} nats{metrics}")
-
-    def _check_desync(self) -> None:
-        for event in check_desync(self.raw_model, step=self.updates, rank=self.here.rank, device=self.here.device):
-            self.here.writer.write(event)
-
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    @property
-    def _keeps_checkpoints(self) -> bool:
-        return self.here.checkpoints is not None
-
     def _save(self, *, best: bool = False) -> None:
-        """Write a checkpoint; every rank takes part, because each gives the state of its random numbers."""
-        if not self._keeps_checkpoints or (self._saved_at_update == self.updates and not best):
+        """Write a checkpoint, unless there is one of this update."""
+        if not self._saving.enabled or (self._saving.last_update == self.updates and not best):
             return
-        self._saved_at_update = self.updates
-        self._last_save_time = time.monotonic()
         self.meter.pause()
-        rng = distributed.all_gather_list(capture_rng())
-        if self._checkpoints is not None:
-            self.here.set_state("saving")
-            self._checkpoints.save(self.state_dict(rng), step=self.updates, best=best)
-            self.here.set_state("training")
+        self._saving.save(self.state_dict, step=self.updates, best=best)
         self.meter.start()
 
-    def _checkpoint_saved(self, saved: Saved) -> None:
-        self._saved = saved
-        self.here.writer.write(
-            record.Checkpoint(
-                time=time.time(), step=saved.step, path=str(saved.path), bytes=saved.bytes, write_ms=saved.write_ms
-            )
-        )
-
-    def _checkpoint_failed(self, step: int, why: str) -> None:
-        """A full disk costs the checkpoint, not the training; the record says so."""
-        self.here.say(why)
-        self.here.writer.write(
-            record.Finding(
-                time=time.time(),
-                kind="checkpoint_lost",
-                severity="critical",
-                rank=self.here.rank,
-                step=step,
-                message=why,
-                advice="free space in the checkpoint folder; the training goes on and the next checkpoint is tried",
-            )
-        )
-
-    def state_dict(self, rng: list[Any]) -> dict[str, Any]:
-        """All that a resumed run needs; ``rng`` holds the state of every rank's random numbers."""
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, besides the random numbers of the ranks."""
         return {
             "task": self.options.task,
             "updates": self.updates,
@@ -455,8 +360,6 @@ class Loop:
             "position": self.train_batches.state_dict(),
             "best": self.best.state_dict(),
             "validated_at": self._validated_at,
-            "rng": rng,
-            "recipe": self.here.recipe,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: str) -> None:
@@ -465,23 +368,15 @@ class Loop:
         Raises:
             RequestError: the checkpoint belongs to another task or model.
         """
-        if state["task"] != self.options.task:
-            raise RequestError(f"{source} is of task {state['task']!r}, but this run trains {self.options.task!r}")
-        try:
-            self.raw_model.load_state_dict(state["model"])
-            restore(self.optimizer, state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise RequestError(f"{source} does not fit this model: {reason}") from None
+        resume_model(state, self.raw_model, self.optimizer, task=self.options.task, source=source)
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
         self.train_batches.load_state_dict(state["position"])
         self.best.load_state_dict(state["best"])
-        self.updates = self._saved_at_update = int(state["updates"])
+        self.updates = self._saving.last_update = int(state["updates"])
         self._validated_at = int(state.get("validated_at", self.updates))
         self._count_estimate = float(state["count_estimate"])
-        if len(state["rng"]) == self.here.world_size:
-            restore_rng(state["rng"][self.here.rank])
+        resume_rng(state, rank=self.here.rank, world_size=self.here.world_size)
         position = self.train_batches.position
         self.here.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
 
@@ -492,57 +387,3 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.updates % every == 0
-
-    def _announce(self) -> None:
-        if self.here.rank != 0:
-            return
-        micro_steps = -(-len(self.splits["train"]) // sum(self.sizes))
-        self.here.writer.write(
-            record.TrainingPlan(
-                time=time.time(),
-                world_size=self.here.world_size,
-                updates_per_epoch=-(-micro_steps // self._update_freq(1)),
-                samples_per_epoch=len(self.splits["train"]),
-                max_updates=self.options.max_updates,
-                max_epochs=self.options.max_epochs,
-                first_update=self.updates,
-                parameters=sum(parameter.numel() for parameter in self.parameters),
-            )
-        )
-
-    def _progress(self, loss: Tensor | None, lr: float) -> None:
-        """Check for desynchronisation when due, and say now and then where training is."""
-        if self._due(self.options.desync_every):
-            self._check_desync()
-        now = time.monotonic()
-        if loss is None or now - self._last_said < SAY_EVERY_S:
-            return
-        self._last_said = now
-        self.here.say(f"epoch {self.epoch} step {self.updates}: loss {float(loss):.4f} nats, lr {lr:.3g}")
-
-    def _require_finite_loss(self, loss: Tensor) -> None:
-        """End this rank before its bad loss reaches the others; on a GPU, as soon as the value has been copied."""
-        if loss.device.type == "cpu":
-            if not torch.isfinite(loss):
-                where = nonfinite.locate(self.task, self.raw_model, self._last_batch)
-                raise NonFiniteError(f"non-finite loss at step {self.updates + 1}: first in {where}")
-        elif (latest := self.meter.latest) and not (latest.loss is None or math.isfinite(latest.loss)):
-            where = nonfinite.locate(self.task, self.raw_model, self._last_batch)
-            raise NonFiniteError(f"non-finite loss at step {latest.step}: first in {where}")
-
-    def _require_finite_gradient(self, grad_norm: Tensor) -> None:
-        """Refuse to step on a gradient that is not finite; it is the same on all ranks, so they name the culprit.
-
-        fp16's scaler skips such a step itself. On a GPU the check would stop the queue: the next loss tells.
-        """
-        if self.scaler.is_enabled() or grad_norm.device.type != "cpu" or torch.isfinite(grad_norm):
-            return
-        found = distributed.all_gather_list(nonfinite.locate(self.task, self.raw_model, self._last_batch))
-        culprits = [f"{where} on rank {rank}" for rank, where in enumerate(found) if where != nonfinite.NOT_REPRODUCED]
-        raise NonFiniteError(
-            f"non-finite gradient at step {self.updates + 1}: first in {'; '.join(culprits) or 'an unknown place'}"
-        )
-
-    def _out_of_memory(self, batch: Any, error: BaseException) -> str:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"out of memory at step {self.updates + 1}, batch {shapes(batch)}: {first_line}"

@@ -89,6 +89,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     return original
 
 
+def autocast(options: Training, device: torch.device) -> torch.autocast:
+    """Return the precision of the forward pass."""
+    return torch.autocast(
+        device.type,
+        dtype=torch.float16 if options.precision == "fp16" else torch.bfloat16,
+        enabled=options.precision != "fp32",
+    )
+
+
 class Accumulation:
     """Lets only the last micro-step of an update reduce gradients; the others run under ``no_sync``.
 
@@ -121,24 +130,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-def shapes(batch: Any) -> str:
-    """Describe a batch's tensors for a message: ``[32, 64] int64, [32] int64``."""
-    if isinstance(batch, Tensor):
-        return f"{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, dict):
-        return ", ".join(f"{key}: {shapes(value)}" for key, value in batch.items())
-    if isinstance(batch, list | tuple):
-        return ", ".join(shapes(value) for value in batch)
-    return type(batch).__name__
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or on the host, where torch's allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

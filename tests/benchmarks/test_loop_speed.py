@@ -23,10 +23,11 @@ from gang import Gang
 from torch import Tensor, nn
 
 from trainer.batches import epoch_order
-from trainer.loop import Loop, Surroundings
+from trainer.loop import Loop
 from trainer.optim import build_optimizer
 from trainer.options import Training
 from trainer.record import EventWriter
+from trainer.surroundings import Surroundings
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 

@@ -30,8 +30,9 @@ def train(rank: int, world_size: int, options: dict[str, Any], record: str) -> d
     import torch
     from tiny_task import TinyOptions, TinyTask
 
-    from trainer.loop import Loop, Surroundings
+    from trainer.loop import Loop
     from trainer.record import EventWriter
+    from trainer.surroundings import Surroundings
 
     writer = EventWriter(Path(record) / f"{rank}.ndjson", rank=rank)
     loop = Loop(

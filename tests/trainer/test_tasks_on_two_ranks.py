@@ -53,9 +53,10 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
 
     import torch
 
-    from trainer.loop import Loop, Surroundings
+    from trainer.loop import Loop
     from trainer.options import Training
     from trainer.record import EventWriter
+    from trainer.surroundings import Surroundings
 
     os.environ["GPUTRAIN_CACHE"] = cache
     said: list[str] = []

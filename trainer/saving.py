@@ -1,0 +1,118 @@
+"""When a training's checkpoints are written, what goes into the record about them, and going on from one.
+
+How a file gets onto the disk whole is ``trainer.checkpoint``'s business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer import distributed, record
+from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
+from trainer.errors import RequestError
+from trainer.optim import restore
+from trainer.surroundings import Surroundings
+
+State = dict[str, Any]
+
+
+class Saving:
+    """The checkpoints of one training; every rank has one, rank 0 writes."""
+
+    def __init__(self, here: Surroundings, *, keep_last: int) -> None:
+        self.enabled = here.checkpoints is not None
+        """Whether there is a folder for checkpoints."""
+        self.last_update = -1
+        """The update after which the last checkpoint was begun, or from which training was resumed."""
+        self.last_time = time.monotonic()
+        """When that was."""
+        self._here = here
+        self._on_disk: Saved | None = None
+        self._writer: CheckpointWriter | None = None
+        if here.checkpoints is not None and here.rank == 0:
+            self._writer = CheckpointWriter(
+                here.checkpoints, keep_last=keep_last, on_saved=self._saved, on_failed=self._failed
+            )
+
+    def save(self, state: Callable[[], State], *, step: int, best: bool = False) -> None:
+        """Begin to write a checkpoint; every rank takes part, because each gives the state of its random numbers.
+
+        Args:
+            state: returns what is to be kept; asked on rank 0.
+            step: updates done.
+            best: whether the last validation was the best so far.
+        """
+        self.last_update, self.last_time = step, time.monotonic()
+        rng = distributed.all_gather_list(capture_rng())
+        if self._writer is not None:
+            self._here.set_state("saving")
+            self._writer.save({**state(), "rng": rng, "recipe": self._here.recipe}, step=step, best=best)
+            self._here.set_state("training")
+
+    def close(self) -> None:
+        """Wait until all that was begun is on disk."""
+        if self._writer is not None:
+            self._here.set_state("saving")
+            self._writer.close()
+
+    def path_of(self, step: int) -> Path | None:
+        """Return the checkpoint of that update if it is the last one on disk; rank 0 only."""
+        return self._on_disk.path if self._on_disk is not None and self._on_disk.step == step else None
+
+    def _saved(self, saved: Saved) -> None:
+        self._on_disk = saved
+        self._here.writer.write(
+            record.Checkpoint(
+                time=time.time(), step=saved.step, path=str(saved.path), bytes=saved.bytes, write_ms=saved.write_ms
+            )
+        )
+
+    def _failed(self, step: int, why: str) -> None:
+        """A full disk costs the checkpoint, not the training; the record says so."""
+        self._here.say(why)
+        self._here.writer.write(
+            record.Finding(
+                time=time.time(),
+                kind="checkpoint_lost",
+                severity="critical",
+                rank=self._here.rank,
+                step=step,
+                message=why,
+                advice="free space in the checkpoint folder; the training goes on and the next checkpoint is tried",
+            )
+        )
+
+
+def resume_model(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, task: str, source: str) -> None:
+    """Set model and optimizer to a checkpoint's.
+
+    Args:
+        state: the checkpoint.
+        model: the task's own module.
+        optimizer: of its parameters.
+        task: name of the task that this run trains.
+        source: the checkpoint's path, for the message.
+
+    Raises:
+        RequestError: the checkpoint belongs to another task or model.
+    """
+    if state["task"] != task:
+        raise RequestError(f"{source} is of task {state['task']!r}, but this run trains {task!r}")
+    try:
+        model.load_state_dict(state["model"])
+        restore(optimizer, state["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RequestError(f"{source} does not fit this model: {reason}") from None
+
+
+def resume_rng(state: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+    """Set this rank's random numbers to a checkpoint's; those of another world size have no counterpart here."""
+    if len(state["rng"]) == world_size:
+        restore_rng(state["rng"][rank])

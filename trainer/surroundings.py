@@ -1,0 +1,32 @@
+"""What a rank's training is given by whoever runs it: its place among the ranks, and whom it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.record import EventWriter, RankStateName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Where this rank runs and whom it tells."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    writer: EventWriter
+    set_state: Callable[[RankStateName], None]
+    say: Callable[[str], None]
+    """Prints a line for people; rank 0 only."""
+    checkpoints: Path | None
+    """The folder for checkpoints; None keeps none."""
+    recipe: str = ""
+    """What a checkpoint keeps of the request."""
+    stop_asked: Callable[[], bool] = lambda: False
+    """Whether somebody wants this rank to stop at the next occasion."""
+    stopping: Callable[[], None] = lambda: None
+    """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""

@@ -1,0 +1,86 @@
+"""What a training tells on its way, to the record and to people."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer import desync, record
+from trainer.evaluate import Evaluation
+from trainer.options import Training
+from trainer.surroundings import Surroundings
+
+SAY_EVERY_S = 2.0
+"""Seconds between two lines about the loss: rare enough that fetching it from a GPU costs nothing."""
+
+
+def announce(
+    here: Surroundings, options: Training, *, samples: int, samples_per_update: int, first_update: int, parameters: int
+) -> None:
+    """Record what lies ahead; rank 0 only.
+
+    Args:
+        here: whom to tell.
+        options: where training ends.
+        samples: of an epoch.
+        samples_per_update: of all ranks.
+        first_update: updates done already.
+        parameters: numbers that are trained.
+    """
+    if here.rank != 0:
+        return
+    here.writer.write(
+        record.TrainingPlan(
+            time=time.time(),
+            world_size=here.world_size,
+            updates_per_epoch=-(-samples // samples_per_update),
+            samples_per_epoch=samples,
+            max_updates=options.max_updates,
+            max_epochs=options.max_epochs,
+            first_update=first_update,
+            parameters=parameters,
+        )
+    )
+
+
+def report(here: Surroundings, split: Any, result: Evaluation, *, step: int, epoch: int) -> None:
+    """Tell the result of an evaluation; rank 0 only."""
+    if here.rank != 0:
+        return
+    here.writer.write(
+        record.Validation(
+            time=time.time(), step=step, epoch=epoch, split=split, loss=result.loss, metrics=result.metrics
+        )
+    )
+    metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
+    here.say(f"{split} at step {step}: loss {result.loss:.4f} nats{metrics}")
+
+
+def show(here: Surroundings, text: str, *, step: int) -> None:
+    """Tell a sample of what the model makes."""
+    here.writer.write(record.Sample(time=time.time(), step=step, text=text))
+    here.say(text)
+
+
+def check_desync(here: Surroundings, model: nn.Module, *, step: int) -> None:
+    """Compare the parameters of all ranks and record what is found."""
+    for event in desync.check(model, step=step, rank=here.rank, device=here.device):
+        here.writer.write(event)
+
+
+class Progress:
+    """Says now and then where training is."""
+
+    def __init__(self, here: Surroundings) -> None:
+        self._here = here
+        self._last = 0.0
+
+    def __call__(self, *, epoch: int, step: int, loss: Tensor | None, lr: float) -> None:
+        """Say it if the last time is long ago; the loss [] is in nats and is fetched only then."""
+        now = time.monotonic()
+        if loss is None or now - self._last < SAY_EVERY_S:
+            return
+        self._last = now
+        self._here.say(f"epoch {epoch} step {step}: loss {float(loss):.4f} nats, lr {lr:.3g}")
