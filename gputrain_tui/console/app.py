@@ -94,6 +94,8 @@ class GputrainApp(App[int]):
         self._runs = runs
         self._follow = follow
         self._clocked = clocked
+        self._catching_up = False
+        """Whether the next portion of the record is read without waiting for the beat."""
         self._run_mode = ""
         self._opened = 0
         self._seen: int | None = None
@@ -137,8 +139,8 @@ class GputrainApp(App[int]):
     def beat(self) -> None:
         """Read what was appended and let the screen repaint what moved."""
         live = self.live
-        if live is not None and live.poll() and self._clocked:
-            self.set_timer(CATCH_UP_S, self._read_on)
+        if not self._catching_up:
+            self._read_on()
         version = live.version if live is not None else None
         self._still = self._still + 1 if version == self._seen else 0
         self._seen = version
@@ -154,8 +156,9 @@ class GputrainApp(App[int]):
             below()  # behind a question or the palette
 
     def _read_on(self) -> None:
-        """Catch up in small portions between two paints."""
-        if self.live is not None and self.live.poll():
+        """Read a small portion, and the next one soon while much is waiting: keys and paints come between two."""
+        self._catching_up = self.live is not None and self.live.poll() and self._clocked
+        if self._catching_up:
             self.set_timer(CATCH_UP_S, self._read_on)
 
     def on_unmount(self) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from gputrain_tui.console.widgets.filter_line import FilterLine
     from gputrain_tui.console.widgets.log_view import LogView
 
+FOLLOW_S = 0.04
+"""How long after the cursor the charts point at another rank."""
 CHARTS_S = 0.25
 """Time between two paintings of charts; the table is painted with every beat."""
 WINDOWS = (None, 1000, 100)
@@ -56,13 +58,16 @@ class RunScreen(Screen[None]):
         """The rank that table, charts and log point at."""
         self.wish = Wish(ranks=live.state.world_size, has=_panels())
         """What is shown, as far as the person chose it."""
-        self._charts_at = float("-inf")
+        self._painted_at: dict[str | None, float] = {}
+        """When each chart was last looked at, monotonic seconds."""
         self._right: PanelName | None = None
         """Of findings and log the one that was asked for; until then whatever has something to say."""
         self._pointed_out = False
         self._before: object = None
         self._settled: object = None
         """Version of the run at the last painting of charts, and when events had ceased."""
+        self._following = False
+        """Whether the charts are still to point at the rank under the cursor."""
         self._window = 0
         self._smoothing = 0
         self._arranged: tuple[Size, Wish] | None = None
@@ -109,18 +114,23 @@ class RunScreen(Screen[None]):
     # The clock
 
     def tick(self) -> None:
-        """Repaint what moved: the table every time, charts less often."""
+        """Repaint what moved: the table every time, charts less often, and not all of them at the same beat."""
         self._arrange()
         now = time.monotonic()
-        charts = now - self._charts_at >= CHARTS_S
-        if charts:
-            self._charts_at = now
-        for panel in self._shown():
-            if charts or panel.id == "ranks":
+        for turn, panel in enumerate(self._shown()):
+            if panel.id == "ranks" or self._is_due(panel.id, turn, now):
                 panel.tick()
-        if charts:
+        if self._is_due("header", 0, now):
             self.query_one(RunHeader).tick()
             self._settle()
+
+    def _is_due(self, name: str | None, turn: int, now: float) -> bool:
+        """Return whether a chart is to be painted again; the first time sets them apart by their turns."""
+        before = self._painted_at.get(name)
+        if before is not None and now - before < CHARTS_S:
+            return False
+        self._painted_at[name] = now if before is not None else now - turn % 3 * CHARTS_S / 3
+        return True
 
     def _settle(self) -> None:
         """Point out the rank that failed, and bring the table's order up to date when events have ceased."""
@@ -137,7 +147,8 @@ class RunScreen(Screen[None]):
 
     def repaint(self) -> None:
         """Bring everything up to date at once."""
-        self._charts_at = float("-inf")
+        self._follow()
+        self._painted_at.clear()
         self.tick()
 
     def _shown(self) -> list[Panel | LogView]:
@@ -258,7 +269,16 @@ class RunScreen(Screen[None]):
 
     @on(RankGrid.Picked)
     def _picked(self, message: RankGrid.Picked) -> None:
-        self.select(message.rank)
+        """Let the charts follow once the cursor is painted: a key held down moves it without them."""
+        self.selected_rank = message.rank
+        if not self._following:
+            self._following = True
+            self.set_timer(FOLLOW_S, self._follow)
+
+    def _follow(self) -> None:
+        if self._following:
+            self._following = False
+            self.select(self.selected_rank)
 
     @on(Findings.Picked)
     def _pointed(self, message: Findings.Picked) -> None:
