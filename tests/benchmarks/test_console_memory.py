@@ -61,8 +61,7 @@ def test_a_week_takes_no_more_memory_than_a_day(tmp_path: Path) -> None:
             live.poll()
         held.append(rss_mib())
     days = ", ".join(f"{size:.0f}" for size in held)
-    print(f"
-after each day {days} MiB; {live.state.step:,} steps of {RANKS} ranks")
+    print(f"\nafter each day {days} MiB; {live.state.step:,} steps of {RANKS} ranks")
     assert live.state.step == 7 * DAY
     assert live.series.last_step == 7 * DAY
     assert held[-1] <= held[0] + 12, "a level more of every curve, and nothing that grows with the steps"
