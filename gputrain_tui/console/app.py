@@ -145,7 +145,10 @@ class GputrainApp(App[int]):
         self._still = self._still + 1 if version == self._seen else 0
         self._seen = version
         if self._still < REST_S * self._fps or self._still % max(int(self._fps * REST_TICK_S), 1) == 0:
-            self.tick()
+            if self._clocked:
+                self.call_later(self.tick)  # after a key that was pressed meanwhile
+            else:
+                self.tick()
 
     def tick(self) -> None:
         """Let the active screen repaint what moved."""
