@@ -132,6 +132,18 @@ class Terminal:
         self.send(key)
         return self.process.wait(timeout_s)
 
+    def waited_ms(self) -> float:
+        """Return how long those that pass a key and its answer on were ready to run and had no core, ever.
+
+        These are this thread, the process's main thread, and the thread that takes what the process writes.
+        """
+        tasks = (
+            f"{os.getpid()}/task/{threading.get_native_id()}",
+            f"{self.process.pid}/task/{self.process.pid}",
+            f"{os.getpid()}/task/{self._reader.native_id}",
+        )
+        return sum(int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) for task in tasks) / 1e6
+
     @property
     def _proc(self) -> Path:
         return Path(f"/proc/{self.process.pid}")
@@ -157,8 +169,21 @@ class Terminal:
                 self._grown.notify_all()
 
 
-def latencies(terminal: Terminal, presses: Sequence[tuple[str, str]], *, pause: Callable[[], float]) -> list[float]:
-    """Press keys one after the other; return how long each one's answer took, ms.
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """How long the answer to a key took."""
+
+    ms: float
+    waited_ms: float
+    """What of it was waiting for a core, as on a busy machine only."""
+
+    @property
+    def own_ms(self) -> float:
+        return max(self.ms - self.waited_ms, 0.0)
+
+
+def latencies(terminal: Terminal, presses: Sequence[tuple[str, str]], *, pause: Callable[[], float]) -> list[Latency]:
+    """Press keys one after the other; return how long each one's answer took.
 
     Args:
         terminal: where the keys go.
@@ -168,7 +193,8 @@ def latencies(terminal: Terminal, presses: Sequence[tuple[str, str]], *, pause: 
     found = []
     for keys, answer in presses:
         time.sleep(pause())
-        since = terminal.written
+        since, waited = terminal.written, terminal.waited_ms()
         pressed = terminal.send(keys)
-        found.append(1000 * (terminal.wait_for(re.compile(answer), since=since, timeout_s=5.0) - pressed))
+        ms = 1000 * (terminal.wait_for(re.compile(answer), since=since, timeout_s=5.0) - pressed)
+        found.append(Latency(ms=ms, waited_ms=terminal.waited_ms() - waited))
     return found

@@ -1,6 +1,7 @@
 """What the console costs, measured from outside in a pseudo-terminal: start, paint, keys, and rest.
 
-The limits are meant for a quiet machine with a core free for the console; the load average stands beside each figure.
+The limits are meant for a machine with a core free for the console; the load average stands beside each figure, and
+what a key's answer waited for a core is told apart.
 """
 
 from __future__ import annotations
@@ -93,9 +94,10 @@ def test_1024_ranks_at_10_events_a_second_cost_less_than_a_third_of_a_core(env: 
         terminal.wait_for(re.compile(CURSOR.format(0)))
         chance = random.Random(1)
         presses = [(DOWN, CURSOR.format(rank)) for rank in range(1, 81)]
-        found = sorted(latencies(terminal, presses, pause=lambda: 0.05 + 0.2 * chance.random()))
-        p50, p95 = found[len(found) // 2], found[len(found) * 95 // 100]
-        tell(f"key to paint p50 {p50:.0f} ms, p95 {p95:.0f} ms")
+        found = latencies(terminal, presses, pause=lambda: 0.05 + 0.2 * chance.random())
+        p50, p95 = percentiles([latency.own_ms for latency in found])
+        seen = percentiles([latency.ms for latency in found])
+        tell(f"key to paint p50 {p50:.0f} ms, p95 {p95:.0f} ms; with waits for cores {seen[0]:.0f} and {seen[1]:.0f}")
         assert terminal.leave() == 0
     assert usage.cpu_percent <= 30
     assert p50 <= 20
@@ -115,6 +117,12 @@ def test_100000_events_a_second_are_read_without_falling_behind(env: dict[str, s
         tell(f"{told(usage)}, read {usage.read_bytes / grown:.2f} of {grown / 370 / 10:.0f} events a second")
         assert terminal.leave() == 0
     assert usage.read_bytes >= 0.95 * grown
+
+
+def percentiles(values: list[float]) -> tuple[float, float]:
+    """Return the median and the 95th percentile."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2], ordered[len(ordered) * 95 // 100]
 
 
 def recorded(run: Path) -> int:
