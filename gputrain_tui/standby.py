@@ -23,9 +23,9 @@ import msgspec
 
 from gputrain_tui import leftovers
 from gputrain_tui.launchers.local import LocalProcess
+from trainer.node.stopping_signals import LEASE
+from trainer.node.warm_request import FOLDER, Request
 from trainer.record import RunDir
-from trainer.stopping_signals import LEASE
-from trainer.warm_request import FOLDER, Request
 
 if TYPE_CHECKING:
     from gputrain_tui.launchers import Launcher, NodeProcess
@@ -47,7 +47,7 @@ class Spare:
         """Start it; it says on this process's standard output that it is ready."""
         self.folder = Path(tempfile.mkdtemp(prefix="gputrain-"))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.warm"],
+            [sys.executable, "-m", "trainer.node.warm"],
             env={**os.environ, FOLDER: str(self.folder)},
             stdin=subprocess.PIPE,
             pipesize=PIPE_BYTES,

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import msgspec
 
-from trainer.warm_request import READY
+from trainer.node.warm_request import READY
 
 IDLE_S = 600.0
 """How long it waits for a launch."""

@@ -54,10 +54,10 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
         _check_training(left)
 
     # Not before the flags are known to be right: help and refusals answer at once.
-    from trainer.devices import visible_devices
     from trainer.dispatch import decide
-    from trainer.launch import launch
-    from trainer.script_environment import refuse_file
+    from trainer.node.launch import launch
+    from trainer.node.script_environment import refuse_file
+    from trainer.placement.devices import visible_devices
 
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))

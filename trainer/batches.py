@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trainer.errors import RequestError
-from trainer.reading import Collate, MicroBatch, Reader, mixed
 from trainer.tasks.task import SizedDataset
+from trainer.training.reading import Collate, MicroBatch, Reader, mixed
 
 T = TypeVar("T")
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from trainer import slurm
-from trainer.decision import (
+from trainer.errors import RequestError, nearest
+from trainer.options import Distributed
+from trainer.placement import slurm
+from trainer.placement.decision import (
     Decision,
     Exchange,
     Mode,
@@ -22,8 +24,6 @@ from trainer.decision import (
     require_devices,
     with_counts,
 )
-from trainer.errors import RequestError, nearest
-from trainer.options import Distributed
 
 __all__ = ["Decision", "Exchange", "Mode", "decide", "with_counts"]
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer import joining
-from trainer.encoding import decode, encode
 from trainer.errors import RequestError, TrainingError
+from trainer.group import joining
+from trainer.group.encoding import decode, encode
+from trainer.group.stores import JoinTimeoutError, Meeting, Wait, Waiting, clear_away, open_store
 from trainer.options import Distributed
-from trainer.stores import JoinTimeoutError, Meeting, Wait, Waiting, clear_away, open_store
 
 __all__ = [
     "JoinTimeoutError",

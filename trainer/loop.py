@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import distributed, telling
-from trainer.agreement import Agreement, Wishes
+from trainer import distributed
 from trainer.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
 from trainer.errors import RequestError, TrainingError
-from trainer.evaluate import Evaluation, evaluate
-from trainer.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
-from trainer.nonfinite import FiniteCheck
 from trainer.optim import Schedule, build_optimizer
 from trainer.options import Training
-from trainer.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
-from trainer.reading import mixed
-from trainer.saving import Saving, resume_model, resume_rng
-from trainer.stopping import Best, end_reached, require_an_end
-from trainer.surroundings import Surroundings
 from trainer.sync import StepMeter
 from trainer.tasks.task import Task
+from trainer.training import telling
+from trainer.training.agreement import Agreement, Wishes
+from trainer.training.evaluate import Evaluation, evaluate
+from trainer.training.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
+from trainer.training.nonfinite import FiniteCheck
+from trainer.training.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
+from trainer.training.reading import mixed
+from trainer.training.saving import Saving, resume_model, resume_rng
+from trainer.training.stopping import Best, end_reached, require_an_end
+from trainer.training.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 
 from trainer import distributed, record
-from trainer.assignment import RankAssignment
 from trainer.checkpoint import CheckpointError, load, newest
 from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.loop import Loop, Outcome
-from trainer.nonfinite import NonFiniteError
+from trainer.node.assignment import RankAssignment
 from trainer.options import Training
-from trainer.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.outcome import is_lost_peer
 from trainer.record import EventWriter, Failure, RankStateName, RunDir
 from trainer.schema import check, describe, read_flags
-from trainer.surroundings import Surroundings
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
+from trainer.training.nonfinite import NonFiniteError
+from trainer.training.out_of_memory import OutOfMemoryError, is_out_of_memory
+from trainer.training.surroundings import Surroundings
 
 
 def run_rank(assignment: RankAssignment) -> int:

@@ -22,12 +22,14 @@ from typing import Literal
 
 import msgspec
 
-from trainer import child, forkserver, guard, memory
-from trainer.assignment import PipeSink, RankAssignment
-from trainer.descendants import kill_descendants, reap
 from trainer.errors import ExitCode
-from trainer.last_words import error_in
-from trainer.node_sampler import Gpus, NodeSampler
+from trainer.node import child, forkserver, guard, memory
+from trainer.node.assignment import PipeSink, RankAssignment
+from trainer.node.descendants import kill_descendants, reap
+from trainer.node.last_words import error_in
+from trainer.node.node_sampler import Gpus, NodeSampler
+from trainer.node.scratch import scratch_folder
+from trainer.node.stopping_signals import StopRequested, StopSignals
 from trainer.outcome import (
     SAVE_S,
     NodeOutcome,
@@ -39,8 +41,6 @@ from trainer.outcome import (
     signal_name,
 )
 from trainer.record import EventWriter, Failure, RankState, RunDir
-from trainer.scratch import scratch_folder
-from trainer.stopping_signals import StopRequested, StopSignals
 
 GRACE_S = 1.5
 """From SIGTERM to SIGKILL."""

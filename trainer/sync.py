@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.bucket_hook import BucketHook, Buckets, CommHook
-from trainer.clocks import Clock, CudaClock, HostClock, Mark, Scalar, core_waits
-from trainer.ddp_log import DdpLog, SyncTimes
+from trainer.measure.bucket_hook import BucketHook, Buckets, CommHook
+from trainer.measure.clocks import Clock, CudaClock, HostClock, Mark, Scalar, core_waits
+from trainer.measure.ddp_log import DdpLog, SyncTimes
+from trainer.measure.step_events import StepMerger
 from trainer.record import Doing, EventWriter, Finding, Step
-from trainer.step_events import StepMerger
 
 Part = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
 """What a step's time goes into; ``other`` is in ``step_ms`` only."""

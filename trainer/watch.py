@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.desync import fingerprint
+from trainer.measure.desync import fingerprint
+from trainer.node.script_environment import RANK_PID, RUN_DIR
 from trainer.record import Checksum, EventWriter, Failure, RankState, RankStateName, RunDir
-from trainer.script_environment import RANK_PID, RUN_DIR
 from trainer.sync import Part, StepMeter, ddp_of
 
 Batch = TypeVar("Batch")

@@ -13,9 +13,9 @@ import msgspec
 
 from gputrain_tui.processes import ProcessIdentity, identify, is_alive
 from trainer.errors import ExitCode
+from trainer.node.stopping_signals import AT_ONCE
 from trainer.outcome import NodeOutcome
 from trainer.record import RunDir
-from trainer.stopping_signals import AT_ONCE
 
 if TYPE_CHECKING:
     from gputrain_tui.plan import PlannedNode

@@ -27,9 +27,9 @@ from trainer.loop import Loop
 from trainer.optim import build_optimizer
 from trainer.options import Training
 from trainer.record import EventWriter
-from trainer.surroundings import Surroundings
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
+from trainer.training.surroundings import Surroundings
 
 pytestmark = pytest.mark.benchmark
 

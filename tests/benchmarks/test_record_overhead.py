@@ -14,7 +14,7 @@ from gang import Gang
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import desync
+from trainer.measure import desync
 from trainer.record import EventWriter
 from trainer.sync import StepMeter
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 TORCH_FREE = (
     "trainer",
     "trainer.__main__",
-    "trainer.decision",
-    "trainer.devices",
+    "trainer.placement.decision",
+    "trainer.placement.devices",
     "trainer.digest",
     "trainer.dispatch",
     "trainer.errors",
@@ -26,11 +26,11 @@ TORCH_FREE = (
     "trainer.record",
     "trainer.schema",
     "trainer.spawn",
-    "trainer.stopping_signals",
+    "trainer.node.stopping_signals",
     "trainer.tasks",
     "trainer.tasks.options",
     "trainer.tasks.registry",
-    "trainer.warm_request",
+    "trainer.node.warm_request",
 )
 """What of the trainer the node's parent process runs, and what the console may read."""
 

@@ -327,7 +327,7 @@ def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> N
     done = bench.call("run", script_recipe(bench, "fail"))
     assert done.returncode == 1
     assert "ValueError: no more data" in done.stderr
-    assert "trainer/script.py" not in done.stderr
+    assert "trainer/node/script.py" not in done.stderr
     assert bench.runs()[0].status.message == "ValueError: no more data"
 
 

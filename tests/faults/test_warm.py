@@ -159,7 +159,7 @@ def test_the_fork_server_that_waits_has_one_thread_and_no_cuda(warm: WarmStart) 
     opened = [str(descriptor.readlink()) for descriptor in Path(f"/proc/{server}/fd").iterdir()]
     assert not any("nvidia" in path for path in opened)
     program = (
-        "import gc, os, trainer.preload_ranks, torch\n"
+        "import gc, os, trainer.node.preload_ranks, torch\n"
         "gc.unfreeze()\n"
         "tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]\n"
         "print(torch.cuda.is_initialized(), len(tensors), len(os.listdir('/proc/self/task')))"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer import forkserver, spawn
-from trainer.assignment import RankAssignment
+from trainer import spawn
+from trainer.node import forkserver
+from trainer.node.assignment import RankAssignment
 from trainer.options import Distributed
 from trainer.outcome import RankReport
 
@@ -19,7 +20,7 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
     """Run two ranks; ``light`` is the fork server without torch, which most targets do not need."""
     world = 2
     if start_method == "light":
-        forkserver.PRELOADED = ["trainer.chain", "spawn_targets"]
+        forkserver.PRELOADED = ["trainer.node.chain", "spawn_targets"]
     assignments = [
         RankAssignment(
             rank=rank,

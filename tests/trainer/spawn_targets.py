@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.assignment import RankAssignment
 from trainer.errors import RequestError
+from trainer.node.assignment import RankAssignment
 from trainer.record import Failure
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trainer.agreement import NONE, Agreement, Wishes
+from trainer.training.agreement import NONE, Agreement, Wishes
 
 
 @dataclass

@@ -26,7 +26,7 @@ from trainer.batches import (
     rank_batch_sizes,
 )
 from trainer.errors import RequestError
-from trainer.reading import MicroBatch, pinned
+from trainer.training.reading import MicroBatch, pinned
 
 PAD = -1
 

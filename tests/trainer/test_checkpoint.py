@@ -30,8 +30,8 @@ from trainer.checkpoint import (
     restore_rng,
     write_file,
 )
-from trainer.encoding import encode
 from trainer.errors import RequestError
+from trainer.group.encoding import encode
 
 
 class Log:

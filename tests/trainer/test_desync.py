@@ -8,7 +8,7 @@ import torch
 from gang import Gang
 from torch import nn
 
-from trainer.desync import _minority, check, fingerprint
+from trainer.measure.desync import _minority, check, fingerprint
 from trainer.record import Checksum, Finding
 
 CPU = torch.device("cpu")
@@ -108,9 +108,9 @@ def _check(rank: int, world_size: int, what: str, apart: list[int], unlike: bool
                 case "shape":
                     model = nn.Sequential(nn.Linear(5, 7))
     if unlike:
-        import trainer.desync
+        import trainer.measure.desync
 
-        trainer.desync._processor = lambda device: rank  # type: ignore[assignment]
+        trainer.measure.desync._processor = lambda device: rank  # type: ignore[assignment]
     return check(model, step=100, rank=rank, device=CPU)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from trainer.dispatch import Decision, decide, with_counts
 from trainer.errors import RequestError
-from trainer.hostlist import expand, task_counts
 from trainer.options import Distributed
+from trainer.placement.hostlist import expand, task_counts
 
 TCP = "tcp://10.0.0.1:29500"
 TORCHRUN = {

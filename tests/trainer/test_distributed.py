@@ -13,9 +13,10 @@ import pytest
 import torch
 from gloo_group import Member, Processes
 
-from trainer import distributed, joining, stores
-from trainer.encoding import DTYPES, decode, encode
+from trainer import distributed
 from trainer.errors import RequestError, TrainingError
+from trainer.group import joining, stores
+from trainer.group.encoding import DTYPES, decode, encode
 from trainer.options import Distributed
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import pytest
 from gang import Gang
 
 from trainer.errors import RequestError
-from trainer.model import compression
 from trainer.options import Training
+from trainer.training.model import compression
 
 UPDATES = 12
 
@@ -32,7 +32,7 @@ def train(rank: int, world_size: int, options: dict[str, Any], record: str) -> d
 
     from trainer.loop import Loop
     from trainer.record import EventWriter
-    from trainer.surroundings import Surroundings
+    from trainer.training.surroundings import Surroundings
 
     writer = EventWriter(Path(record) / f"{rank}.ndjson", rank=rank)
     loop = Loop(

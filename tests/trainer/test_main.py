@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from trainer.__main__ import main
-from trainer.descendants import descendants
-from trainer.devices import Device, label, select
+from trainer.node.descendants import descendants
 from trainer.options import Distributed, Training
 from trainer.outcome import NodeOutcome
+from trainer.placement.devices import Device, label, select
+from trainer.placement.rendezvous import free_port
 from trainer.record import RankState, RunDir, Step, decode_events
-from trainer.rendezvous import free_port
 from trainer.schema import Option, describe
 from trainer.tasks.registry import BUILT_IN
 
@@ -147,7 +147,7 @@ def test_a_busy_port_is_refused_before_a_run_directory_is_made(
 
 def test_the_parent_never_imports_torch_nor_what_is_slow(data: Path) -> None:
     code = (
-        "import sys, trainer.__main__, trainer.launch\n"
+        "import sys, trainer.__main__, trainer.node.launch\n"
         f"trainer.__main__.main({words(data, '--distributed-init-method', 'tcp://127.0.0.1')!r}, {{}})\n"
         "print([name for name in ('torch', 'pynvml', 'psutil', 'textual', 'asyncio', 'numpy') if name in sys.modules])"
     )
@@ -220,7 +220,7 @@ def test_control_c_stops_training_says_so_and_leaves_nothing(data: Path, tmp_pat
     family = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     code, _, stderr = finish(process)
-    assert code == 130
+    assert code == 130, stderr
     assert stderr.splitlines()[-1].startswith("trainer: stopped")
     assert "Traceback" not in stderr
     assert not family & descendants(1)

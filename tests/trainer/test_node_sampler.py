@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.node_sampler import (
+from trainer.node.node_sampler import (
     Cores,
     Gpus,
     NodeSampler,
@@ -159,5 +159,5 @@ def test_a_missing_driver_means_no_gpu_samples() -> None:
 
 
 def test_the_sampler_does_not_load_torch() -> None:
-    code = "import sys, trainer.node_sampler; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.node.node_sampler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

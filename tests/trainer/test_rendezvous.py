@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.decision import Decision, Exchange
 from trainer.dispatch import decide
 from trainer.errors import RequestError, TrainingError
 from trainer.options import Distributed
-from trainer.rendezvous import can_bind, exchange_counts, free_port, meeting
+from trainer.placement.decision import Decision, Exchange
+from trainer.placement.rendezvous import can_bind, exchange_counts, free_port, meeting
 
 
 def decision(init_method: str, *, first: int = 0, here: int = 1, world: int = 2) -> Decision:

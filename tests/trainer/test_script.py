@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from trainer.__main__ import main
-from trainer.assignment import RankAssignment
-from trainer.descendants import descendants
-from trainer.last_words import error_in
+from trainer.node.assignment import RankAssignment
+from trainer.node.descendants import descendants
+from trainer.node.last_words import error_in
+from trainer.node.script_environment import launcher_environment, master
 from trainer.options import Distributed
 from trainer.outcome import NodeOutcome
 from trainer.record import AnyEvent, Failure, NodeSample, RankState, RunDir, Step, decode_events
-from trainer.script_environment import launcher_environment, master
 
 HERE = Path(__file__).parent
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trainer.descendants import descendants
+from trainer.node.descendants import descendants
 from trainer.outcome import NodeOutcome, RankOutcome, is_lost_peer, root_cause
+from trainer.placement.rendezvous import free_port
 from trainer.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
-from trainer.rendezvous import free_port
 
 HERE = Path(__file__).parent
 

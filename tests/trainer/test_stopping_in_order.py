@@ -16,8 +16,8 @@ import torch
 
 from trainer.checkpoint import load, newest
 from trainer.outcome import NodeOutcome
+from trainer.placement.rendezvous import free_port
 from trainer.record import RankState, RunDir, Validation, decode_events
-from trainer.rendezvous import free_port
 
 TASK = f"{Path(__file__).with_name('tiny_task.py')}:TinyTask"
 FLAGS = ["--batch-size", "5", "--dropout", "0.3", "--lr-scheduler", "cosine", "--total-num-update", "5000"]

@@ -21,11 +21,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer
-from trainer.bucket_hook import BucketHook
-from trainer.clocks import CudaClock, HostClock, core_waits
-from trainer.ddp_log import DdpLog, sync_times
+from trainer.measure.bucket_hook import BucketHook
+from trainer.measure.clocks import CudaClock, HostClock, core_waits
+from trainer.measure.ddp_log import DdpLog, sync_times
+from trainer.measure.step_events import StepMerger, merge
 from trainer.record import Doing, EventWriter, Finding, Step, decode_events
-from trainer.step_events import StepMerger, merge
 from trainer.sync import StepMeter
 
 CPU = torch.device("cpu")

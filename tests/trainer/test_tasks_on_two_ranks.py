@@ -56,7 +56,7 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
     from trainer.loop import Loop
     from trainer.options import Training
     from trainer.record import EventWriter
-    from trainer.surroundings import Surroundings
+    from trainer.training.surroundings import Surroundings
 
     os.environ["GPUTRAIN_CACHE"] = cache
     said: list[str] = []

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.decision import Decision, Exchange, check_device, choose_backend, gpus, integer, place, require_devices
 from trainer.errors import RequestError
-from trainer.hostlist import expand, task_counts
 from trainer.options import Distributed
+from trainer.placement.decision import (
+    Decision,
+    Exchange,
+    check_device,
+    choose_backend,
+    gpus,
+    integer,
+    place,
+    require_devices,
+)
+from trainer.placement.hostlist import expand, task_counts
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Step ids from here on are batch scripts, interactive shells and the like: no tasks of a parallel step."""

@@ -10,8 +10,8 @@ from torch import nn
 
 from trainer import distributed
 from trainer.batches import EvalBatches
-from trainer.model import to_device
 from trainer.tasks.task import Task
+from trainer.training.model import to_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from trainer.assignment import RankAssignment
 from trainer.errors import ExitCode
-from trainer.last_words import error_in
+from trainer.node.assignment import RankAssignment
+from trainer.node.last_words import error_in
+from trainer.node.script_environment import RANK_PID
 from trainer.outcome import is_lost_peer
 from trainer.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
-from trainer.script_environment import RANK_PID
 
 
 def run_script(assignment: RankAssignment) -> int:

@@ -14,12 +14,12 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
-PRELOADED = ["trainer.chain", "trainer.preload"]
+PRELOADED = ["trainer.node.chain", "trainer.node.preload"]
 """What the server imports before it forks."""
 FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment that keeps threads, and a CUDA driver that no fork could use, out of a process that loads torch."""
 SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
-"""Environment variable: pid of the node's parent whose fork server it is; ``trainer.chain`` reads it."""
+"""Environment variable: pid of the node's parent whose fork server it is; ``trainer.node.chain`` reads it."""
 
 _environment: dict[str, str] | None = None
 """Of this process when the server was started, and so of the server."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.clocks import Clock, Mark
+from trainer.measure.clocks import Clock, Mark
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

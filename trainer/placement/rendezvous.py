@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from trainer.decision import Decision, Exchange
 from trainer.errors import RequestError, TrainingError
+from trainer.placement.decision import Decision, Exchange
 
 FIRST_FREE, LAST_FREE = 10_000, 29_999
 """Where free ports are looked for: below the range that outgoing connections take theirs from, so that none takes

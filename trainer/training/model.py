@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from trainer.bucket_hook import CommHook
 from trainer.errors import RequestError
+from trainer.measure.bucket_hook import CommHook
 from trainer.options import Training
 
 # torch 2.13 renamed the flag and warns at the old name, which the older versions that we support know alone.

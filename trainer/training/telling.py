@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer import desync, record
-from trainer.evaluate import Evaluation
+from trainer import record
+from trainer.measure import desync
 from trainer.options import Training
-from trainer.surroundings import Surroundings
+from trainer.training.evaluate import Evaluation
+from trainer.training.surroundings import Surroundings
 
 SAY_EVERY_S = 2.0
 """Seconds between two lines about the loss: rare enough that fetching it from a GPU costs nothing."""

@@ -1,4 +1,4 @@
-"""``python -m trainer.warm``: a node's parent that loads torch ahead of its run, and waits to be told which run it is.
+"""``python -m trainer.node.warm``: a node's parent that loads torch ahead of its run and waits to be told which it is.
 
 Started by a supervisor that waits likewise. Standard input brings the run, or its end that there will be none.
 """
@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 
 from trainer import __main__ as trainer
-from trainer import forkserver, guard
-from trainer.stopping_signals import LEASE
-from trainer.warm_request import FOLDER, READY, Request
+from trainer.node import forkserver, guard
+from trainer.node.stopping_signals import LEASE
+from trainer.node.warm_request import FOLDER, READY, Request
 
-NEEDED = ("trainer.launch", "trainer.dispatch", "trainer.devices", "trainer.tasks.registry")
+NEEDED = ("trainer.node.launch", "trainer.dispatch", "trainer.placement.devices", "trainer.tasks.registry")
 """What this process will need, imported while the fork server loads torch."""
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     said = os.dup(1)
     _open_as(os.devnull, os.O_WRONLY, 1, 2)
     with _not_without_parent(os.environ[FOLDER]):
-        context = forkserver.start([*forkserver.PRELOADED, "trainer.preload_ranks"])
+        context = forkserver.start([*forkserver.PRELOADED, "trainer.node.preload_ranks"])
         for module in NEEDED:
             importlib.import_module(module)
         _start_one(context)

@@ -17,7 +17,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.errors import RequestError, TrainingError
-from trainer.stores import BOOK, JoinTimeoutError, Meeting, Wait, clear_away, is_loopback
+from trainer.group.stores import BOOK, JoinTimeoutError, Meeting, Wait, clear_away, is_loopback
 
 LINGER_S = 1.0
 """How long rank 0 keeps the store open after a refusal, so that the others read it."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from trainer import guard
 from trainer.errors import RequestError, TrainingError
+from trainer.node import guard
 from trainer.tasks.task import SizedDataset
 
 Collate = Callable[[list[Any]], Any]

@@ -9,18 +9,19 @@ import dataclasses
 import importlib
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from trainer import child, guard
-from trainer.assignment import RankAssignment
-from trainer.descendants import kill_descendants
 from trainer.errors import ExitCode
+from trainer.node import child, guard
+from trainer.node.assignment import RankAssignment
+from trainer.node.descendants import kill_descendants
+from trainer.node.stopping_signals import AT_ONCE, STOPPING, StopSignals
 from trainer.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
 from trainer.record import EventWriter, Failure, RankState, RunDir
-from trainer.stopping_signals import AT_ONCE, STOPPING, StopSignals
 
 FLUSH_S = 0.15
 """A little more than the record's writer may hold events back, before a stopped rank leaves."""
@@ -39,9 +40,11 @@ def run_alone(assignment: RankAssignment, *, environ: Mapping[str, str], target:
             alone.write_spawned()
             guard.redirect_output(run_dir.rank_log(assignment.rank))
         # Imports torch, which a fork server would have done for the rank.
-        importlib.import_module("trainer.preload")
+        importlib.import_module("trainer.node.preload")
         code = child.run(target, dataclasses.replace(assignment, report=alone.report, stop_asked=alone.stop_asked))
         alone.ended(code)
+    # torch's DataLoader raises in this handler when one of its workers is killed, as the next line does.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_descendants()
     return code
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.forkserver import environment
+from trainer.node.forkserver import environment
 from trainer.record import RunDir
 
 LONGEST_SOCKET_FOLDER = 60

@@ -9,24 +9,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer import child
-from trainer.alone import run_alone
-from trainer.assignment import RankAssignment
-from trainer.decision import Decision, with_counts
-from trainer.devices import Device, label
 from trainer.errors import ExitCode, RequestError
+from trainer.node import child
+from trainer.node.alone import run_alone
+from trainer.node.assignment import RankAssignment
+from trainer.node.script_environment import launcher_environment, master
 from trainer.options import Distributed, Script
 from trainer.outcome import NodeOutcome, RankReport, stopped_where
-from trainer.rendezvous import exchange_counts, free_port, meeting
-from trainer.script_environment import launcher_environment, master
+from trainer.placement.decision import Decision, with_counts
+from trainer.placement.devices import Device, label
+from trainer.placement.rendezvous import exchange_counts, free_port, meeting
 from trainer.spawn import run_node
 
 RUN_ID = "GPUTRAIN_RUN_ID"
 """Environment variable: the run's id, where the run directory's name does not tell it."""
 
 RANK = "trainer.rank:run_rank"
-SCRIPT = "trainer.script:run_script"
-BEFORE_SCRIPTS = ("trainer.chain", "trainer.script")
+SCRIPT = "trainer.node.script:run_script"
+BEFORE_SCRIPTS = ("trainer.node.chain", "trainer.node.script")
 """What the fork server imports for scripts: no torch, because a script may say in its environment how it is to load."""
 
 

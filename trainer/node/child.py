@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from trainer import guard
-from trainer.assignment import RankAssignment
 from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.node import guard
+from trainer.node.assignment import RankAssignment
 from trainer.outcome import exit_code_of
 from trainer.record import Failure, RunDir
 

@@ -17,7 +17,7 @@ from trainer import distributed, record
 from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
 from trainer.errors import RequestError
 from trainer.optim import restore
-from trainer.surroundings import Surroundings
+from trainer.training.surroundings import Surroundings
 
 State = dict[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from trainer.assignment import RankAssignment
 from trainer.errors import RequestError
+from trainer.node.assignment import RankAssignment
 
 RUN_DIR = "GPUTRAIN_RUN_DIR"
 """Environment variable with the run directory, by which ``trainer.watch`` in a script finds the record."""

@@ -47,8 +47,8 @@ def _prctl(option: int, value: int) -> None:
 def follow(parent_pid: int) -> None:
     """Kill this process as soon as ``parent_pid`` is gone, also while it sits in a collective.
 
-    The fork server that forked the rank dies with the node's parent (``trainer.chain``) and takes the rank along by
-    the kernel's hand. The thread covers a rank whose fork server was killed alone.
+    The fork server that forked the rank dies with the node's parent (``trainer.node.chain``) and takes the rank along
+    by the kernel's hand. The thread covers a rank whose fork server was killed alone.
     """
     die_with_parent_process()
     try:

@@ -1,0 +1,1 @@
+"""How ranks find each other in a store and what they send: what `trainer.distributed` is made of."""

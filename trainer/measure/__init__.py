@@ -1,0 +1,1 @@
+"""Clocks, comm hook, merging and checksums: what `trainer.sync` measures with."""

@@ -1,0 +1,1 @@
+"""Which ranks start on this node, on which devices, and where they meet: what `trainer.dispatch` decides with."""
