@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +32,7 @@ def evaluate(
     batches: EvalBatches,
     *,
     device: torch.device,
-    autocast: torch.autocast,
+    autocast: AbstractContextManager[Any],
     stop_asked: Callable[[], bool],
 ) -> Evaluation | None:
     """Evaluate this rank's share of the split and sum with the others; None on all ranks once one was asked to stop.
