@@ -401,7 +401,7 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
 
 def test_the_step_path_never_waits_for_the_device() -> None:
     folder = Path(trainer.__file__).parent
-    for name in ("sync.py", "clocks.py", "bucket_hook.py", "step_events.py"):
+    for name in ("sync.py", "measure/clocks.py", "measure/bucket_hook.py", "measure/step_events.py"):
         text = (folder / name).read_text().replace(inspect.getsource(BucketHook._wait), "")  # the CPU's way
         assert not re.search(r"synchronize\(|\.item\(|\.cpu\(|\.wait\(", text), name
 
