@@ -249,6 +249,12 @@ class Loop:
             torch._foreach_mul_(gradients, denominator / true_count)
         self._count_estimate = true_count
 
+    def nothing_left(self) -> str:
+        """Say why a resumed training would do nothing: it is at its end and validated. Empty when there is work."""
+        if "valid" in self.splits and self._validated_at != self.updates:
+            return ""
+        return self._end()
+
     def _end(self) -> str:
         if self._time_is_up:
             return f"stop_time {self.options.stop_time:g} minutes reached"

@@ -151,13 +151,18 @@ class _Rank:
         if not options.resume:
             return
         path = Path(options.resume)
-        if not path.is_dir():
-            loop.load_state_dict(load(path), source=str(path))
-            return
-        found = newest(path)
-        if found is None:
-            raise RequestError(f"--resume {path}: the folder holds no good checkpoint")
-        loop.load_state_dict(found[1], source=str(found[0]))
+        if path.is_dir():
+            found = newest(path)
+            if found is None:
+                raise RequestError(f"--resume {path}: the folder holds no good checkpoint")
+            source, state = found
+        else:
+            source, state = path, load(path)
+        loop.load_state_dict(state, source=str(source))
+        # A run that is started again after its last checkpoint has trained; another one would end without having.
+        again = self.run_dir is not None and source.resolve().is_relative_to(self.run_dir.path.resolve())
+        if not again and (reason := loop.nothing_left()):
+            raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
 
     def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))

@@ -281,3 +281,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
     assert done.code == 2, done.output
     assert len([text for text in done.output.splitlines() if line in text]) == 1
     assert "Traceback" not in done.output
+
+
+def test_a_resumed_training_that_is_at_its_end_already_is_refused(tmp_path: Path) -> None:
+    flags = ("--batch-size", 10, "--max-updates", 3)
+    assert train(tmp_path / "first", *flags).code == 0
+    folder = tmp_path / "first" / "checkpoints"
+    done = train(tmp_path / "second", *flags, "--lr", 0.5, "--resume", folder)
+    assert done.code == 2, done.output
+    assert "nothing is left to train: max_updates 3 reached" in done.output.splitlines()[-1]
+    # In its own run directory it is the restart of a run that was killed after its last checkpoint.
+    assert train(tmp_path / "first", *flags, "--resume", folder).code == 0
