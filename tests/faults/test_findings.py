@@ -96,6 +96,7 @@ def held_up(tmp_path_factory: pytest.TempPathFactory) -> Record:
     return train(tmp_path_factory.mktemp("held_up"), ranks=2, updates=90 + PERIOD * len(FAULTS), faults=FAULTS)
 
 
+@pytest.mark.slow  # its milliseconds are true only where nothing else runs
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.where)
 def test_a_rank_that_is_held_up_is_named_with_its_part_and_cleared_when_it_is_over(
     held_up: Record, fault: Fault
@@ -110,10 +111,12 @@ def test_a_rank_that_is_held_up_is_named_with_its_part_and_cleared_when_it_is_ov
     assert cleared.step >= fault.last
 
 
+@pytest.mark.slow
 def test_nothing_is_found_but_what_is_wrong(held_up: Record) -> None:
     assert len(held_up.findings) == 2 * len(FAULTS)
 
 
+@pytest.mark.slow
 def test_findings_are_told_as_they_come_and_go_and_the_machine_is_sampled(held_up: Record) -> None:
     assert "ms late in each step" in held_up.stderr
     assert "cleared at step" in held_up.stderr

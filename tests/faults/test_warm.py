@@ -76,7 +76,9 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a Unix socket's name may not be much longer
+    with tempfile.TemporaryDirectory(
+        dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:  # a Unix socket's name may not be much longer
         monkeypatch.setenv("GPUTRAIN_HOME", f"{folder}/home")
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr("tempfile.tempdir", None)
