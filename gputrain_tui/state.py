@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, NamedTuple
 
+from gputrain_tui.fate import fate
 from trainer.digest import Block
 from trainer.outcome import root_cause
 from trainer.record import (
@@ -131,6 +132,8 @@ class RankView:
         "device",
         "doing",
         "events",
+        "failure",
+        "fate",
         "first_step_time",
         "gpu",
         "gpu_bytes",
@@ -163,6 +166,10 @@ class RankView:
         self.device: str | None = None
         self.pid: int | None = None
         self.message: str | None = None
+        self.failure: Failure | None = None
+        """Why it failed, as it or its node's parent tells it."""
+        self.fate: str | None = None
+        """How another rank's failure or the end of the run ended it, as ``fate`` tells it."""
         self.time: float | None = None
         """When it was last heard of, Unix seconds."""
         self.first_step_time: float | None = None
@@ -199,6 +206,11 @@ class RankView:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.last.step if self.last is not None else 0
+
+    @property
+    def standing(self) -> str | None:
+        """What it is shown as: its fate, where it has one, else its state; only what failed by itself is ``failed``."""
+        return self.fate or self.state
 
     @property
     def recent(self) -> Totals:
@@ -490,6 +502,8 @@ class RunState:
         if view.time is None or event.time >= view.time:  # how it ended may stand in another file, read earlier
             view.time = event.time
             view.state = "training"
+            if view.fate is not None or self.ended is not None:
+                view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
         n, samples, step_ms, exposed_ms = event.steps, event.samples, event.step_ms, event.sync_exposed_ms
         (
             steps,
@@ -586,6 +600,7 @@ class RunState:
         self.ended = None
         for rank in range(event.world_size):
             self.rank(rank)
+        self._judge()
 
     def _rank_state(self, event: RankState) -> None:
         view = self.rank(event.rank)
@@ -596,6 +611,9 @@ class RunState:
         view.state = event.state
         view.time = event.time
         view.message = event.message
+        if event.state != "failed":
+            view.failure = None
+        view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
         for name in ("local_rank", "node", "host", "device", "pid"):
             value = getattr(event, name)
             if value is not None:
@@ -648,13 +666,22 @@ class RunState:
 
     def _failure(self, event: Failure) -> None:
         self.failures.append(event)
-        self.root_cause = root_cause((int(failure.time * 1e9), failure) for failure in self.failures)
+        before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in self.failures)
         if event.rank is not None:
             view = self.rank(event.rank)
-            view.state, view.time = "failed", event.time
+            view.state, view.time, view.failure = "failed", event.time, event
+            view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
+        if self.root_cause is not before:
+            self._judge()
 
     def _lost(self, event: Lost) -> None:
         self.lost += event.events
 
     def _run_ended(self, event: RunEnded) -> None:
         self.ended = event
+        self._judge()
+
+    def _judge(self) -> None:
+        """Tell the ranks that failed by themselves from those that were ended, by what is known now."""
+        for view in self.ranks.values():
+            view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)

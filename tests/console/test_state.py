@@ -340,3 +340,37 @@ def test_a_history_is_kept_where_it_is_asked_for_and_begins_anew_with_a_restart(
     keeping.apply(RankState(time=9.0, rank=0, state="spawned"))
     assert not keeping.ranks[0].steps
     assert not keeping.ranks[0].rss_bytes
+
+
+OOM = Failure(time=5.0, rank=1, kind="out_of_memory", message="CUDA out of memory")
+OVER = RunEnded(time=9.0, status="failed", exit_code=1)
+
+
+def failure(rank: int | None, kind: str, time: float = 6.0) -> Failure:
+    return Failure(time=time, rank=rank, kind=kind, message="Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("events", "standings"),
+    [
+        ([OOM], ["training", "failed", "training"]),
+        ([OOM, failure(0, "lost_peer")], ["lost peer", "failed", "training"]),
+        ([failure(0, "lost_peer", 4.0), OOM], ["lost peer", "failed", "training"]),
+        ([failure(0, "lost_peer", 4.0), failure(2, "lost_peer")], ["failed", "training", "lost peer"]),
+        ([OOM, failure(0, "lost_peer"), OVER], ["lost peer", "failed", "stopped"]),
+        ([OOM, failure(0, "signal"), failure(2, "exception")], ["stopped", "failed", "failed"]),
+        ([OOM, RankState(time=7.0, rank=0, state="failed")], ["stopped", "failed", "training"]),
+        ([RankState(time=4.0, rank=0, state="failed"), OOM], ["stopped", "failed", "training"]),
+        ([failure(None, "launch"), RankState(time=7.0, rank=0, state="failed")], ["stopped", "training", "training"]),
+        ([OVER, step(0, 8)], ["stopped", "stopped", "stopped"]),
+        ([RunEnded(time=9.0, status="stopped", exit_code=130)], ["stopped", "stopped", "stopped"]),
+        ([RunEnded(time=9.0, status="finished", exit_code=0)], ["training", "training", "training"]),
+        (
+            [OOM, failure(0, "lost_peer"), *(RankState(time=8.0, rank=r, state="spawned", pid=7) for r in (0, 1))],
+            ["spawned", "spawned", "training"],
+        ),
+    ],
+)
+def test_only_what_failed_by_itself_is_failed(events: list[AnyEvent], standings: list[str]) -> None:
+    state = fold(*(step(rank) for rank in range(3)), *events, world_size=3)
+    assert [view.standing for view in state.ranks.values()] == standings
