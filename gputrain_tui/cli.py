@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
-    "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine"),
+    "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine or of others"),
     "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name to module and one-line help; a command whose module is not installed is not offered."""
 
-CONSOLE = "gputrain_tui.console.app"
+CONSOLE = "gputrain_tui.console.entry"
 """What ``gputrain`` alone starts; its ``main(words) -> int`` runs until the person leaves."""
 
 SIGPIPE_STATUS = 141

@@ -41,6 +41,6 @@ def run(args: Namespace) -> int:
     from gputrain_tui.runs import find
 
     found = find(args.run)  # before the console is imported: a wrong id is answered at once
-    from gputrain_tui.console import app
+    from gputrain_tui.console import entry
 
-    return app.show(found, fps=args.fps)
+    return entry.show(found, fps=args.fps)

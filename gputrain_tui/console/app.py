@@ -13,17 +13,15 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.screen import Screen
 
-from gputrain_tui.commands import attach
 from gputrain_tui.console import settings, stderr_guard
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.desk import Desk
@@ -329,29 +327,6 @@ def _screen(path: str) -> Screen[Any]:
     """Import a screen and make it."""
     module, _, name = path.partition(":")
     return cast(Screen[Any], getattr(importlib.import_module(module), name)())
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the console's own flags."""
-    attach.add_fps(parser)
-
-
-def main(argv: Sequence[str] = (), *, run: Run | None = None) -> int:
-    """Show the console until the person leaves; return the exit code.
-
-    Raises:
-        RequestError: there is no terminal, or a flag is wrong.
-    """
-    parser = _Parser(prog="gputrain", add_help=False, allow_abbrev=False)
-    add_arguments(parser)
-    args = parser.parse_args(list(argv))
-    return show(run, fps=args.fps)
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Say in one line what is wrong."""
-        raise RequestError(f"{message}; see `gputrain --help`")
 
 
 def show(run: Run | None, *, fps: float | None = None) -> int:

@@ -1,0 +1,61 @@
+"""Where the console is entered: its flags are read, and the pace of painting is told to Textual, before it is imported.
+
+Textual reads its own rate once, at its import; a rate that only the console's clock kept would not slow down what keys,
+scrolling and a blinking cursor paint.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from gputrain_tui.commands import attach
+from trainer.errors import RequestError
+
+if TYPE_CHECKING:
+    from gputrain_tui.runs import Run
+
+TEXTUAL_FPS = "TEXTUAL_FPS"
+"""What Textual asks for its rate, a whole number of paints a second."""
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Show the console until the person leaves; return the exit code.
+
+    Raises:
+        RequestError: there is no terminal, or a flag is wrong.
+    """
+    parser = _Parser(prog="gputrain", add_help=False, allow_abbrev=False)
+    attach.add_fps(parser)
+    return show(None, fps=parser.parse_args(list(argv)).fps)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say in one line what is wrong."""
+        raise RequestError(f"{message}; see `gputrain --help`")
+
+
+def show(run: Run | None, *, fps: float | None) -> int:
+    """Show the console on a run, or on all of them.
+
+    Args:
+        run: to open at once.
+        fps: paints a second at most, whatever causes them; None: the console's own pace, and keys at once.
+
+    Raises:
+        RequestError: there is no terminal.
+    """
+    before = os.environ.get(TEXTUAL_FPS)
+    if fps is not None:
+        os.environ[TEXTUAL_FPS] = str(math.ceil(fps))
+    from gputrain_tui.console import app
+
+    if before is not None:  # what is launched from here has the environment that the console was given
+        os.environ[TEXTUAL_FPS] = before
+    else:
+        os.environ.pop(TEXTUAL_FPS, None)
+    return app.show(run, fps=fps)
