@@ -16,6 +16,21 @@ Device = int | str
 """A GPU by index or UUID, or ``cpu``."""
 
 
+class LackingError(RequestError):
+    """A machine does not have the devices that a node asks for: the recipe may be right elsewhere, or later."""
+
+    def __init__(self, where: str, told: str) -> None:
+        """Keep place and sentence.
+
+        Args:
+            where: ``FILE:LINE: KEY``.
+            told: what is asked for and what there is, without the place.
+        """
+        super().__init__(f"{where} {told}")
+        self.where = where
+        self.told = told
+
+
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """The devices of one node."""
@@ -59,7 +74,8 @@ class Devices:
             where: the place in the recipe, for messages.
 
         Raises:
-            RequestError: the machine does not have what the node asks for, or it cannot be known.
+            LackingError: the machine does not have what the node asks for.
+            RequestError: it cannot be known, or the recipe contradicts itself.
         """
         if node.cpu_ranks is not None:
             return Share(devices=("cpu",) * node.cpu_ranks)
@@ -111,12 +127,12 @@ class Devices:
             free = [gpu for gpu in left if is_free(gpu)]
             if not free:
                 busy = f"all {_gpus(len(has))} are in use (see `gputrain gpus`)" if has else "it has none"
-                raise RequestError(f'{where} is "free", but {shown} has no free GPU: {busy}')
+                raise LackingError(where, f'is "free", but {shown} has no free GPU: {busy}')
             return _of(free)
         if node.gpus == "all":
             if not left:
-                raise RequestError(
-                    f'{where} is "all", but {shown} has {_no_gpu(has, inventory)}; use cpu_ranks for CPUs'
+                raise LackingError(
+                    where, f'is "all", but {shown} has {_no_gpu(has, inventory)}; use cpu_ranks for CPUs'
                 )
             return _of(left)
         if node.gpus is None and not has:
@@ -128,16 +144,18 @@ class Devices:
         if count <= len(left):
             return _of(left[:count])
         if not has:
-            raise RequestError(
-                f"{where} asks for {_gpus(count)}, but {shown} has {_no_gpu(has, inventory)}; use cpu_ranks for CPUs"
+            raise LackingError(
+                where,
+                f"asks for {_gpus(count)}, but {shown} has {_no_gpu(has, inventory)}; use cpu_ranks for CPUs",
             )
         if not self._share:
             others = (
                 f", {len(has) - len(left)} of them taken by other nodes of the recipe" if len(left) < len(has) else ""
             )
-            raise RequestError(
-                f"{where} asks for {_gpus(count)}, but {shown} has {len(has)}{others}; "
-                "train.share_devices = true puts several ranks on one GPU"
+            raise LackingError(
+                where,
+                f"asks for {_gpus(count)}, but {shown} has {len(has)}{others}; "
+                "train.share_devices = true puts several ranks on one GPU",
             )
         uuids = [gpu.uuid for gpu in has]
         return Share(
@@ -164,7 +182,7 @@ class Devices:
                 continue
             gpu = next((gpu for gpu in has if _names(str(item), gpu)), None)
             if gpu is None:
-                raise RequestError(f"{where} names GPU {item}, but {self._why_not(item, has, shown, inventory)}")
+                raise LackingError(where, f"names GPU {item}, but {self._why_not(item, has, shown, inventory)}")
             found.append((f"{gpu.pci_bus_id}/{gpu.index:04}", gpu.uuid))
         return tuple(device for _, device in sorted(found, key=lambda entry: entry[0]))
 
