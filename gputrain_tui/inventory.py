@@ -1,25 +1,26 @@
 """What hardware a machine has and who uses it: GPUs through NVML, cores, memory, load and network addresses.
 
-This file runs by itself, also where nothing of gputrain is installed (``python3 - < inventory.py``): it needs Python
-3.10 and the standard library. Without nvidia-ml-py it says so instead of listing GPUs, without psutil it reads
-``/proc``. Hence frozen dataclasses, which msgspec reads as well. No driver, or a query that a GPU does not support, is
-a normal answer; what could not be measured is None, never 0.
+With ``nvml.py`` it runs also where nothing of gputrain is installed (``remote/program.py`` carries both there): it
+needs Python 3.10 and the standard library. Hence frozen dataclasses, which msgspec reads as well. No driver, or a query
+that a GPU does not support, is a normal answer; what could not be measured is None, never 0.
 """
 
 from __future__ import annotations
 
-import importlib
+import fcntl
 import json
 import os
 import platform
 import pwd
 import socket
+import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from gputrain_tui.nvml import RawGpu, ask_driver
 
 MIB = 1 << 20
 
@@ -146,7 +147,7 @@ def take_inventory() -> Inventory:
         time=time.time(),
         system=f"{platform.system()} {platform.release()}",
         cpus=_cpus(),
-        memory=_memory(),
+        memory=memory_from(_read("/proc/meminfo")),
         load=_load(),
         uptime_s=_uptime(),
         networks=_networks(),
@@ -192,40 +193,7 @@ def is_free(gpu: Gpu) -> bool:
     return not why_busy(gpu)
 
 
-# --- readings of NVML, and what they mean -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RawProcess:
-    """A running process as NVML reports it."""
-
-    pid: int
-    memory: int | None
-    """Bytes."""
-    kind: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RawGpu:
-    """The answers of NVML for one GPU in NVML's own units; None where it refused."""
-
-    index: int
-    uuid: str | bytes | None = None
-    pci_bus_id: str | bytes | None = None
-    name: str | bytes | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
-    utilization: int | None = None
-    temperature: int | None = None
-    power_mw: int | None = None
-    power_limit_mw: int | None = None
-    sm_clock: int | None = None
-    max_sm_clock: int | None = None
-    throttle_mask: int | None = None
-    mig_mode: Sequence[int] | None = None
-    """Current and pending."""
-    compute_mode: int | None = None
-    processes: Sequence[RawProcess] | None = None
+# --- what NVML's answers mean ---------------------------------------------------------------------------------------
 
 
 def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str | None, str | None]]) -> Gpu:
@@ -246,9 +214,9 @@ def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str | None, str | None]]) -
         )
     return Gpu(
         index=raw.index,
-        uuid=_text(raw.uuid),
-        pci_bus_id=_text(raw.pci_bus_id).lower(),
-        name=_text(raw.name),
+        uuid=raw.uuid or "",
+        pci_bus_id=(raw.pci_bus_id or "").lower(),
+        name=raw.name or "",
         memory_used_bytes=raw.memory_used,
         memory_total_bytes=raw.memory_total,
         utilization_percent=None if raw.utilization is None else float(raw.utilization),
@@ -258,115 +226,21 @@ def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str | None, str | None]]) -
         sm_clock_mhz=raw.sm_clock,
         max_sm_clock_mhz=raw.max_sm_clock,
         throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS if (raw.throttle_mask or 0) & bit),
-        mig=bool(raw.mig_mode and raw.mig_mode[0]),
+        mig=raw.mig_mode == 1,
         prohibited=raw.compute_mode == 2,  # NVML_COMPUTEMODE_PROHIBITED
         processes=None if raw.processes is None else tuple(processes[pid] for pid in sorted(processes)),
     )
 
 
-def _text(value: str | bytes | None) -> str:
-    # Old versions of nvidia-ml-py return bytes.
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
-
-
-# --- asking NVML ------------------------------------------------------------------------------------------------------
-
-
-class Nvml:
-    """nvidia-ml-py, asked so that a refusal is a value: each GPU and each driver supports other queries."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def ask(self, *names: str, args: Sequence[Any] = ()) -> Any:
-        """Call the first function that there is and that answers; None when none does."""
-        for name in names:
-            function = getattr(self._module, name, None)
-            try:
-                if function is not None:
-                    return function(*args)
-            except self._module.NVMLError:
-                continue
-        return None
-
-    def raw_gpu(self, index: int) -> RawGpu | None:
-        """Ask for everything about one GPU; None when it has fallen off the bus."""
-        nvml = self._module
-        handle = self.ask("nvmlDeviceGetHandleByIndex", args=(index,))
-        if handle is None:
-            return None
-        of = (handle,)
-        # Version 2 does not count what the driver keeps for itself as used.
-        memory = self.ask("nvmlDeviceGetMemoryInfo", args=(handle, getattr(nvml, "nvmlMemory_v2", None)))
-        memory = memory or self.ask("nvmlDeviceGetMemoryInfo", args=of)
-        utilization = self.ask("nvmlDeviceGetUtilizationRates", args=of)
-        pci = self.ask("nvmlDeviceGetPciInfo", args=of)
-        return RawGpu(
-            index=index,
-            uuid=self.ask("nvmlDeviceGetUUID", args=of),
-            pci_bus_id=getattr(pci, "busId", None),
-            name=self.ask("nvmlDeviceGetName", args=of),
-            memory_used=getattr(memory, "used", None),
-            memory_total=getattr(memory, "total", None),
-            utilization=getattr(utilization, "gpu", None),
-            temperature=self.ask("nvmlDeviceGetTemperature", args=(handle, nvml.NVML_TEMPERATURE_GPU)),
-            power_mw=self.ask("nvmlDeviceGetPowerUsage", args=of),
-            power_limit_mw=self.ask("nvmlDeviceGetEnforcedPowerLimit", args=of),
-            sm_clock=self.ask("nvmlDeviceGetClockInfo", args=(handle, nvml.NVML_CLOCK_SM)),
-            max_sm_clock=self.ask("nvmlDeviceGetMaxClockInfo", args=(handle, nvml.NVML_CLOCK_SM)),
-            throttle_mask=self.ask(
-                "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons", args=of
-            ),
-            mig_mode=self.ask("nvmlDeviceGetMigMode", args=of),
-            compute_mode=self.ask("nvmlDeviceGetComputeMode", args=of),
-            processes=self._processes(handle),
-        )
-
-    def _processes(self, handle: Any) -> list[RawProcess] | None:
-        compute = self.ask("nvmlDeviceGetComputeRunningProcesses", args=(handle,))
-        graphics = self.ask("nvmlDeviceGetGraphicsRunningProcesses", args=(handle,))
-        if compute is None and graphics is None:
-            return None
-        return [
-            RawProcess(pid=process.pid, memory=process.usedGpuMemory, kind=kind)
-            for kind, found in (("compute", compute), ("graphics", graphics))
-            for process in found or ()
-        ]
-
-
 def _gpus() -> tuple[str | None, str | None, tuple[Gpu, ...], str]:
     """Return the driver's version, its CUDA version, the GPUs, and a note about what is missing."""
-    module = _optional("pynvml")
-    if module is None:
-        return None, None, (), "GPUs are not listed: nvidia-ml-py is not installed here (pip install nvidia-ml-py)"
-    try:
-        module.nvmlInit()
-    except module.NVMLError as error:
-        return None, None, (), _without_driver(module, error)
-    try:
-        nvml = Nvml(module)
-        version = nvml.ask("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
-        cuda = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
-        count = nvml.ask("nvmlDeviceGetCount") or 0
-        raws = [nvml.raw_gpu(index) for index in range(count)]
-        gpus = tuple(gpu_from(raw, _owners(raw)) for raw in raws if raw is not None)
-        lost = [str(index) for index, raw in enumerate(raws) if raw is None]
-        note = f"GPU {', '.join(lost)} does not answer: see dmesg for its Xid error; a reset or a reboot may help"
-        driver = _text(nvml.ask("nvmlSystemGetDriverVersion")) or None
-        return driver, cuda, gpus, note if lost else "" if gpus else "the NVIDIA driver finds no GPU"
-    finally:
-        module.nvmlShutdown()
-
-
-def _without_driver(module: Any, error: Exception) -> str:
-    notes = {
-        "NVML_ERROR_LIBRARY_NOT_FOUND": "no NVIDIA driver on this machine; CPU ranks work",
-        "NVML_ERROR_DRIVER_NOT_LOADED": "the NVIDIA driver is installed but not loaded: try `nvidia-smi`, then dmesg",
-        "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "the NVIDIA driver was updated while loaded: reboot or reload it",
-        "NVML_ERROR_NO_PERMISSION": "no permission to use the NVIDIA driver: see the rights of /dev/nvidiactl",
-    }
-    by_code = {getattr(module, name, None): note for name, note in notes.items()}
-    return by_code.get(getattr(error, "value", None), f"the NVIDIA driver refused: {error}")
+    answers = ask_driver()
+    if answers.refusal:
+        return None, None, (), answers.refusal
+    gpus = tuple(gpu_from(raw, _owners(raw)) for raw in answers.gpus if raw is not None)
+    lost = [str(index) for index, raw in enumerate(answers.gpus) if raw is None]
+    note = f"GPU {', '.join(lost)} does not answer: see dmesg for its Xid error; a reset or a reboot may help"
+    return answers.driver, answers.cuda, gpus, note if lost else "" if gpus else "the NVIDIA driver finds no GPU"
 
 
 def _owners(raw: RawGpu) -> dict[int, tuple[str | None, str | None]]:
@@ -389,21 +263,15 @@ def _owners(raw: RawGpu) -> dict[int, tuple[str | None, str | None]]:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def _optional(name: str) -> Any:
-    """A module that may be absent on a host, or None."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 def _cpus() -> Cpus:
-    psutil = _optional("psutil")
     logical = os.cpu_count() or 1
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    # Threads of one core name each other.
+    cores = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    siblings = {_read(str(path)) for path in cores}
     return Cpus(
         model=_cpu_model(_read("/proc/cpuinfo")) or platform.processor() or platform.machine(),
-        physical=None if psutil is None else psutil.cpu_count(logical=False),
+        physical=len(siblings) or None,
         logical=logical,
         usable=usable_cores(affinity, _read("/sys/fs/cgroup/cpu.max")),
     )
@@ -423,14 +291,6 @@ def _cpu_model(cpuinfo: str) -> str:
         if key.strip() in ("model name", "Model", "cpu model"):
             return " ".join(value.split())
     return ""
-
-
-def _memory() -> Memory:
-    psutil = _optional("psutil")
-    if psutil is not None:
-        found = psutil.virtual_memory()
-        return Memory(total_bytes=found.total, available_bytes=found.available)
-    return memory_from(_read("/proc/meminfo"))
 
 
 def memory_from(meminfo: str) -> Memory:
@@ -456,29 +316,39 @@ def _uptime() -> float | None:
 
 
 def _networks() -> tuple[Network, ...]:
-    psutil = _optional("psutil")
-    if psutil is None:
-        return ()
-    states = psutil.net_if_stats()
     found = []
-    for name, addresses in sorted(psutil.net_if_addrs().items()):
-        texts = tuple(
-            address.address
-            for address in addresses
-            if address.family in (socket.AF_INET, socket.AF_INET6) and not address.address.startswith("fe80:")
-        )
-        state = states.get(name)
-        if name == "lo" or not (texts or (state and state.isup)):
+    for _, name in sorted(socket.if_nameindex(), key=lambda entry: entry[1]):
+        folder = f"/sys/class/net/{name}"
+        addresses = (*_ipv4(name), *ipv6_of(_read("/proc/net/if_inet6"), name))
+        # A loopback or a tunnel says "unknown".
+        up = _read(f"{folder}/operstate").strip() in ("up", "unknown")
+        if name == "lo" or not (addresses or up):
             continue
+        speed = _read(f"{folder}/speed").strip()  # -1, or no answer at all, where there is no cable
         found.append(
-            Network(
-                name=name,
-                addresses=texts,
-                up=bool(state and state.isup),
-                speed_mbits=state.speed or None if state else None,
-            )
+            Network(name=name, addresses=addresses, up=up, speed_mbits=int(speed) if speed.isdigit() else None)
         )
     return tuple(found)
+
+
+def _ipv4(name: str) -> tuple[str, ...]:
+    """The address of an interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+        except OSError:
+            return ()
+    return (socket.inet_ntoa(answer[20:24]),)
+
+
+def ipv6_of(if_inet6: str, name: str) -> tuple[str, ...]:
+    """Read ``/proc/net/if_inet6``: the addresses of an interface that hold beyond its link."""
+    entries = (line.split() for line in if_inet6.splitlines())
+    return tuple(
+        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
+        for words in entries
+        if len(words) == 6 and words[5] == name and words[3] != "20"  # scope 0x20: link
+    )
 
 
 def _read(path: str) -> str:
@@ -488,5 +358,10 @@ def _read(path: str) -> str:
         return ""
 
 
+def main(words: list[str]) -> None:
+    """Print this machine's inventory as one line, after a word that frames it."""
+    sys.stdout.write(f"{''.join(words)}{to_json(take_inventory())}\n")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(to_json(take_inventory()) + "\n")
+    main(sys.argv[1:])

@@ -76,7 +76,9 @@ class LocalFacts:
 
 
 def address_of(host: str) -> str:
-    """Return what of ``user@host`` or ``[address]`` other nodes connect to."""
+    """Return what of ``user@host``, ``[address]`` or ``ssh://user@host:port`` other nodes connect to."""
+    if host.startswith("ssh://"):
+        host = re.sub(r":\d+$", "", host.removeprefix("ssh://"))
     return host.rpartition("@")[2].strip("[]")
 
 

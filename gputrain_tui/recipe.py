@@ -297,9 +297,11 @@ def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
             node, gpus=parse_gpus(values["gpus"], where=source.where(("cluster", "nodes", index, "gpus")))
         )
     # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
-    if node.host is not None and not re.fullmatch(r"[\w\[][\w.:%@\[\]-]*", node.host):
+    if node.host is not None and not re.fullmatch(r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", node.host):
         where = source.where(("cluster", "nodes", index, "host"))
-        raise RecipeError(f"{where} is {node.host!r}, but must be a host name or an address, or user@host")
+        raise RecipeError(
+            f"{where} is {node.host!r}, but must be a host name or an address, user@host or ssh://host:port"
+        )
     given = [key for key in RANK_KEYS if getattr(node, key) is not None]
     if len(given) != 1:
         what = f"has {' and '.join(given)}" if given else "does not say what it runs"

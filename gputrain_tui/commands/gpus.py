@@ -1,27 +1,104 @@
-"""``gputrain gpus``: what this machine has to train on, and who uses it."""
+"""``gputrain gpus``: what this machine, or others, have to train on, and who uses it."""
 
 from __future__ import annotations
 
+import json
+import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gputrain_tui.inventory import Gpu, Inventory, take_inventory, to_json, why_busy
+from gputrain_tui.inventory import Gpu, Inventory, is_free, take_inventory, to_json, why_busy
 from gputrain_tui.tables import Column, duration, number, printable, size, table
 from trainer.errors import ExitCode
 
+if TYPE_CHECKING:
+    from gputrain_tui.remote.survey import Sighting
+
 NAME = "gpus"
-HELP = "show the GPUs, cores and memory of this machine"
+HELP = "show the GPUs, cores and memory of this machine, or of others over ssh"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("--json", action="store_true", help="print the inventory as one JSON object")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A,B", help="ask these hosts over ssh, without a password")
+    where.add_argument(
+        "--hostfile", metavar="FILE", help="ask the hosts of a file: one a line, such as gpu1, gpu2 slots=4, gpu3:8"
+    )
 
 
 def run(args: Namespace) -> int:
-    """Print the inventory."""
-    inventory = take_inventory()
-    print(to_json(inventory) if args.json else report(inventory))
-    return ExitCode.FINISHED
+    """Print the inventory; other hosts' in the order in which they are named.
+
+    With ``--hosts`` or ``--hostfile`` the JSON is ``{"hosts": [{"host", "inventory", "problem"}]}``, also for one host:
+    ``inventory`` is what this machine alone prints, or null where ``problem`` is a line that says why. One host that
+    does not answer makes the exit code 1; the others are printed all the same.
+    """
+    if args.hosts is None and args.hostfile is None:
+        inventory = take_inventory()
+        print(to_json(inventory) if args.json else report(inventory))
+        return ExitCode.FINISHED
+    from gputrain_tui.hostfile import parse_list, read_hostfile
+    from gputrain_tui.remote.survey import ask_all
+
+    hosts = parse_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
+    sightings = ask_all([entry.host for entry in hosts])
+    print(several_json(sightings) if args.json else several(sightings))
+    silent = [found.host for found in sightings if found.inventory is None]
+    if silent:
+        print(f"gputrain: {len(silent)} of {len(sightings)} hosts could not be asked", file=sys.stderr)
+    return ExitCode.FAILED if silent else ExitCode.FINISHED
+
+
+def several_json(sightings: Sequence[Sighting]) -> str:
+    """Several hosts as one line of JSON."""
+    hosts = [
+        {
+            "host": found.host,
+            "inventory": None if found.inventory is None else asdict(found.inventory),
+            "problem": found.problem,
+        }
+        for found in sightings
+    ]
+    return json.dumps({"hosts": hosts}, separators=(",", ":"), ensure_ascii=False)
+
+
+def several(sightings: Sequence[Sighting]) -> str:
+    """Several hosts for people: one line for each, then each as ``report`` shows it."""
+    columns = (
+        Column("host"),
+        Column("GPUs", right=True),
+        Column("free", right=True),
+        Column("threads", right=True),
+        Column("load", right=True),
+        Column("memory available", right=True),
+        Column("", right=False),
+    )
+    parts = [table(columns, [_host_row(found) for found in sightings])]
+    for found in sightings:
+        if found.inventory is not None:
+            parts.append(f"{printable(found.host)}\n{'─' * len(found.host)}\n{report(found.inventory)}")
+    return "\n\n".join(parts)
+
+
+def _host_row(found: Sighting) -> list[str]:
+    inventory = found.inventory
+    if inventory is None:
+        return [printable(found.host), "", "", "", "", "", printable(found.problem)]
+    memory = inventory.memory
+    return [
+        printable(found.host),
+        str(len(inventory.gpus)),
+        str(sum(map(is_free, inventory.gpus))),
+        str(inventory.cpus.usable),
+        f"{inventory.load[0]:.2f}" if inventory.load is not None else "",
+        _of(size(memory.available_bytes), size(memory.total_bytes)) if memory.total_bytes is not None else "",
+        ", ".join(dict.fromkeys(printable(gpu.name) for gpu in inventory.gpus)),
+    ]
 
 
 def report(inventory: Inventory) -> str:

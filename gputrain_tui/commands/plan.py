@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
-    plan, local = plan_here(recipe)
+    plan, local = plan_here(recipe, remark=lambda line: print(f"gputrain: {line}", file=sys.stderr))
     problem = meeting_problem(plan, local)
     for note in (*recipe.notes, *([f"as it is now, this plan cannot start: {problem}"] if problem else [])):
         print(f"gputrain: {note}", file=sys.stderr)

@@ -21,9 +21,8 @@ from gputrain_tui.inventory import (
     Inventory,
     Memory,
     Network,
-    RawGpu,
-    RawProcess,
     gpu_from,
+    ipv6_of,
     is_free,
     memory_from,
     take_inventory,
@@ -31,6 +30,8 @@ from gputrain_tui.inventory import (
     usable_cores,
     why_busy,
 )
+from gputrain_tui.nvml import RawGpu, RawProcess
+from gputrain_tui.remote.program import inventory_program
 
 ROOT = Path(__file__).parents[2]
 GIB = 1024 * MIB
@@ -51,9 +52,9 @@ IDLE = Gpu(
 def test_answers_of_nvml_become_a_gpu_in_watts_percent_and_bytes() -> None:
     raw = RawGpu(
         index=3,
-        uuid=b"GPU-abc",
+        uuid="GPU-abc",
         pci_bus_id="00000000:0B:00.0",
-        name=b"NVIDIA H100",
+        name="NVIDIA H100",
         memory_used=5,
         memory_total=10,
         utilization=97,
@@ -63,7 +64,7 @@ def test_answers_of_nvml_become_a_gpu_in_watts_percent_and_bytes() -> None:
         sm_clock=1755,
         max_sm_clock=1980,
         throttle_mask=0x1 | 0x4 | 0x40,
-        mig_mode=[0, 1],
+        mig_mode=0,
         compute_mode=0,
         processes=[
             RawProcess(pid=9, memory=None, kind="compute"),
@@ -238,15 +239,30 @@ def test_an_inventory_survives_its_json() -> None:
     assert msgspec.json.decode(to_json(inventory), type=Inventory) == inventory
 
 
-def test_the_file_alone_answers_without_anything_installed(tmp_path: Path) -> None:
-    """What a remote host without gputrain gets: the file on standard input of a bare interpreter."""
-    source = (ROOT / "gputrain_tui" / "inventory.py").read_bytes()
+def test_the_program_answers_where_nothing_is_installed(tmp_path: Path) -> None:
+    """What a remote host without gputrain gets: a program on standard input of a bare interpreter."""
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-"], input=source, cwd=tmp_path, capture_output=True, check=True
+        [sys.executable, "-I", "-S", "-", "frame:"],
+        input=inventory_program(),
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
     )
-    inventory = msgspec.json.decode(done.stdout, type=Inventory)
-    assert inventory.memory.total_bytes == take_inventory().memory.total_bytes
-    assert "nvidia-ml-py is not installed here" in inventory.note
+    assert done.stdout.startswith(b"frame:{")
+    inventory = msgspec.json.decode(done.stdout.removeprefix(b"frame:"), type=Inventory)
+    here = take_inventory()
+    assert (inventory.memory.total_bytes, inventory.cpus) == (here.memory.total_bytes, here.cpus)
+    assert inventory.note == here.note
+
+
+def test_global_addresses_of_version_6_are_read() -> None:
+    table = (
+        "fd000000000000000000000000000002 02 40 00 00     eth0\n"
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+    )
+    assert ipv6_of(table, "eth0") == ("fd00::2",)
+    assert ipv6_of("", "eth0") == ()
 
 
 # --- what people see -------------------------------------------------------------------------------------------------

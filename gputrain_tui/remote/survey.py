@@ -1,0 +1,88 @@
+"""What many hosts have, each asked on its own: a host that does not answer is a line beside its name, nothing more."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from gputrain_tui.inventory import Inventory
+from gputrain_tui.remote.failure import why_not
+from gputrain_tui.remote.program import inventory_program
+from gputrain_tui.remote.ssh import Ssh
+from trainer.errors import RequestError
+
+AT_ONCE = 16
+"""Hosts that are asked at the same time."""
+LIMIT_S = 12.0
+"""For one host, from the connection to its last word."""
+LONGEST_ANSWER = 1 << 22
+"""Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """What one host said, or why it said nothing."""
+
+    host: str
+    """As the person names it."""
+    inventory: Inventory | None = None
+    problem: str = ""
+    """One line; empty with an inventory."""
+    took_s: float = 0.0
+
+
+def ask(host: str, ssh: Ssh, *, limit_s: float = LIMIT_S) -> Sighting:
+    """Ask one host for its inventory."""
+    begin = time.monotonic()
+    # Start-up files may print, and so may what greets a login: only what follows this word counts.
+    frame = f"gputrain-{secrets.token_hex(8)}:"
+    try:
+        answer = ssh.call(host, "python3", "-", frame, stdin=inventory_program(), limit_s=limit_s)
+    except RequestError as error:
+        return Sighting(host=host, problem=str(error))
+    took = time.monotonic() - begin
+    found, problem = None, ""
+    if answer.late:
+        problem = f"it did not answer within {limit_s:g} s"
+    elif answer.code != 0:
+        problem = why_not(host, answer.code, answer.stderr)
+    else:
+        found = framed(answer.stdout, frame)
+        problem = "" if found is not None else "what it answered is no inventory"
+    return Sighting(host=host, inventory=found, problem=problem, took_s=took)
+
+
+def framed(stdout: bytes, frame: str) -> Inventory | None:
+    """Find the inventory between whatever else was printed."""
+    _, found, rest = stdout[:LONGEST_ANSWER].rpartition(frame.encode())
+    if not found:
+        return None
+    try:
+        return msgspec.json.decode(rest.partition(b"\n")[0], type=Inventory)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def ask_all(
+    hosts: Iterable[str], *, limit_s: float = LIMIT_S, one: Callable[..., Sighting] = ask, ssh: Ssh | None = None
+) -> list[Sighting]:
+    """Ask hosts side by side; return their sightings in the same order.
+
+    Raises:
+        RequestError: ssh cannot be used here at all.
+    """
+    names = list(hosts)
+    if not names:
+        return []
+    connections = ssh or Ssh()
+    with ThreadPoolExecutor(min(AT_ONCE, len(names)), thread_name_prefix="ask") as pool:
+        try:
+            return list(pool.map(lambda host: one(host, connections, limit_s=limit_s), names))
+        except BaseException:
+            connections.close()  # or the threads would be waited for
+            raise

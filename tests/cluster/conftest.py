@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ssh_server import ROOT, SSHD, SshServer, ssh_server
+
+from gputrain_tui.remote.ssh import Ssh
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    if SSHD is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("needs sshd and ssh-keygen")
+    with ssh_server(tmp_path_factory.mktemp("sshd")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def environ(server: SshServer) -> Iterator[dict[str, str]]:
+    """What makes the product use the server's configuration and a folder of its own for connections."""
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short: a socket's path has 108 bytes
+    yield {"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}
+    for line in (server.folder / "ssh_config").read_text().splitlines():
+        if line.startswith("Host ") and "*" not in line:
+            Ssh({"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}).hang_up(line.split()[1])
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ssh(environ: dict[str, str]) -> Iterator[Ssh]:
+    connections = Ssh(environ)
+    yield connections
+    connections.close()
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a libnvidia-ml.so.1 that answers as a driver with two GPUs does."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler for the stand-in of the NVIDIA driver")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = ROOT / "tests" / "console" / "fake_nvml.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
+    return folder

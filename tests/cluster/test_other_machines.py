@@ -1,0 +1,274 @@
+"""Hosts asked over a real ssh: what they have, and every way in which they do not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ssh_server import ROOT, SshServer, free_port
+
+from gputrain_tui import recipe as recipes
+from gputrain_tui.inventory import is_free, take_inventory
+from gputrain_tui.planning import plan_here
+from gputrain_tui.remote.ssh import Ssh, socket_folder
+from gputrain_tui.remote.survey import Sighting, ask, ask_all
+from trainer.errors import RequestError
+
+RECIPE = """
+[[cluster.nodes]]
+host = "192.0.2.77"
+gpus = 1
+[[cluster.nodes]]
+host = "{host}"
+{wants}
+[train]
+task = "lm"
+[task]
+data = "stdlib"
+"""
+
+
+def gputrain(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gputrain_tui", *words],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def with_gpus(server: SshServer, driver: Path, name: str, before: str = "") -> str:
+    """A host whose start-up file brings a driver with two GPUs."""
+    setting = f'LD_LIBRARY_PATH={driver}; export LD_LIBRARY_PATH; eval "$SSH_ORIGINAL_COMMAND"'
+    return server.shell(name, f"{before}\n{setting}")
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_says_what_it_has_with_nothing_of_ours_installed(server: SshServer, ssh: Ssh, driver: Path) -> None:
+    # -I and -S: neither this repository nor any package is within reach of the interpreter over there.
+    bare = 'python3() { command python3 -I -S "$@"; }; eval "$SSH_ORIGINAL_COMMAND"'
+    name = server.shell("bare", f"LD_LIBRARY_PATH={driver}; export LD_LIBRARY_PATH\n{bare}")
+    found = ask(name, ssh)
+    assert found.problem == ""
+    assert found.inventory is not None
+    assert [gpu.name for gpu in found.inventory.gpus] == ["NVIDIA H100", "NVIDIA T4"]
+    assert [is_free(gpu) for gpu in found.inventory.gpus] == [False, True]
+    here = take_inventory()
+    assert found.inventory.cpus == here.cpus
+    assert found.inventory.memory.total_bytes == here.memory.total_bytes
+    assert found.inventory.networks == here.networks
+
+
+def test_start_up_files_that_print_are_read_over(server: SshServer, ssh: Ssh, driver: Path) -> None:
+    name = with_gpus(server, driver, "chatty", 'echo "Welcome, {"; printf "no newline at the end"; echo noise >&2')
+    found = ask(name, ssh)
+    assert found.inventory is not None
+    assert len(found.inventory.gpus) == 2
+
+
+def test_the_second_question_goes_over_the_connection_of_the_first(server: SshServer, ssh: Ssh) -> None:
+    name = server.host("again")
+    assert ask(name, ssh).inventory is not None
+    accepted = (server.folder / "log").read_text().count("Accepted publickey")
+    assert ask(name, ssh).inventory is not None
+    assert (server.folder / "log").read_text().count("Accepted publickey") == accepted
+
+
+def test_many_hosts_are_asked_side_by_side_and_told_in_their_order(server: SshServer, ssh: Ssh) -> None:
+    def one(host: str, connections: Ssh, *, limit_s: float) -> Sighting:
+        together.wait(5)  # nobody passes before all are there
+        return Sighting(host=host)
+
+    together = threading.Barrier(16)
+    names = [f"node{index}" for index in range(16)]
+    assert [found.host for found in ask_all(names, one=one, ssh=ssh)] == names
+
+
+# --- failures, each one calm line ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that accepts and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def problem(host: str, ssh: Ssh, *, limit_s: float = 20) -> str:
+    found = ask(host, ssh, limit_s=limit_s)
+    assert found.inventory is None
+    assert found.host == host
+    assert "\n" not in found.problem
+    return found.problem
+
+
+def test_a_key_that_is_refused_says_what_must_work(server: SshServer, ssh: Ssh) -> None:
+    name = server.host("refused", key="stranger")
+    assert problem(name, ssh) == "it refuses the key: `ssh refused true` must work without a password"
+
+
+def test_an_unknown_and_a_changed_host_key_are_told_apart(server: SshServer, ssh: Ssh) -> None:
+    assert problem(server.host("unknown", alias="nobody"), ssh) == (
+        "its host key is not known yet: run `ssh unknown` once"
+    )
+    assert problem(server.host("moved", alias="changed"), ssh) == (
+        "its host key has changed: `ssh-keygen -R moved` if that is right"
+    )
+    assert "nobody" not in (server.folder / "known_hosts").read_text(), "it was not confirmed for the person"
+
+
+def test_a_dead_port_and_a_server_that_says_nothing_are_told_apart(ssh: Ssh, silent_port: int) -> None:
+    assert problem(f"ssh://127.0.0.1:{free_port()}", ssh).startswith("it refuses connections")
+    assert problem(f"ssh://127.0.0.1:{silent_port}", ssh) == "something listens there, but no ssh server answers"
+
+
+def test_a_host_that_takes_too_long_is_given_up(ssh: Ssh, silent_port: int) -> None:
+    assert problem(f"ssh://127.0.0.1:{silent_port}", ssh, limit_s=0.2) == "it did not answer within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ('PATH=/nowhere; eval "$SSH_ORIGINAL_COMMAND"', "there is no python3"),
+        ("echo gputrain-; echo '{}'", "what it answered is no inventory"),
+        ('eval set -- $SSH_ORIGINAL_COMMAND; echo "$3{"', "what it answered is no inventory"),
+        ("echo cannot allocate memory >&2; exit 3", "its inventory failed: cannot allocate memory"),
+        ("exit 3", "its inventory failed with exit code 3"),
+    ],
+)
+def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ssh, script: str, line: str) -> None:
+    name = server.shell(f"odd{abs(hash(script)) % 10**8}", script)
+    assert problem(name, ssh) == line
+
+
+def test_leaving_ends_the_questions_that_nobody_answers(environ: dict[str, str], silent_port: int) -> None:
+    connections = Ssh({**environ, "GPUTRAIN_SSH": "ssh -F /dev/null"})
+    found: list[Sighting] = []
+    asking = threading.Thread(target=lambda: found.append(ask(f"ssh://127.0.0.1:{silent_port}", connections)))
+    asking.start()
+    while not connections.going:
+        assert asking.is_alive()
+    connections.close()
+    asking.join(5)
+    assert not asking.is_alive()
+    assert found[0].inventory is None
+
+
+def test_without_ssh_there_is_a_line(environ: dict[str, str]) -> None:
+    connections = Ssh({**environ, "GPUTRAIN_SSH": "/nowhere/ssh"})
+    assert problem("gpu1", connections) == "/nowhere/ssh cannot be run: No such file or directory"
+    with pytest.raises(RequestError, match=r"GPUTRAIN_SSH is 'ssh \"': No closing quotation"):
+        Ssh({**environ, "GPUTRAIN_SSH": 'ssh "'})
+
+
+def test_sockets_lie_in_a_folder_that_only_this_person_enters(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with tempfile.TemporaryDirectory(prefix="gt-", dir="/tmp") as runtime:
+        folder = socket_folder({"XDG_RUNTIME_DIR": runtime})
+        assert folder == Path(runtime, "gputrain-ssh")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o755)
+        with pytest.raises(RequestError, match="only you can enter"):
+            socket_folder({"XDG_RUNTIME_DIR": runtime})
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_printed_with_the_silent_one_in_its_place(
+    server: SshServer, environ: dict[str, str], driver: Path, tmp_path: Path
+) -> None:
+    name = with_gpus(server, driver, "gpus1")
+    dead = f"ssh://127.0.0.1:{free_port()}"
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"# ours\n{name} slots=2\n127.0.0.1 port={dead.rpartition(':')[2]}\n")
+    done = gputrain(environ, "gpus", "--hostfile", str(hostfile))
+    assert done.returncode == 1
+    assert done.stderr == "gputrain: 1 of 2 hosts could not be asked\n"
+    head, first, second = done.stdout.splitlines()[:3]
+    assert head.split()[:3] == ["host", "GPUs", "free"]
+    assert first.split()[:3] == ["gpus1", "2", "1"]
+    assert second.split()[0] == dead
+    assert "it refuses connections" in second
+    assert "NVIDIA H100" in done.stdout
+
+
+def test_hosts_as_json_have_an_inventory_or_a_problem(server: SshServer, environ: dict[str, str], driver: Path) -> None:
+    name = with_gpus(server, driver, "gpus2")
+    done = gputrain(environ, "gpus", "--hosts", name, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    (host,) = json.loads(done.stdout)["hosts"]
+    assert (host["host"], host["problem"]) == ("gpus2", "")
+    assert [gpu["uuid"] for gpu in host["inventory"]["gpus"]] == ["GPU-aaaa", "GPU-bbbb"]
+
+
+def test_a_password_is_never_asked_for_even_on_a_terminal(server: SshServer, environ: dict[str, str]) -> None:
+    name = server.host("keyless", key="stranger")
+    primary, secondary = os.openpty()
+    words = [sys.executable, "-m", "gputrain_tui", "gpus", "--hosts", name]
+    done = subprocess.run(words, cwd=ROOT, env={**os.environ, **environ}, stdin=secondary, capture_output=True)
+    os.close(secondary)
+    assert done.returncode == 1
+    assert b"it refuses the key" in done.stdout
+    os.set_blocking(primary, False)
+    with pytest.raises(OSError):  # nothing was written to the terminal
+        os.read(primary, 1)
+    os.close(primary)
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def planned(
+    host: str, wants: str, ssh: Ssh, remark: Callable[[str], None] = lambda line: None
+) -> list[list[int | str]]:
+    recipe = recipes.build(RECIPE.format(host=host, wants=wants), name="r.toml")
+    plan, _ = plan_here(recipe, ask=lambda hosts: ask_all(hosts, ssh=ssh), remark=remark)
+    return [node.devices for node in plan.nodes]
+
+
+@pytest.mark.parametrize(
+    ("wants", "devices"),
+    [
+        ('gpus = "all"', ["GPU-aaaa", "GPU-bbbb"]),
+        ('gpus = "free"', ["GPU-bbbb"]),
+        ("gpus = [1]", ["GPU-bbbb"]),
+        ("ranks = 2", ["GPU-aaaa", "GPU-bbbb"]),
+        ("gpus = 2", [0, 1]),
+        ("cpu_ranks = 1", ["cpu"]),
+    ],
+)
+def test_a_plan_knows_the_gpus_of_another_host(
+    server: SshServer, ssh: Ssh, driver: Path, wants: str, devices: list[int | str]
+) -> None:
+    if not (server.folder / "planned").exists():
+        with_gpus(server, driver, "planned")
+    assert planned("planned", wants, ssh) == [[0], devices]
+
+
+def test_a_gpu_that_the_other_host_does_not_have_is_refused(server: SshServer, ssh: Ssh, driver: Path) -> None:
+    name = with_gpus(server, driver, "two")
+    with pytest.raises(RequestError, match=r"r.toml:7: cluster.nodes\[1\].gpus names GPU 5, but two has 0, 1"):
+        planned(name, "gpus = [0, 5]", ssh)
+
+
+def test_a_host_that_must_be_asked_and_does_not_answer_is_one_line(server: SshServer, ssh: Ssh) -> None:
+    dead = server.host("dead", port=free_port())
+    with pytest.raises(RequestError, match=r"r.toml:7: cluster.nodes\[1\].gpus is 'free', but .*refuses connections"):
+        planned(dead, 'gpus = "free"', ssh)
+    remarks: list[str] = []
+    assert planned(dead, "gpus = [0, 2]", ssh, remarks.append) == [[0], [0, 2]]
+    assert remarks[0].endswith("its list of GPUs is believed")
