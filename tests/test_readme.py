@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gputrain_tui.runs import list_runs
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -38,23 +40,31 @@ def test_the_example_of_a_task_is_under_thirty_lines() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 30
 
 
-def await_file(folder: Path, pattern: str) -> None:
-    deadline = time.monotonic() + 60
-    while not list(folder.glob(pattern)):
-        assert time.monotonic() < deadline, f"{pattern} does not appear"
-
-
 def test_every_command_runs(shell: Path) -> None:
+    home = shell / "home"
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "GPUTRAIN_HOME": str(shell / "home"),
+        "GPUTRAIN_HOME": str(home),
     }
-    for block in blocks("sh")[2:]:
-        if "gputrain stop" in block:
-            await_file(shell / "home", "runs/*/checkpoints/step_00000010.pt")
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block], cwd=shell, env=environment, capture_output=True, text=True
-        )
+
+    def run(block: str) -> None:
+        words = ["bash", "-euo", "pipefail", "-c", block]
+        done = subprocess.run(words, cwd=shell, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
+
+    def await_checkpoint() -> None:
+        """Wait until the run that was detached has saved, which it does every ten updates."""
+        deadline = time.monotonic() + 60
+        while not any(list_runs(home / "runs")[0].dir.checkpoints.glob("step_*0.pt")):
+            assert time.monotonic() < deadline, "no checkpoint appears"
+            time.sleep(0.02)
+
+    for block in blocks("sh")[2:]:
+        run(block)
+        if "--detach" in block:
+            await_checkpoint()
+        if "--resume" in block:
+            run("gputrain stop last")
+    assert {run.state for run in list_runs(home / "runs")} == {"finished", "stopped"}

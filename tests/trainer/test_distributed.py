@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_group import Member, Processes
+from torch.distributed import PrefixStore
 
 from trainer import distributed
 from trainer.errors import RequestError, TrainingError
@@ -78,6 +79,16 @@ def claim_device(*, url: str, rank: int, world_size: int, device: str) -> bool:
     if rank == 0:
         stores.clear_away(meeting)
     return verdict.one_place
+
+
+def come_after_a_refusal(*, url: str, rank: int, world_size: int) -> None:
+    """Serve the store, but claim a rank only when the others have refused each other."""
+    wait = stores.Wait(20.0, None)
+    meeting = stores.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
+    book = PrefixStore(stores.BOOK, meeting.store)
+    while not book.check(["verdict"]):
+        pass
+    joining.join(meeting, joining.claim(rank=rank, world_size=world_size, identity="run-1"), wait)
 
 
 def stay(*, url: str, world_size: int, rank: int) -> list[int]:
@@ -194,6 +205,16 @@ def test_two_processes_that_claim_one_rank_are_named_to_all(processes: Processes
         assert "rank 1 is claimed twice" in outcome.message
         assert f"pid {pids[1]} on {socket.gethostname()}" in outcome.message
         assert f"pid {pids[2]} on {socket.gethostname()}" in outcome.message
+
+
+def test_a_refusal_reaches_all_also_before_rank_0_has_come(processes: Processes, tcp: str) -> None:
+    one, two, serving = processes.take(3)
+    for claimant in (one, two):
+        claimant.begin(meet, url=tcp, world_size=3, rank=1)
+    serving.begin(come_after_a_refusal, url=tcp, world_size=3, rank=0)
+    outcomes = [member.outcome() for member in (one, two, serving)]
+    assert [outcome.kind for outcome in outcomes] == ["RequestError"] * 3
+    assert all("rank 1 is claimed twice" in outcome.message for outcome in outcomes)
 
 
 def test_ranks_that_disagree_on_the_world_size_are_named(processes: Processes, url: str) -> None:

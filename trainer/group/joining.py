@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from trainer.errors import RequestError, TrainingError
 from trainer.group.stores import BOOK, JoinTimeoutError, Meeting, Wait, clear_away, is_loopback
 
-LINGER_S = 1.0
-"""How long rank 0 keeps the store open after a refusal, so that the others read it."""
+LINGER_S = 3.0
+"""How long rank 0 keeps the store open after a refusal, so that the others read it; less as soon as they have."""
 
 
 class Claim(msgspec.Struct, kw_only=True, frozen=True):
@@ -95,10 +95,17 @@ def join(meeting: Meeting, mine: Claim, wait: Wait) -> Verdict:
 
 def _join(book: Store, meeting: Meeting, mine: Claim, wait: Wait) -> Verdict:
     if settled := _verdict(book):
+        if settled.refusal and meeting.file is None:
+            # The others may have refused each other before rank 0, which serves the store, came to claim its rank.
+            _leave_refused(book, meeting, mine)
         raise RequestError(_closed(meeting, mine, settled))
     refusal, owner = _enter(book, meeting, mine)
     if refusal:
-        _settle(book, Verdict(refusal=refusal))
+        # The others may have ended by another refusal meanwhile, and the store with them.
+        with contextlib.suppress(RuntimeError):
+            _settle(book, Verdict(refusal=refusal))
+    if refusal and not owner:
+        raise RequestError(refusal)
     present: set[int] = set()
     while (verdict := _verdict(book)) is None:
         if owner and mine.rank == 0 and len(_arrived(book, mine.world_size, present)) == mine.world_size:
@@ -111,7 +118,7 @@ def _join(book: Store, meeting: Meeting, mine: Claim, wait: Wait) -> Verdict:
         wait.pause(lambda: _roll(book, mine.world_size, present))
     if not refusal and not verdict.refusal:
         return verdict
-    _leave_refused(book, meeting, mine, owner=owner)
+    _leave_refused(book, meeting, mine)
     if verdict.timed_out and not refusal:
         raise JoinTimeoutError(verdict.refusal)
     raise RequestError(refusal or verdict.refusal)
@@ -228,11 +235,11 @@ def _too_late(book: Store, meeting: Meeting, mine: Claim, present: set[int], tim
     )
 
 
-def _leave_refused(book: Store, meeting: Meeting, mine: Claim, *, owner: bool) -> None:
+def _leave_refused(book: Store, meeting: Meeting, mine: Claim) -> None:
     """Tell that this rank has read the refusal; rank 0 keeps the store until all have, then clears it away."""
-    if not owner:
-        return
-    book.set(f"read/{mine.rank}", "")
+    # Whoever reads late may find the store gone, and knows nevertheless why there is no group.
+    with contextlib.suppress(RuntimeError):
+        book.set(f"read/{mine.rank}", "")
     if mine.rank != 0:
         return
     deadline = time.monotonic() + LINGER_S
