@@ -9,7 +9,6 @@ third of what it would cost between two steps, where nothing of it is in the pro
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.measure.bucket_hook import BucketHook, Buckets, CommHook
@@ -65,12 +64,17 @@ class _Taken(msgspec.Struct, kw_only=True):
     """Loss, gradient norm and, at sampled steps, the local gradient norm."""
     grad_scale: float
     log: SyncTimes | None
-    buckets: Buckets | None
+    syncs: Sequence[Buckets]
+    """The synchronisations that the comm hook measured: one, or several where each backward pass makes one."""
     count: int
     """Steps measured before this one."""
 
+    @property
+    def bucket_bytes(self) -> tuple[int, ...]:
+        return tuple(size for buckets in self.syncs for size in buckets.sizes)
+
     def all_marks(self) -> list[Mark]:
-        return self.marks if self.buckets is None else [*self.marks, *self.buckets.marks()]
+        return [*self.marks, *(mark for buckets in self.syncs for mark in buckets.marks())]
 
 
 class StepMeter:
@@ -140,7 +144,6 @@ class StepMeter:
         self._step = 0
         self._moved: float | None = None
         """When the step last went on, by the host's clock; None between steps, and once it was told."""
-        self._ended = 0.0
         self._longest_s = 0.0
         writer.before_each_write(self._hand_over)
         self._gc_started = 0.0
@@ -162,7 +165,7 @@ class StepMeter:
         self._marks = [self._clock.mark()]
         self._parts = []
         self._gc_s = 0.0
-        self._moved = self._ended = self._host_clock()
+        self._moved = self._host_clock()
 
     def lap(self, part: Part) -> None:
         """The time since the last mark belongs to this part; micro-steps add up."""
@@ -200,8 +203,9 @@ class StepMeter:
         if not self._on:
             return
         log = self._log.read() if self._log is not None else None
-        buckets = self._hook.take() if self._hook is not None else None
-        local = _norm(buckets.norms) if buckets is not None and buckets.norms else None
+        syncs = self._hook.take() if self._hook is not None else ()
+        # After a first synchronisation the gradient is not this rank's alone any more.
+        local = syncs[0].norm() if len(syncs) == 1 else None
         numbers = self._clock.fetch([loss, grad_norm, local])
         end = self._clock.mark()
         self._marks.append(end)
@@ -219,15 +223,13 @@ class StepMeter:
                 numbers=numbers,
                 grad_scale=grad_scale,
                 log=log,
-                buckets=buckets,
+                syncs=syncs,
                 count=self._count,
             )
         )
         self._count += 1
         self._step = step
-        self._moved = moment = self._host_clock()
-        self._longest_s = max(0.9 * self._longest_s, moment - self._ended)
-        self._ended = moment
+        self._moved = self._host_clock()
         self._marks = [end]
         self._parts = []
         self._gc_s = 0.0
@@ -286,8 +288,9 @@ class StepMeter:
         """Turn steps that the device has finished into events, in order."""
         with self._lock:
             while self._pending and self._clock.ready(self._pending[0].all_marks()):
-                self._latest = self._finish(self._pending.popleft())
-                self._merger.add(self._latest)
+                self._latest = step = self._finish(self._pending.popleft())
+                self._longest_s = max(0.9 * self._longest_s, (step.step_ms or 0.0) * 1e-3)
+                self._merger.add(step)
             self._tell()
 
     def _finish(self, taken: _Taken) -> Step:
@@ -327,25 +330,28 @@ class StepMeter:
         if local is not None:
             event.local_grad_norm = local / taken.grad_scale
         clock.release(marks[:-1])  # the last one is the first of the next step
-        if taken.buckets is not None:
-            clock.release(taken.buckets.marks())
+        for buckets in taken.syncs:
+            clock.release(buckets.marks())
         return event
 
     def _is_settled(self, taken: _Taken) -> bool:
         """Tell whether the warm-up is over and the buckets are those of the synchronisation before."""
         if taken.log is not None:
             return taken.log.settled
-        if taken.buckets is None:
+        if not taken.syncs:
             return False
-        layout, self._layout = self._layout, tuple(taken.buckets.sizes)
+        layout, self._layout = self._layout, taken.bucket_bytes
         return taken.count >= WARM_UP and layout == self._layout
 
     def _sync(self, taken: _Taken) -> tuple[float | None, float | None]:
         if taken.log is not None:
             return taken.log.sync_ms, taken.log.exposed_ms
-        if taken.buckets is not None:
-            return taken.buckets.sync_ms(self._clock), taken.buckets.exposed_ms(self._clock)
-        return None, None
+        if not taken.syncs:
+            return None, None
+        return (
+            sum(buckets.sync_ms(self._clock) for buckets in taken.syncs),
+            sum(buckets.exposed_ms(self._clock) for buckets in taken.syncs),
+        )
 
     def _core_waits(self, taken: _Taken) -> dict[str, float] | None:
         """Of each part, what the thread waited for a core; the exposed synchronisation is a part of its own here."""
@@ -357,19 +363,19 @@ class StepMeter:
                 return None
             waits[part] = waits.get(part, 0.0) + waited
         if self._synchronised and "backward" in waits:
-            waited = taken.buckets.core_wait_ms(clock) if taken.buckets is not None else None
-            if waited is None:
+            in_sync = [buckets.core_wait_ms(clock) for buckets in taken.syncs]
+            if not in_sync or None in in_sync:
                 return None
-            waits["backward"] = max(0.0, waits["backward"] - waited)
-            waits["sync"] = waited
+            waits["sync"] = sum(waited or 0.0 for waited in in_sync)
+            waits["backward"] = max(0.0, waits["backward"] - waits["sync"])
         return {part: waited for part, waited in waits.items() if waited > 0.0}
 
     def _describe_buckets(self, event: Step, taken: _Taken) -> None:
-        if taken.buckets is not None:
-            event.bucket_ms = taken.buckets.bucket_ms(self._clock)
-            sizes: Sequence[int] | None = taken.buckets.sizes
-        else:
-            sizes = taken.log.bucket_bytes if taken.log is not None else None
+        sizes = taken.log.bucket_bytes if taken.log is not None else None
+        if taken.syncs:
+            if taken.syncs[0].detailed:
+                event.bucket_ms = [ms for buckets in taken.syncs for ms in buckets.bucket_ms(self._clock)]
+            sizes = taken.bucket_bytes
         if sizes is not None:
             event.sync_buckets = len(sizes)
             if self._wire_ratio is not None:
@@ -426,11 +432,3 @@ def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
             return None
         model = inner
     return model
-
-
-def _norm(norms: Sequence[Tensor]) -> Tensor | float:
-    """Norm of the whole from the norms of its parts, on the device where they are."""
-    if norms[0].device.type == "cpu":
-        return math.hypot(*(float(norm) for norm in norms))
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    return norm

@@ -81,9 +81,9 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
         plain.run(20)
         agreed = torch.tensor(statistics.median(plain.run(10) for _ in range(5)) * 1e3)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        if agreed >= target_ms * 0.8:
+        if agreed >= target_ms:
             break
-        batch = int(batch * min(2.0, max(1.2, target_ms / float(agreed))))
+        batch = int(batch * min(2.0, max(1.1, target_ms / float(agreed))))
     recorded = Training(rank, Path(folder) / f"{rank}.ndjson", batch)
     recorded.run(20)
     steps = max(10, round(BLOCK_S * 1e3 / target_ms))

@@ -12,7 +12,8 @@ and each bucket's end is an event recorded in its future's callback.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,8 @@ class Buckets:
         """All marks, to ask whether they are ready and to release them."""
         return [*self.ready, *self.reduced, *([] if self.end is None else [self.end])]
 
-    def bucket_ms(self, clock: Clock) -> list[float] | None:
-        """Time of each bucket from ready to reduced."""
-        if not self.detailed:
-            return None
+    def bucket_ms(self, clock: Clock) -> list[float]:
+        """Time of each bucket from ready to reduced; only when detailed."""
         return [clock.elapsed_ms(ready, end) for ready, end in zip(self.ready, self.reduced, strict=True)]
 
     def sync_ms(self, clock: Clock) -> float:
@@ -71,6 +70,15 @@ class Buckets:
     def core_wait_ms(self, clock: Clock) -> float | None:
         """Of the exposed synchronisation, what the thread waited for a core; None where that is not counted."""
         return clock.waited_ms(self.ready[-1], self.end) if self.end is not None else None
+
+    def norm(self) -> Tensor | float | None:
+        """Norm [] of all buckets before the reduction, on the device where they are; None where it is not measured."""
+        if not self.norms:
+            return None
+        if self.norms[0].device.type == "cpu":
+            return math.hypot(*(float(norm) for norm in self.norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(self.norms))
+        return norm
 
     def _until_reduced(self, clock: Clock, start: Mark) -> float:
         if self.end is not None:
@@ -107,7 +115,10 @@ class BucketHook:
         self._share = 1.0 / dist.get_world_size(self._group)
         self._options = dist.AllreduceOptions()
         self._under_way: list[Any] = []
-        self._buckets: Buckets | None = None
+        self._measuring = False
+        self._detailed = False
+        self._syncs: list[Buckets] = []
+        """Synchronisations since ``measure``; the last one may be under way."""
         self._inner = inner
         hook = self._around if inner is not None else self._wait if waits else self._launch
         try:
@@ -119,14 +130,15 @@ class BucketHook:
             self.fault = "the model has a comm hook already: buckets and the local gradient norm are not measured"
 
     def measure(self, *, detailed: bool) -> None:
-        """Measure the next synchronisation."""
+        """Measure the synchronisations from here on, until ``take``."""
         if self.fault is None:
-            self._buckets = Buckets(detailed=detailed)
+            self._measuring, self._detailed, self._syncs = True, detailed, []
 
-    def take(self) -> Buckets | None:
-        """Return what was measured since ``measure``, and stop measuring."""
-        buckets, self._buckets = self._buckets, None
-        return buckets if buckets is not None and self.fault is None and buckets.complete() else None
+    def take(self) -> Sequence[Buckets]:
+        """Return the synchronisations since ``measure``, and stop measuring; empty unless all are complete."""
+        syncs, self._syncs = self._syncs, []
+        self._measuring = self._detailed = False
+        return syncs if self.fault is None and all(buckets.complete() for buckets in syncs) else ()
 
     # ------------------------------------------------------------------------------------- three ways to reduce
 
@@ -135,14 +147,13 @@ class BucketHook:
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._under_way.clear()  # an iteration that failed may have left some behind
-        self._look_at(bucket, buffer)
+        norm = self._norm(buffer) if self._detailed else None
         buffer.mul_(self._share)
-        buckets = self._ready()
-        work = self._group.allreduce([buffer], self._options)
+        buckets = self._ready(bucket, buffer, norm) if self._measuring else None
+        work: Any = self._group.allreduce([buffer], self._options)
         if buckets is not None and buckets.detailed:
-            self._under_way.append(work.get_future().then(partial(self._reduced, buckets, len(buckets.ready) - 1)))
-        else:
-            self._under_way.append(work)
+            work = work.get_future().then(partial(self._reduced, buckets, self._expect_end(buckets)))
+        self._under_way.append(work)
         if bucket.is_last():
             self.waiting = True
             for each in self._under_way:
@@ -158,9 +169,9 @@ class BucketHook:
     def _launch(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch, and record the end when the device gets there (GPU)."""
         buffer = bucket.buffer()
-        self._look_at(bucket, buffer)
+        norm = self._norm(buffer) if self._detailed else None
         buffer.mul_(self._share)
-        buckets = self._ready()
+        buckets = self._ready(bucket, buffer, norm) if self._measuring else None
         future = self._group.allreduce([buffer], self._options).get_future()
         if buckets is None:
             return future.then(_first)
@@ -168,8 +179,8 @@ class BucketHook:
 
     def _around(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Let the inner hook reduce."""
-        self._look_at(bucket, bucket.buffer())
-        buckets = self._ready()
+        norm = self._norm(bucket.buffer()) if self._detailed else None
+        buckets = self._ready(bucket, bucket.buffer(), norm) if self._measuring else None
         assert self._inner is not None
         future = self._inner(state, bucket)
         if buckets is None:
@@ -178,40 +189,36 @@ class BucketHook:
 
     # ------------------------------------------------------------------------------------- measuring
 
-    def _look_at(self, bucket: GradBucket, buffer: Tensor) -> None:
-        """Note what a bucket holds before it is averaged."""
-        buckets = self._buckets
-        if buckets is None:
-            return
+    def _norm(self, buffer: Tensor) -> Tensor | None:
+        """Norm [] of a bucket before it is averaged."""
         try:
-            if bucket.index() == 0 and buckets.ready:
-                # Several synchronisations in one step: the last one counts.
-                buckets = self._buckets = Buckets(detailed=buckets.detailed)
-            buckets.sizes.append(buffer.nbytes)
-            if buckets.detailed:
-                buckets.norms.append(torch.linalg.vector_norm(buffer, dtype=torch.float32))
+            norm: Tensor = torch.linalg.vector_norm(buffer, dtype=torch.float32)
         except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
             self._give_up(error)
-
-    def _ready(self) -> Buckets | None:
-        """Note that a bucket is about to be launched; None when nothing is measured."""
-        buckets = self._buckets
-        if buckets is None:
             return None
+        return norm
+
+    def _ready(self, bucket: GradBucket, buffer: Tensor, norm: Tensor | None) -> Buckets | None:
+        """Note that a bucket is about to be launched; None once measuring has failed."""
         try:
-            buckets.ready.append(self._clock.mark())
-            if buckets.detailed:
-                buckets.reduced.append(None)
+            if bucket.index() == 0:
+                self._syncs.append(Buckets(detailed=self._detailed))
+            buckets = self._syncs[-1]
+            buckets.sizes.append(buffer.nbytes)
+            if norm is not None:
+                buckets.norms.append(norm)
+            # Only at the last bucket does the thread begin to wait for the others.
+            buckets.ready.append(self._clock.mark(waits=bucket.is_last()))
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
             return None
         return buckets
 
-    def _expect_end(self, buckets: Buckets) -> int:
+    @staticmethod
+    def _expect_end(buckets: Buckets) -> int:
         """Make room for the end of the bucket that became ready last, and return its index."""
-        while len(buckets.reduced) < len(buckets.ready):
-            buckets.reduced.append(None)
-        return len(buckets.ready) - 1
+        buckets.reduced.append(None)
+        return len(buckets.reduced) - 1
 
     def _reduced(self, buckets: Buckets, index: int, future: torch.futures.Future[list[Tensor]]) -> Tensor:
         self._mark_end(buckets, index)
@@ -225,7 +232,7 @@ class BucketHook:
         # With NCCL this runs when the collective is queued, on a stream that waits for it: an event recorded here
         # lies at the true end, a host time would not. With gloo it runs on a gloo thread, when all is reduced.
         try:
-            buckets.reduced[index] = self._clock.mark()
+            buckets.reduced[index] = self._clock.mark(waits=False)
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
 
@@ -236,7 +243,8 @@ class BucketHook:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._buckets = None
+        self._measuring = self._detailed = False
+        self._syncs = []
         self.fault = f"measuring a gradient bucket failed, bucket times end here: {type(error).__name__}: {error}"
 
 
