@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
+    "check": ("gputrain_tui.commands.check", "say what would go wrong with a recipe here, and the fix; start nothing"),
     "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine or of others"),
     "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gputrain_tui import recipe as recipes
 from gputrain_tui.recipe import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script
@@ -22,9 +22,20 @@ from trainer.options import Distributed, Training
 from trainer.schema import Option, check, describe
 from trainer.tasks.registry import BUILT_IN
 
+if TYPE_CHECKING:
+    from gputrain_tui.preflight import Result
+
 NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
 SAID_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
 """The first key that a message names."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What stands beside a field besides its help."""
+
+    text: str
+    status: Literal["note", "warning", "error"] = "error"
 
 
 @cache
@@ -219,6 +230,15 @@ class Draft:
             entry[node[2]] = _plain(node[2], text)
         self.changes["cluster.nodes"] = nodes
 
+    def settings_with(self, key: str, text: str) -> list[str]:
+        """Return the changes as they would be with one more, which is not made; ``text`` is not empty."""
+        before = dict(self.changes)
+        try:
+            self.set(key, text)
+            return self.settings
+        finally:
+            self.changes = before
+
     def reset(self, key: str) -> None:
         """Take a change back; where there is none, let the recipe not say it, which means the default."""
         node = NODE_KEY.fullmatch(key)
@@ -341,6 +361,18 @@ def field_of(fields: Sequence[Field], key: str) -> Field | None:
         return exact
     below = (field for field in fields if field.key.startswith((f"{key}.", f"{key}[")))
     return next(below, None)
+
+
+def remarks_of(fields: Sequence[Field], results: Sequence[Result]) -> dict[str, Remark]:
+    """Return what a preflight found, by the key of the field that it concerns; the gravest of each."""
+    found: dict[str, Remark] = {}
+    for status in ("note", "warning", "error"):
+        for result in reversed(results):
+            concerned = field_of(fields, result.key) if result.status == status and result.key else None
+            if concerned is not None:
+                told = f"{result.what}; {result.fix}" if result.fix else result.what
+                found[concerned.key] = Remark(told, status)
+    return found
 
 
 def _plain(name: str, text: str) -> Any:

@@ -8,24 +8,27 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui.addresses import local_facts, meeting_problem
+from gputrain_tui.addresses import local_facts
 from gputrain_tui.launchers import launcher
-from gputrain_tui.plan import THIS_MACHINE, LocalFacts, Plan, is_local, plan, with_run_dir
+from gputrain_tui.plan import LocalFacts, Plan, plan, with_run_dir
+from gputrain_tui.planning import inventories_for
+from gputrain_tui.preflight import NotReadyError, Result, errors, judge, look
 from gputrain_tui.processes import ProcessIdentity
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.runs import Run, create, find, open_run, read_status
 from trainer.errors import RequestError
 from trainer.record import RunDir
+from trainer.training.stopping import require_an_end
 
 if TYPE_CHECKING:
+    from gputrain_tui.inventory import Inventory
     from gputrain_tui.warm import WarmStart
 
 
@@ -35,6 +38,20 @@ class Prepared:
 
     recipe: Recipe
     plan: Plan
+    results: tuple[Result, ...] = ()
+    """What the preflight found; none of it is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    plan: Plan
+    local: LocalFacts
+    inventories: Mapping[str, Inventory]
+    """Of the machines that were asked, by host, ``localhost`` for this one."""
+    remarks: tuple[str, ...] = ()
+    """A line for each host that was believed because it did not answer."""
 
 
 def load(source: str | None, *, overrides: Sequence[str], resume: str | None, stdin: IO[str] | None) -> Recipe:
@@ -77,49 +94,61 @@ def prepare(recipe: Recipe) -> Prepared:
     """Plan a run and refuse what cannot work on this machine.
 
     Raises:
-        RequestError: the machines do not fit, data is missing, or the ranks could not meet.
+        NotReadyError: the recipe is right, but the machines are not ready for it.
+        RequestError: the recipe contradicts itself, or would never end.
     """
-    hosts = [node.host for node in recipe.cluster.nodes]
-    facts = local_facts(hosts)
-    planned = _planned(recipe, facts)
-    launcher(planned.launcher)
-    _check_script(recipe)
-    _check_data(recipe)
-    if problem := meeting_problem(planned, facts):
+    return checked(recipe, planned(recipe))
+
+
+def planned(recipe: Recipe) -> Planned:
+    """Look at the machines' devices and plan a run.
+
+    Raises:
+        NotReadyError: a machine does not have the devices.
+        RequestError: the recipe contradicts itself.
+    """
+    from gputrain_tui.devices import LackingError
+
+    facts, remarks = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
+    inventories = inventories_for(recipe, facts, remark=remarks.append)
+    try:
+        found = plan(recipe, inventories, local=facts)
+    except LackingError as error:
+        what, _, fix = error.told.partition("; ")
+        key = error.where.rpartition(" ")[2]
+        raise NotReadyError(
+            [Result(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
+        ) from None
+    return Planned(plan=found, local=facts, inventories=inventories, remarks=tuple(remarks))
+
+
+def checked(recipe: Recipe, planned: Planned) -> Prepared:
+    """Refuse what cannot work on this machine.
+
+    Raises:
+        NotReadyError: a check says that the machines are not ready.
+        RequestError: the launcher is not installed, or nothing would end the training.
+    """
+    launcher(planned.plan.launcher)
+    if problem := endless(recipe):
         raise RequestError(problem)
-    return Prepared(recipe=recipe, plan=planned)
+    found = look(recipe, planned.plan, planned.local, inventories=planned.inventories)
+    results = judge(recipe, planned.plan, found, local=planned.local)
+    results += [Result(status="warning", check="other hosts", what=remark) for remark in planned.remarks]
+    if errors(results):
+        raise NotReadyError(results, plan=planned.plan)
+    return Prepared(recipe=recipe, plan=planned.plan, results=tuple(results))
 
 
-def _planned(recipe: Recipe, facts: LocalFacts) -> Plan:
-    here = [node for node in recipe.cluster.nodes if is_local(node.host, facts)]
-    if all(node.cpu_ranks is not None for node in here):
-        return plan(recipe, {}, local=facts)
-    from gputrain_tui.inventory import take_inventory  # asks the driver, which ranks on CPUs do not wait for
-
-    return plan(recipe, {THIS_MACHINE: take_inventory()}, local=facts)
-
-
-def _check_script(recipe: Recipe) -> None:
-    """Refuse a script that is not there; every node of a run sees it under the same path."""
-    if recipe.script is None:
-        return
-    path = Path(recipe.script.script)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else f"does not exist in {Path.cwd()}"
-        raise RequestError(f"{recipe.where('train', 'script')}: {path} {what}; name a Python file")
-
-
-def _check_data(recipe: Recipe) -> None:
-    """Refuse data that is not there; a user's own task is asked by its ranks, who have torch."""
-    from trainer.tasks.registry import BUILT_IN, check_data, options_schema
-
-    if recipe.train.task in BUILT_IN:
-        schema = options_schema(recipe.train.task)
-        assert schema is not None
-        try:
-            check_data(msgspec.convert(dict(recipe.task_options), schema))
-        except RequestError as error:
-            raise RequestError(f"{recipe.source}: {error}") from None
+def endless(recipe: Recipe) -> str:
+    """Say in one line that nothing would ever end a training; empty when something does, or a script does it."""
+    if recipe.script is not None:
+        return ""
+    try:
+        require_an_end(recipe.train)
+    except RequestError as error:
+        return f"{recipe.where('train', 'max_updates')} is {recipe.train.max_updates}, and {error}"
+    return ""
 
 
 def launch(prepared: Prepared, *, leased: bool, warm: WarmStart | None = None) -> tuple[Run, subprocess.Popen[bytes]]:

@@ -9,6 +9,8 @@ from contextlib import closing
 
 from gputrain_tui import start
 from gputrain_tui.interrupts import Interrupts
+from gputrain_tui.preflight import NotReadyError, warnings
+from gputrain_tui.tables import printable
 from trainer.errors import ExitCode
 
 NAME = "run"
@@ -30,9 +32,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Run the recipe; return the run's exit code."""
     recipe = start.load(args.recipe, overrides=args.overrides, resume=args.resume, stdin=sys.stdin)
-    prepared = start.prepare(recipe)
-    for note in recipe.notes:
-        print(f"gputrain: {note}", file=sys.stderr)
+    try:
+        prepared = start.prepare(recipe)
+    except NotReadyError as refused:
+        for problem in refused.errors:
+            print(f"gputrain: {printable(problem.line)}", file=sys.stderr)
+        return ExitCode.REFUSED
+    for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
+        print(f"gputrain: {printable(note)}", file=sys.stderr)
     return _detached(prepared) if args.detach else _foreground(prepared, json=args.json)
 
 

@@ -14,7 +14,7 @@ from gputrain_tui import recipe as recipes
 from gputrain_tui import start
 from gputrain_tui.draft import key_of
 from gputrain_tui.plan import Plan
-from gputrain_tui.planning import plan_here
+from gputrain_tui.preflight import NotReadyError, Result
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.task_options import task_schema
 from trainer.errors import RequestError
@@ -33,9 +33,11 @@ class Examined:
     prepared: start.Prepared | None = None
     """Ready to be launched; None while something is in the way."""
     problem: str = ""
-    """One line: what is in the way."""
+    """One line: what is wrong with the recipe itself."""
     key: str = ""
     """The key that it concerns; empty for none."""
+    results: tuple[Result, ...] = ()
+    """What the preflight found; empty where the recipe itself is wrong."""
     task: str = ""
     schema: type[Any] | None = None
     """The options of the user's own task."""
@@ -61,11 +63,24 @@ def examined(text: str, *, name: str, settings: Sequence[str], task: str = "") -
     plan: Plan | None = None
     try:
         recipe = recipes.build(text, name=name, overrides=told)
-        plan, _ = plan_here(recipe)
-        prepared = start.prepare(recipe)
+        planned = start.planned(recipe)
+        plan = planned.plan
+        prepared = start.checked(recipe, planned)
+    except NotReadyError as refused:
+        return Examined(
+            settings=told, recipe=recipe, plan=refused.plan, results=refused.results, task=task, schema=schema
+        )
     except RequestError as error:
         message = str(error)
         return Examined(
             settings=told, recipe=recipe, plan=plan, problem=message, key=key_of(message), task=task, schema=schema
         )
-    return Examined(settings=told, recipe=recipe, plan=prepared.plan, prepared=prepared, task=task, schema=schema)
+    return Examined(
+        settings=told,
+        recipe=recipe,
+        plan=plan,
+        prepared=prepared,
+        results=prepared.results,
+        task=task,
+        schema=schema,
+    )

@@ -30,6 +30,8 @@ TORCH_FREE = (
     "trainer.tasks",
     "trainer.tasks.options",
     "trainer.tasks.registry",
+    "trainer.training",
+    "trainer.training.stopping",
     "trainer.node.warm_request",
 )
 """What of the trainer the node's parent process runs, and what the console may read."""

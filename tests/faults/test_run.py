@@ -341,7 +341,7 @@ def test_a_detached_script_is_stopped(bench: Bench) -> None:
 
 def test_a_script_that_is_missing_leaves_no_run_behind(bench: Bench) -> None:
     done = bench.call("run", script_recipe(bench, "x"), "--set", "train.script=oven.py")
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
     assert f"train.script: oven.py does not exist in {bench.folder}" in done.stderr
     assert bench.runs() == []
 
@@ -352,16 +352,32 @@ def test_a_script_that_is_missing_leaves_no_run_behind(bench: Bench) -> None:
         (["train.lr=0"], "train.lr is 0"),
         (["train.larning_rate=1"], "train.larning_rate is not known"),
         (["train.task=ml"], "train.task is 'ml'"),
-        (["task.data=nowhere.txt"], "nowhere.txt does not exist"),
-        (["task.data=empty.txt"], "empty.txt"),
-        (["cluster.nodes=[{gpus = 64}]"], "64 GPUs"),
         (["train.batch_size=[1,2,3]"], "batch_size has 3 values"),
-        (["cluster.init_method=file://FOLDER/left"], "left from an earlier run"),
-        (["cluster.port=PORT"], "is in use"),
+        (["train.max_updates=0"], "nothing would end this training"),
     ],
-    ids=["range", "key", "task", "missing data", "empty data", "gpus", "world size", "stale file", "busy port"],
+    ids=["range", "key", "task", "world size", "endless"],
 )
 def test_a_wrong_request_is_one_line_and_leaves_no_run_behind(bench: Bench, settings: list[str], words: str) -> None:
+    done = bench.call("run", bench.recipe(), *(word for text in settings for word in ("--set", text)))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert words in done.stderr
+    assert bench.runs() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["task.data=nowhere.txt"], "nowhere.txt does not exist"),
+        (["task.data=empty.txt"], "empty.txt is empty"),
+        (["cluster.nodes=[{gpus = 64}]"], "64 GPUs"),
+        (["cluster.init_method=file://FOLDER/left"], "left from an earlier run"),
+        (["cluster.port=PORT"], "is in use by"),
+    ],
+    ids=["missing data", "empty data", "gpus", "stale file", "busy port"],
+)
+def test_a_machine_that_is_not_ready_is_one_line_and_leaves_no_run_behind(
+    bench: Bench, settings: list[str], words: str
+) -> None:
     (bench.folder / "empty.txt").touch()
     (bench.folder / "left").write_text("x")
     with socket.socket() as busy:
@@ -369,11 +385,8 @@ def test_a_wrong_request_is_one_line_and_leaves_no_run_behind(bench: Bench, sett
         busy.listen()
         port = str(busy.getsockname()[1])
         filled = [text.replace("FOLDER", str(bench.folder)).replace("PORT", port) for text in settings]
-        flags = [word for text in filled for word in ("--set", text)]
-        done = bench.call("run", bench.recipe(), *flags)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
+        done = bench.call("run", bench.recipe(), *(word for text in filled for word in ("--set", text)))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (3, "", 1)
     assert words in done.stderr
     assert bench.runs() == []
 

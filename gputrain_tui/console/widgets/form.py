@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
-from gputrain_tui.draft import Field, shown
+from gputrain_tui.draft import Field, Remark, shown
 from gputrain_tui.tables import printable
+
+MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
+"""What stands before a field; a note leaves that to whether the field was changed."""
 
 NAME_CELLS = (18, 26)
 """Least and greatest width of the names."""
@@ -36,28 +39,32 @@ def lines_of(fields: Sequence[Field], wanted: str = "") -> list[Heading | Field]
     return lines
 
 
-def draw_field(field: Field, width: int, problem: str) -> Row:
-    """Return the line of one field: name, value, and its help or what is wrong with it."""
+def role_of(remark: Remark) -> str:
+    """Return the colour of a remark."""
+    return "base" if remark.status == "note" else remark.status
+
+
+def draw_field(field: Field, width: int, remark: Remark | None) -> Row:
+    """Return the line of one field: name, value, and its help or what was found about it."""
     names = min(max(width // 4, NAME_CELLS[0]), NAME_CELLS[1])
     values = min(max(width // 4, 14), 40)
     text = printable(field.text) or EMPTY
     if len(text) > values - 2:
         text = text[: values - 3] + "…"
-    if problem:
-        role, mark = "error", ("!", "error")
-    else:
-        role = "bright" if field.written else "dim"
-        mark = ("•", "accent") if field.changed else (" ", "base")
-    told, left = printable(problem) or field.option.help, width - names - values - 2
+    role = "bright" if field.written else "dim"
+    mark = ("•", "accent") if field.changed else (" ", "base")
+    if remark is not None and remark.status in MARKS:
+        role, mark = remark.status, MARKS[remark.status]
+    told, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
     if len(told) > left:
         told = told[: max(left - 1, 0)] + "…"
     return cut(
         [
             mark,
             (" ", "base"),
-            (field.name[: names - 1].ljust(names), "bright" if field.written or problem else "dim"),
+            (field.name[: names - 1].ljust(names), "bright" if field.written or remark else "dim"),
             (text.ljust(values), role),
-            (told, "error" if problem else "dim"),
+            (told, role_of(remark) if remark else "dim"),
         ],
         width,
     )
@@ -74,12 +81,12 @@ class Form(Listing):
         """Only fields that hold these words are shown."""
         self._fields: Sequence[Field] = ()
         self._lines: list[Heading | Field] = []
-        self._problems: Mapping[str, str] = {}
+        self._remarks: Mapping[str, Remark] = {}
 
-    def show(self, fields: Sequence[Field], problems: Mapping[str, str]) -> None:
-        """Show fields and what is wrong by key; the cursor stays on its field."""
+    def show(self, fields: Sequence[Field], remarks: Mapping[str, Remark]) -> None:
+        """Show fields and what was found by key; the cursor stays on its field."""
         before = self.field
-        self._fields, self._problems = fields, problems
+        self._fields, self._remarks = fields, remarks
         self._lines = lines_of(fields, self.wanted)
         keys = [line.key if isinstance(line, Field) else "" for line in self._lines]
         if before is not None and before.key in keys:
@@ -93,7 +100,7 @@ class Form(Listing):
     def find(self, wanted: str) -> None:
         """Show only the fields that hold some words."""
         self.wanted = wanted
-        self.show(self._fields, self._problems)
+        self.show(self._fields, self._remarks)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a field."""
@@ -125,7 +132,7 @@ class Form(Listing):
         line = self._lines[index]
         if isinstance(line, Heading):
             return cut([("  ", "base"), (line.text, "accent")], width)
-        return draw_field(line, width, self._problems.get(line.key, ""))
+        return draw_field(line, width, self._remarks.get(line.key))
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Say what is missing."""
@@ -140,11 +147,11 @@ class Detail(Canvas):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.field: Field | None = None
-        self.problem = ""
+        self.remark: Remark | None = None
 
-    def show(self, field: Field | None, problem: str) -> None:
-        """Show a field and what is wrong with it."""
-        self.field, self.problem = field, problem
+    def show(self, field: Field | None, remark: Remark | None) -> None:
+        """Show a field and what was found about it."""
+        self.field, self.remark = field, remark
         self.redraw()
 
     def draw(self, width: int, height: int) -> list[Row]:
@@ -159,10 +166,10 @@ class Detail(Canvas):
                 [(field.key, "title"), (f"  {allowed(field)}", "bright")],
                 [[("default ", "dim"), (printable(default)[:30], "bright")]],
             ),
-            [(field.option.help, "dim")] if not self.problem or height > 2 else [],
+            [(field.option.help, "dim")] if self.remark is None or height > 2 else [],
         ]
-        if self.problem:
-            rows = [rows[0], [(printable(self.problem), "error")], *rows[1:]]
+        if self.remark is not None:
+            rows = [rows[0], [(printable(self.remark.text), role_of(self.remark))], *rows[1:]]
         return [cut(row, width) for row in rows[:height]]
 
 

@@ -1,0 +1,80 @@
+"""``gputrain check``: what would go wrong with a recipe on this machine, each with its fix; nothing is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+import msgspec
+
+from gputrain_tui import start
+from gputrain_tui.preflight import NotReadyError, Result, summary
+from gputrain_tui.recipe import load
+from gputrain_tui.tables import printable, width
+from trainer.errors import ExitCode
+
+NAME = "check"
+HELP = "say what would go wrong with a recipe here, and the fix; start nothing"
+
+MARKS = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
+COLOURS = {"ok": "32", "note": "2", "warning": "33", "error": "1;31"}
+"""Of the marks, as a terminal takes them (SGR)."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What ``--json`` prints."""
+
+    recipe: str
+    ready: bool
+    """Whether ``gputrain run`` would start it."""
+    results: tuple[Result, ...]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe in TOML or JSON; - reads standard input")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        dest="overrides",
+        action="append",
+        default=[],
+        help="change a key of the recipe, such as train.lr=0.5; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+
+
+def run(args: Namespace) -> int:
+    """Print every check; refuse when one of them says that a run would not start."""
+    recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+    try:
+        results, ready = start.prepare(recipe).results, True
+    except NotReadyError as refused:
+        results, ready = refused.results, False
+    if args.json:
+        print(msgspec.json.encode(Report(recipe=recipe.name, ready=ready, results=results)).decode())
+    else:
+        for note in recipe.notes:
+            print(f"gputrain: {printable(note)}", file=sys.stderr)
+        print(report(results, recipe.name, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    return ExitCode.FINISHED if ready else ExitCode.REFUSED
+
+
+def report(results: Sequence[Result], name: str, *, colour: bool = False) -> str:
+    """The results for people: one line each, what to do about it and the key it concerns below."""
+    wide = max(width(result.check) for result in results)
+    lines = [f"{printable(name)}: {summary(results)}"]
+    for result in results:
+        mark = MARKS[result.status]
+        shown = f"\x1b[{COLOURS[result.status]}m{mark}\x1b[0m" if colour else mark
+        space = " " * (wide - width(result.check))
+        host = f"{result.host}: " if result.host else ""
+        lines.append(f"{shown} {result.check}{space}  {printable(host + result.what)}")
+        if result.fix:
+            key = f"  ({result.where})" if result.where else ""
+            lines.append(f"  {' ' * wide}  {printable('→ ' + result.fix + key)}")
+        elif result.where and result.status in ("warning", "error"):
+            lines.append(f"  {' ' * wide}  {printable(f'({result.where})')}")
+    return "\n".join(lines)

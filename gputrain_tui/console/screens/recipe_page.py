@@ -1,0 +1,317 @@
+"""The recipe at hand: chosen from a list, shown as a form, looked at in a thread; what was found stands beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.events import Resize
+from textual.message import Message
+from textual.widgets import Input
+
+from gputrain_tui import paths
+from gputrain_tui.addresses import local_facts
+from gputrain_tui.console.examine import Examined, examined
+from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.widgets.form import Detail, Form
+from gputrain_tui.console.widgets.plan_view import PlanView
+from gputrain_tui.console.widgets.readiness import Readiness
+from gputrain_tui.console.widgets.recipe_list import RecipeList
+from gputrain_tui.draft import Draft, Field, Remark, field_of, remarks_of, without_place
+from gputrain_tui.plan import is_local
+from gputrain_tui.recipe_files import recipe_files
+from trainer.errors import RequestError
+
+SETTLE_S = 0.15
+"""How long nothing must change before the recipe is looked at again."""
+
+SLOW = ("task", "host")
+"""Fields whose half-typed values are not tried: a task is imported by a process, a host is asked over the network."""
+
+
+class RecipePage(Page):
+    """Shows a recipe and what would become of it; a subclass changes it."""
+
+    class Looked(Message):
+        """The recipe was looked at."""
+
+        def __init__(self, draft: Draft, found: Examined) -> None:
+            super().__init__()
+            self.draft = draft
+            self.found = found
+
+    def __init__(self, *, settle_s: float = SETTLE_S, examine: Callable[..., Examined] = examined) -> None:
+        """Make the screen.
+
+        Args:
+            settle_s: how long nothing must change before the plan is computed again.
+            examine: looks at a recipe and this machine.
+        """
+        super().__init__()
+        self._settle_s = settle_s
+        self._examine = examine
+        self._drafts: dict[Path, Draft] = {}
+        """By file: changes stay while another recipe is looked at."""
+        self._path: Path | None = None
+        self._found: Examined | None = None
+        self._fields: list[Field] = []
+        self._remarks: dict[str, Remark] = {}
+        """By key: what stands beside a field."""
+        self._asking: Field | str | None = None
+        """What the input is for: a field, ``find`` or ``save``."""
+        self._waiting: dict[str, object] = {}
+        """What is about to be looked at: the ``draft``, and it with what is being ``typed``."""
+
+    # What there is
+
+    def body(self) -> ComposeResult:
+        """Yield recipes, form, what a field means, the input, the plan, and whether it could start."""
+        with Horizontal(id="desk"):
+            yield RecipeList(id="recipes")
+            with Vertical(id="sheet"):
+                yield Form(id="form")
+                with Vertical(id="under"):
+                    yield Detail(id="detail")
+                    yield Input(id="editor", compact=True)
+                yield PlanView(id="plan")
+                yield Readiness(id="readiness")
+
+    @property
+    def form(self) -> Form:
+        """The fields."""
+        return self.query_one(Form)
+
+    @property
+    def draft(self) -> Draft | None:
+        """The recipe in the form."""
+        return self._drafts.get(self._path) if self._path is not None else None
+
+    def on_mount(self) -> None:
+        """Begin with the list."""
+        self.query_one("#recipes").focus()
+
+    def on_screen_resume(self) -> None:
+        """Look for recipes, and take what lies on the desk."""
+        self._launch_is_near()
+        files = recipe_files(self.desk.folder, paths.config_folder())
+        listing = self.query_one(RecipeList)
+        listing.show(files)
+        wanted, self.desk.source = self.desk.source, None
+        if wanted is not None:
+            self.open_recipe(Path(wanted))
+        elif self._path is None and files:
+            self.open_recipe(files[0].path, focus=False)
+        else:
+            self._examine_soon()  # the machine may have changed meanwhile
+        gpus, self.desk.gpus = self.desk.gpus, ()
+        if gpus:
+            self._take_gpus(gpus)
+
+    def _take_gpus(self, gpus: tuple[int, ...]) -> None:
+        draft = self.draft
+        if draft is None:
+            self.console.say("choose a recipe first; the GPUs go into its first node")
+            self.desk.gpus = gpus
+            return
+        hosts = [node.get("host") for node in draft.nodes()]
+        facts = local_facts(hosts)
+        here = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
+        if here is None:
+            self.console.say(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
+            return
+        draft.take_gpus(here, gpus)
+        self._changed()
+        self.form.focus()
+        self.form.go_to(f"cluster.nodes[{here}].gpus")
+
+    def open_recipe(self, path: Path, *, focus: bool = True) -> None:
+        """Show a recipe in the form."""
+        if path not in self._drafts:
+            try:
+                self._drafts[path] = Draft(path.read_text(encoding="utf-8-sig"), name=self._called(path))
+            except (OSError, UnicodeDecodeError) as error:
+                self.console.say(f"{path} cannot be read: {error}", alarm=True)
+                return
+            except RequestError as error:
+                self.console.say(str(error), alarm=True)
+                return
+        self._path = path
+        self._found = None
+        self._leave_editor()
+        form = self.form
+        form.wanted = ""
+        form.cursor = 0
+        self.query_one(RecipeList).point_at(path)
+        self._changed()
+        form.go(0)
+        if focus:
+            form.focus()
+        if self.desk.gpus:
+            gpus, self.desk.gpus = self.desk.gpus, ()
+            self._take_gpus(gpus)
+
+    def _called(self, path: Path) -> str:
+        """Return a file as messages name it: relative where it is below the folder."""
+        try:
+            return str(path.relative_to(self.desk.folder))
+        except ValueError:
+            return str(path)
+
+    def on_resize(self, event: Resize) -> None:
+        """Give the plan and the preflight their shares."""
+        self.set_class(self.size.width < 100, "-narrow")
+        self.query_one(PlanView).styles.height = max(self.size.height // 3 - 2, 6)
+        self.query_one(Readiness).most = 2 if self.size.height < 32 else 4
+
+    def _launch_is_near(self) -> None:
+        """Have torch loaded by the time that the run is to start."""
+        if self.console.warm is not None:
+            self.console.warm.open()
+
+    # What changes
+
+    def _changed(self) -> None:
+        """Show the draft as it is now, and have it looked at."""
+        self._launch_is_near()
+        self._show_fields()
+        self._examine_soon()
+
+    def _show_fields(self) -> None:
+        draft, found = self.draft, self._found
+        if draft is None or self._path is None:
+            return
+        self._fields = draft.fields()
+        self._remarks = {} if found is None else self._found_beside(draft, found)
+        for field in self._fields:
+            if field.changed and (problem := draft.problem(field, field.text)):
+                self._remarks[field.key] = Remark(problem)
+        form = self.form
+        form.title_text = draft.name
+        changes = len(draft.changes)
+        form.remarks = [[(f"{changes} change{'s' * (changes != 1)} not saved", "accent")]] if changes else []
+        if form.wanted:
+            form.remarks.insert(0, [(f"/{form.wanted}", "accent")])
+        form.show(self._fields, self._remarks)
+        self._show_detail()
+        listing = self.query_one(RecipeList)
+        listing.opened = self._path
+        listing.edited = [path for path, other in self._drafts.items() if other.changes]
+        listing.redraw()
+
+    def _found_beside(self, draft: Draft, found: Examined) -> dict[str, Remark]:
+        """Return what was found, by the key of its field; of fields that were changed since, nothing."""
+        remarks = remarks_of(self._fields, found.results)
+        concerned = field_of(self._fields, found.key)
+        if found.problem and concerned is not None:
+            remarks[concerned.key] = Remark(without_place(found.problem))
+        changed = {setting.partition("=")[0] for setting in set(found.settings) ^ set(draft.settings)}
+        return {key: remark for key, remark in remarks.items() if not any(key.startswith(name) for name in changed)}
+
+    def _show_detail(self, typed: str | None = None) -> None:
+        field, draft = self.form.field, self.draft
+        remark = None if field is None else self._remarks.get(field.key)
+        if typed is not None and isinstance(self._asking, Field) and draft is not None:
+            field = self._asking
+            remark = Remark(problem) if typed and (problem := draft.problem(field, typed)) else None
+            if typed and remark is None and field.name not in SLOW:
+                self._try_soon(field, typed)
+        self.query_one(Detail).show(field, remark)
+
+    def _try_soon(self, field: Field, typed: str) -> None:
+        """Look at the recipe as it would be with what is being typed."""
+        draft = self.draft
+        if draft is not None:
+            settings = draft.settings_with(field.key, typed)
+            self._soon("typed", lambda: self._look(draft, draft.text, draft.name, settings, draft.task))
+
+    def _examine_soon(self) -> None:
+        self.query_one(PlanView).wait()
+        self._soon("draft", self._examine_now)
+
+    def _soon(self, what: str, act: Callable[[], object]) -> None:
+        """Look at something once it has not changed for a while."""
+        self._waiting[what] = marker = object()
+
+        def settled() -> None:
+            if self._waiting[what] is marker:
+                act()
+
+        if self._settle_s:
+            self.set_timer(self._settle_s, settled)
+        else:
+            settled()
+
+    def _examine_now(self) -> None:
+        draft = self.draft
+        if draft is not None:
+            self._look(draft, draft.text, draft.name, draft.settings, draft.task)
+
+    @work(thread=True, exclusive=True, group="plan")
+    def _look(self, draft: Draft, text: str, name: str, settings: list[str], task: str) -> None:
+        found = self._examine(text, name=name, settings=settings, task=task)
+        self.post_message(self.Looked(draft, found))
+
+    @on(Looked)
+    def _show_found(self, event: Looked) -> None:
+        draft, found = event.draft, event.found
+        if draft is not self.draft:
+            return  # of a recipe that is no longer shown
+        if list(found.settings) != draft.settings:
+            self._show_tried(draft, found)
+            return
+        self._found = found
+        if found.schema is not None:
+            draft.learn(found.task, found.schema)
+        self.desk.recipe = found.recipe
+        self._show_fields()
+        self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))
+        self.query_one(Readiness).show(found.results, found.problem.removeprefix("--set "))
+
+    def _show_tried(self, draft: Draft, found: Examined) -> None:
+        """Show beside the editor what was found about its text, where that is still what was looked at."""
+        field = self._asking
+        typed = self.query_one("#editor", Input).value
+        if isinstance(field, Field) and typed and list(found.settings) == draft.settings_with(field.key, typed):
+            remark = remarks_of([field], found.results).get(field.key)
+            if found.problem and field_of([field], found.key) is not None:
+                remark = Remark(without_place(found.problem))
+            self.query_one(Detail).show(field, remark)
+
+    # The cursor
+
+    @on(Form.Moved, "#form")
+    def _pointed(self, event: Form.Moved) -> None:
+        self._show_detail()
+
+    @on(RecipeList.Chosen, "#recipes")
+    def _recipe_chosen(self, event: RecipeList.Chosen) -> None:
+        file = self.query_one(RecipeList).file
+        if file is not None:
+            self.open_recipe(file.path)
+
+    @on(RecipeList.Moved, "#recipes")
+    def _recipe_pointed(self, event: RecipeList.Moved) -> None:
+        file = self.query_one(RecipeList).file
+        if file is not None and file.path != self._path and self.query_one(RecipeList).has_focus:
+            self.open_recipe(file.path, focus=False)
+
+    # The line below the form
+
+    def _ask(self, what: Field | str, text: str, hint: str) -> None:
+        self._asking = what
+        editor = self.query_one("#editor", Input)
+        self.add_class("-editing")
+        editor.value = text
+        editor.placeholder = hint
+        editor.focus()
+        if isinstance(what, Field):
+            self._show_detail(text)
+
+    def _leave_editor(self) -> None:
+        if self._asking is not None:
+            self._asking = None
+            self.remove_class("-editing")
+            self.form.focus()

@@ -1,0 +1,80 @@
+"""Whether the recipe at hand could start now: the preflight in a line, and under it what is in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.drawing import Row, cut, headline
+from gputrain_tui.preflight import Result, errors, summary, warnings
+from gputrain_tui.tables import printable
+
+
+def draw_readiness(results: Sequence[Result], problem: str, width: int, height: int) -> list[Row]:
+    """Return the preflight as rows: how it stands, then the gravest of what was found.
+
+    Args:
+        results: of all checks.
+        problem: what is wrong with the recipe itself, which was then not checked; empty when nothing is.
+        width: cells.
+        height: rows; the first is the headline.
+    """
+    title = ("preflight", "title")
+    if problem:
+        return [
+            headline(width, [title, ("  ✗ the recipe is not right yet", "error")]),
+            _line("✗", problem, "error", width),
+        ][:height]
+    if not results:
+        return [headline(width, [title])]
+    stopping, doubtful = errors(results), warnings(results)
+    state = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
+    said = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
+    remark: Row = [(f"{len(results)} check{'s' * (len(results) != 1)}", "dim")]
+    rows = [headline(width, [title, (said, state[1])], [remark])]
+    rows += [_line("✗", _told(result), "error", width) for result in stopping]
+    rows += [_line("!", _told(result), "warning", width) for result in doubtful]
+    if len(rows) > height > 1:
+        more = f" {len(rows) - height} more "
+        rows = rows[:height]
+        rows[-1] = [*cut(rows[-1], width - len(more)), (more, "accent")]
+    return rows[:height]
+
+
+def _told(result: Result) -> str:
+    host = f"{result.host}: " if result.host else ""
+    fix = f" → {result.fix}" if result.fix else ""
+    return f"{result.key or result.check}  {host}{result.what}{fix}"
+
+
+def _line(mark: str, text: str, role: str, width: int) -> Row:
+    text = printable(text)
+    left = width - 4
+    return cut([(f"  {mark} ", role), (text if len(text) <= left else f"{text[: left - 1]}…", "bright")], width)
+
+
+class Readiness(Canvas):
+    """The preflight of the recipe at hand, beside the key that launches it."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.most = 2
+        """Lines under the headline."""
+        self._results: Sequence[Result] = ()
+        self._problem = ""
+
+    def show(self, results: Sequence[Result], problem: str) -> None:
+        """Show what was found.
+
+        Args:
+            results: of all checks.
+            problem: what is wrong with the recipe itself; empty when nothing is.
+        """
+        self._results, self._problem = results, problem
+        lines = 1 if problem else len(errors(results)) + len(warnings(results))
+        self.styles.height = 1 + min(lines, self.most)
+        self.redraw()
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return what was found."""
+        return draw_readiness(self._results, self._problem, width, height)
