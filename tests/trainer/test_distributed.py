@@ -61,6 +61,18 @@ def meet_reporting(report: str, **named: Any) -> list[tuple[list[int], list[int]
     return reports
 
 
+def meet_inattentively(report: str, **named: Any) -> None:
+    """Join, but look away for a while as soon as the rank has been claimed."""
+    stores.REPORT_EVERY_S = 0.02
+
+    def on_waiting(joined: list[int], missing: list[int], waited_ms: float) -> None:
+        if not Path(report).exists():
+            Path(report).touch()
+            time.sleep(0.3)
+
+    meet(on_waiting=on_waiting, **named)
+
+
 def meet_in_environment(*, environ: dict[str, str], **named: Any) -> dict[str, Any]:
     os.environ.update(environ)
     try:
@@ -207,12 +219,17 @@ def test_two_processes_that_claim_one_rank_are_named_to_all(processes: Processes
         assert f"pid {pids[2]} on {socket.gethostname()}" in outcome.message
 
 
-def test_a_refusal_reaches_all_also_before_rank_0_has_come(processes: Processes, tcp: str) -> None:
-    one, two, serving = processes.take(3)
-    for claimant in (one, two):
-        claimant.begin(meet, url=tcp, world_size=3, rank=1)
+def test_a_refusal_reaches_who_reads_it_late_also_before_rank_0_has_come(
+    processes: Processes, tcp: str, tmp_path: Path
+) -> None:
+    serving, late, double = processes.take(3)
+    report = tmp_path / "report"
     serving.begin(come_after_a_refusal, url=tcp, world_size=3, rank=0)
-    outcomes = [member.outcome() for member in (one, two, serving)]
+    late.begin(meet_inattentively, report=str(report), url=tcp, world_size=3, rank=1)
+    while not report.exists():
+        time.sleep(0.005)
+    double.begin(meet, url=tcp, world_size=3, rank=1)
+    outcomes = [member.outcome() for member in (serving, late, double)]
     assert [outcome.kind for outcome in outcomes] == ["RequestError"] * 3
     assert all("rank 1 is claimed twice" in outcome.message for outcome in outcomes)
 
