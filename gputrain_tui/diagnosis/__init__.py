@@ -1,24 +1,23 @@
 """What is wrong with a run, and why: from its state to findings with cause, evidence and advice.
 
-Looking is pure: ``symptoms`` says how much there is of what. ``Diagnosis`` remembers what it has said, so that a
-finding is raised once and cleared only when little of it is left. No I/O and no clock.
+Looking says how much there is of what. ``Diagnosis`` remembers what it has said, so that a finding is raised once and
+cleared only when little of it is left, and what it has seen, so that a look costs no more than what is new. No I/O and
+no clock.
 """
 
 from __future__ import annotations
 
 from gputrain_tui.diagnosis.bounds import bounds
-from gputrain_tui.diagnosis.health import health
+from gputrain_tui.diagnosis.health import Memory, losses
 from gputrain_tui.diagnosis.stall import Heard, stalls
 from gputrain_tui.diagnosis.straggler import stragglers
-from gputrain_tui.diagnosis.symptom import Symptom, who
-from gputrain_tui.diagnosis.timeline import Timeline
+from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, who
+from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
 from trainer.record import Finding
 
-HISTORY = 128
-"""Step events per rank that a state must keep to be diagnosed."""
-CLEARED = 0.5
-"""Share of the threshold below which a finding is cleared."""
+__all__ = ["HISTORY", "KINDS", "Diagnosis"]
+
 KINDS = frozenset(
     ("straggler", "input_bound", "communication_bound", "memory_creep", "non_finite", "loss_spike", "stalled")
 )
@@ -27,18 +26,14 @@ KINDS = frozenset(
 Key = tuple[str, int | None]
 
 
-def symptoms(state: RunState) -> list[Symptom]:
-    """Return all that can be seen in what the state keeps."""
-    timeline = Timeline.of(state)
-    return [*stragglers(state, timeline), *bounds(state, timeline), *health(state)]
-
-
 class Diagnosis:
     """What was found in a run so far."""
 
     def __init__(self) -> None:
         self._raised: dict[Key, tuple[Finding, float]] = {}
         """What stands, and the value below which it is cleared."""
+        self._timeline = Timeline()
+        self._memory = Memory()
         self._heard = Heard()
         self._adopted = False
 
@@ -53,7 +48,7 @@ class Diagnosis:
             self._adopt(state)
         self._heard.listen(state, now)
         seen: dict[Key, Symptom] = {}
-        for symptom in [*symptoms(state), *stalls(state, self._heard, now)]:
+        for symptom in self._symptoms(state, now):
             key = (symptom.kind, symptom.rank)
             if key not in seen or seen[key].value < symptom.value:
                 seen[key] = symptom
@@ -64,6 +59,18 @@ class Diagnosis:
                 self._raised[key] = finding, CLEARED * symptom.threshold
                 events.append(finding)
         return events
+
+    def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
+        """Return all that can be seen now."""
+        timeline = self._timeline
+        timeline.follow(state)
+        return [
+            *stragglers(state, timeline),
+            *bounds(state, timeline),
+            *losses(state, timeline),
+            *self._memory.creeping(state),
+            *stalls(state, self._heard, now),
+        ]
 
     def _adopt(self, state: RunState) -> None:
         """Go on with what another process has raised in this run and not cleared."""

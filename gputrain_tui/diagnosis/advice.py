@@ -12,8 +12,18 @@ NAMES = {
     "cpu_steal": "processor time that other guests of its host take",
     "core_wait": "waiting for a free core",
     "gpu_clock": "its GPU's lower clock",
+    "gpu_thermal": "its GPU, which slows down because of heat",
 }
 """A straggler's cause in a sentence."""
+THROTTLED = {
+    "application_clocks": "a clock that was set",
+    "power_cap": "its power cap",
+    "hardware_slowdown": "a slowdown of the hardware (heat or power)",
+    "sync_boost": "a clock shared with other GPUs",
+    "power_brake": "the machine's power brake",
+    "display_clocks": "the display",
+}
+"""What holds a GPU's clock down, by the names of the samples."""
 
 ADVICE = {
     "data": "look at what this rank reads: its disk, its share of the data, longer samples; more reading workers "
@@ -29,8 +39,10 @@ ADVICE = {
     "steps) and call gc.freeze before training",
     "cpu_steal": "the host is overbooked: move this node to another host, or ask for dedicated cores",
     "core_wait": "give the ranks cores of their own: fewer threads per rank, fewer reading workers, no other jobs here",
-    "gpu_clock": "read its throttle reasons and temperature (nvidia-smi -q -d CLOCK,PERFORMANCE); check cooling and "
-    "the power limit, or take another GPU",
+    "gpu_clock": "read its clocks and what holds them down (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER); check the power "
+    "limit and fixed clocks, or take another GPU; one of a slower kind stays behind as long as ranks get equal batches",
+    "gpu_thermal": "check its fans, air flow and the slots beside it; until then lower its power limit "
+    "(nvidia-smi -pl) or leave this GPU out",
     "unattributed": "compare this rank's parts with the others' in the evidence; several parts longer at once point "
     "to the device itself or to another job on it",
     "input_bound": "more reading workers (num_workers), cheaper preprocessing, or the data on a faster disk; the "

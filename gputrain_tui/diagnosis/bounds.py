@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import median, median_low
+from collections.abc import Sequence
 
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.symptom import Symptom, percent
-from gputrain_tui.diagnosis.timeline import Timeline, quantile
+from gputrain_tui.diagnosis.measures import middle, middle_low, quantile
+from gputrain_tui.diagnosis.row import Row, base_ms, wire_ms
+from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, percent
+from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 
 WINDOW = 60
@@ -22,44 +24,46 @@ STARVED = 0.5
 
 def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
     """Return what the run as a whole is bound by."""
-    if len(timeline.steps) < WINDOW:
-        return []
     window = timeline.last(WINDOW)
-    found = [_input(window), _communication(state, window)]
+    if len(window) < WINDOW:
+        return []
+    usual_ms = base_ms(window)
+    if usual_ms <= 0.0:
+        return []
+    found = [_input(window, usual_ms), _communication(state, window, usual_ms)]
     return [symptom for symptom in found if symptom is not None]
 
 
-def _input(window: Timeline) -> Symptom | None:
+def _input(window: Sequence[Row], usual_ms: float) -> Symptom:
     # A single rank that reads slowly is a straggler; the lower quartile is deaf to steps that were held up.
-    waits = [quantile([row[index].data for row in window.rows], 0.25) for index in range(len(window.ranks))]
-    data_ms, base_ms = median_low(waits), window.base_ms
-    if base_ms <= 0.0:
-        return None
-    share = data_ms / base_ms
+    series = zip(*([cycle.data for cycle in row.cycles] for row in window), strict=True)
+    data_ms = middle_low([quantile(waits, 0.25) for waits in series])
+    share = data_ms / usual_ms
     return Symptom(
         kind="input_bound",
         value=share,
         threshold=DATA_SHARE,
         severity="critical" if share >= CRITICAL else "warning",
         cause="data",
-        step=window.steps[-1],
-        message=f"waiting for data takes {percent(share)} of a step ({data_ms:.1f} of {base_ms:.1f} ms)",
-        evidence={"data_ms": data_ms, "step_ms": base_ms, "data_share": share},
+        step=window[-1].step,
+        message=f"waiting for data takes {percent(share)} of a step ({data_ms:.1f} of {usual_ms:.1f} ms)",
+        evidence={"data_ms": data_ms, "step_ms": usual_ms, "data_share": share},
         advice=ADVICE["input_bound"],
     )
 
 
-def _communication(state: RunState, window: Timeline) -> Symptom | None:
-    wire_ms = window.wire_ms
-    if wire_ms is None or len(window.ranks) < 2 or window.base_ms <= 0.0:
+def _communication(state: RunState, window: Sequence[Row], usual_ms: float) -> Symptom | None:
+    bare_ms = wire_ms(window)
+    if bare_ms is None or len(window[0].cycles) < 2 or not window[-1].synced:
+        return None
+    share = bare_ms / usual_ms
+    if share < CLEARED * WIRE_SHARE:
         return None
     # The threads that transfer need cores as the ranks do: where those wait, the transfer's time is not the network's.
-    if median([cycle.core_wait for row in window.rows for cycle in row]) > STARVED * wire_ms:
+    if middle([row.core_wait_ms for row in window]) > STARVED * bare_ms:
         return None
-    share = wire_ms / window.base_ms
-    evidence = {"wire_exposed_ms": wire_ms, "step_ms": window.base_ms, "wire_share": share}
-    computing = median(cycle.forward + cycle.backward for row in window.rows for cycle in row)
-    evidence["compute_ms"] = computing
+    evidence = {"wire_exposed_ms": bare_ms, "step_ms": usual_ms, "wire_share": share}
+    evidence["compute_ms"] = middle([row.compute_ms for row in window])
     last = next((view.last for view in state.ranks.values() if view.last is not None), None)
     if last is not None and last.sync_bytes is not None:
         evidence["sync_bytes"] = float(last.sync_bytes)
@@ -71,9 +75,9 @@ def _communication(state: RunState, window: Timeline) -> Symptom | None:
         threshold=WIRE_SHARE,
         severity="critical" if share >= CRITICAL else "warning",
         cause="communication",
-        step=window.steps[-1],
+        step=window[-1].step,
         message=f"exchanging gradients takes {percent(share)} of a step that nothing hides "
-        f"({wire_ms:.1f} of {window.base_ms:.1f} ms), with no rank late",
+        f"({bare_ms:.1f} of {usual_ms:.1f} ms), with no rank late",
         evidence=evidence,
         advice=ADVICE["communication_bound"],
     )

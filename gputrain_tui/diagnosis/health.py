@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
-from statistics import median
+from collections import deque
+from itertools import islice, pairwise
 
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.symptom import Symptom, percent
-from gputrain_tui.diagnosis.timeline import jitter, spread
+from gputrain_tui.diagnosis.measures import jitter, middle, spread
+from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, percent
+from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
 
 USUAL = 20
@@ -32,27 +32,29 @@ STEADY = 0.5
 GROWTH_SIGMAS = 5.0
 
 
-def health(state: RunState) -> list[Symptom]:
-    """Return what is wrong with numbers and memory."""
-    found = []
-    for rank in sorted(state.ranks):
-        view = state.ranks[rank]
-        found += [symptom for symptom in (_non_finite(view), memory_creep(view)) if symptom is not None]
-    if (spike := _spike(state)) is not None:
-        found.append(spike)
-    return found
+def losses(state: RunState, timeline: Timeline) -> list[Symptom]:
+    """Return what is wrong with losses and gradients."""
+    found = [_non_finite(state.ranks[rank]) for rank in sorted(state.ranks)]
+    found.append(_spike(state, timeline))
+    return [symptom for symptom in found if symptom is not None]
 
 
 def _non_finite(view: RankView) -> Symptom | None:
     """A number that is none cannot stand in the record: it is absent where it always was."""
-    events = list(view.steps)
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        newest = next((event for event in reversed(view.steps) if event.samples), None)
+        if newest is None or _is_number(getattr(newest, name)):
+            continue
+        first_event = next(event for event in view.steps if event.samples)
+        if not _is_number(getattr(first_event, name)):
+            continue
+        events = list(view.steps)
         values = [getattr(event, name) for event in events if event.samples]
         if len(values) <= USUAL:
             continue
-        bad = [value is None or not math.isfinite(value) for value in values]
-        first = bad.index(True) if any(bad) else None
-        if first is None or not bad[-1] or first < USUAL:
+        bad = [not _is_number(value) for value in values]
+        first = bad.index(True)
+        if first < USUAL:
             continue
         step = [event.step for event in events if event.samples][first]
         return Symptom(
@@ -70,22 +72,20 @@ def _non_finite(view: RankView) -> Symptom | None:
     return None
 
 
-def _spike(state: RunState) -> Symptom | None:
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _spike(state: RunState, timeline: Timeline) -> Symptom | None:
     """Compare the newest losses, means over the ranks, with those before."""
-    series = [[event.loss for event in view.steps] for view in state.ranks.values()]
-    count = min((len(losses) for losses in series), default=0)
-    if count < USUAL + HELD:
-        return None
-    rows = zip(*(losses[-count:] for losses in series), strict=True)
-    means = [_mean([value for value in row if value is not None and math.isfinite(value)]) for row in rows]
-    losses = [value for value in means if value is not None]
+    losses = list(timeline.losses)
     if len(losses) < USUAL + HELD:
         return None
     before, newest = losses[:-HELD], losses[-HELD:]
-    usual = median(before)
+    usual = middle(before)
     noise = max(spread(before), jitter(before))
     threshold = max(SPIKE_SIGMAS * noise, SPIKE_SHARE * abs(usual))
-    height = median(newest) - usual
+    height = middle(newest) - usual
     if threshold <= 0.0 or height < threshold / 2:
         return None
     return Symptom(
@@ -94,39 +94,51 @@ def _spike(state: RunState) -> Symptom | None:
         threshold=threshold,
         confirmed=min(newest) - usual >= threshold / 2,
         step=state.step,
-        message=f"the loss jumped from {usual:.4g} to {median(newest):.4g} nats",
-        evidence={"loss_nats": median(newest), "usual_loss_nats": usual, "noise_nats": noise},
+        message=f"the loss jumped from {usual:.4g} to {middle(newest):.4g} nats",
+        evidence={"loss_nats": middle(newest), "usual_loss_nats": usual, "noise_nats": noise},
         advice=ADVICE["loss_spike"],
     )
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+class Memory:
+    """Judges the memory of each rank's process and of its GPU whenever it was sampled anew."""
+
+    def __init__(self) -> None:
+        self._judged: dict[tuple[int, str], tuple[float, Symptom | None]] = {}
+        """Per rank and kind of memory, the time of the newest sample that was judged, and what came of it."""
+
+    def creeping(self, state: RunState) -> list[Symptom]:
+        """Return whose memory only grows; of a rank's two memories the one that grows more."""
+        found = []
+        for view in state.ranks.values():
+            candidates = (self._judge(view, "process", view.rss_bytes), self._judge(view, "GPU", view.gpu_bytes))
+            if symptoms := [symptom for symptom in candidates if symptom is not None]:
+                found.append(max(symptoms, key=lambda symptom: symptom.value))
+        return found
+
+    def _judge(self, view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+        if len(samples) < SETTLING + LEAST_SAMPLES:
+            return None
+        newest, _ = samples[-1]
+        known = self._judged.get((view.rank, what))
+        if known is None or known[0] != newest:
+            known = self._judged[view.rank, what] = newest, _creep(view, what, samples)
+        return known[1]
 
 
-def memory_creep(view: RankView) -> Symptom | None:
-    """Judge the memory of a rank's process and of its GPU; the one that grows more is told."""
-    candidates = [
-        symptom
-        for what, series in (("process", view.rss_bytes), ("GPU", view.gpu_bytes))
-        if (symptom := _creep(view, what, list(series)[SETTLING:])) is not None
-    ]
-    return max(candidates, key=lambda symptom: symptom.value, default=None)
-
-
-def _creep(view: RankView, what: str, samples: Sequence[tuple[float, int]]) -> Symptom | None:
-    if len(samples) < LEAST_SAMPLES:
+def _creep(view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+    used = [float(each) for _, each in islice(samples, SETTLING, None)]
+    size = len(used) // BLOCKS
+    last = size * (BLOCKS - 1)
+    if middle(used[last : last + size]) < (1 + CLEARED * GROWTH) * middle(used[:size]):
         return None
-    size = len(samples) // BLOCKS
-    blocks = [[used for _, used in samples[start : start + size]] for start in range(0, size * BLOCKS, size)]
-    levels = [median(block) for block in blocks]
+    blocks = [used[start : start + size] for start in range(0, size * BLOCKS, size)]
+    levels = [middle(block) for block in blocks]
     growth = levels[-1] - levels[0]
     mean = growth / (BLOCKS - 1)
     grown = growth / levels[0] if levels[0] > 0 else 0.0
-    if grown < GROWTH / 2:
-        return None
-    noise = median([jitter([float(used) for used in block]) for block in blocks])
-    seconds = samples[-1][0] - samples[0][0]
+    noise = middle([jitter(block) for block in blocks])
+    seconds = samples[-1][0] - samples[SETTLING][0]
     per_hour = growth / max(seconds * (BLOCKS - 1) / BLOCKS, 1.0) * 3600
     return Symptom(
         kind="memory_creep",

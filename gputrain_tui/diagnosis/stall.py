@@ -60,9 +60,11 @@ def stalls(state: RunState, heard: Heard, now: float) -> list[Symptom]:
     training = [view for view in state.ranks.values() if view.state == "training" and view.last is not None]
     if not training or len(training) < len(state.ranks):
         return []  # one that starts, validates, saves or has ended takes its time
+    silences = {view.rank: now - heard.times.get(view.rank, now) for view in training}
+    if min(silences.values()) < LEAST_S / 2:
+        return []
     usual_s, longest_s = _pace(training)
     patience_s = max(LEAST_S, INTERVALS * usual_s, LONGEST * longest_s)
-    silences = {view.rank: now - heard.times.get(view.rank, now) for view in training}
     ahead = max(view.step for view in training)
     behind = [view for view in training if view.step < ahead]
     shortest = min(silences.values())

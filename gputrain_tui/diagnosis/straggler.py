@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
 from gputrain_tui.diagnosis.advice import ADVICE, NAMES
+from gputrain_tui.diagnosis.broadcast import Broadcast
+from gputrain_tui.diagnosis.causes import cause_of
+from gputrain_tui.diagnosis.measures import jitter, middle, spread
+from gputrain_tui.diagnosis.row import PARTS, Row, base_ms
 from gputrain_tui.diagnosis.symptom import Severity, Symptom, percent
-from gputrain_tui.diagnosis.timeline import PARTS, Timeline, jitter, spread
+from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 
 WINDOW = 12
@@ -20,8 +23,6 @@ WARNING, CRITICAL = 0.10, 0.20
 AT_ONCE = 0.15
 """Share of a step from which one window is enough; for less, ``SUSTAINED`` windows must all show it."""
 SUSTAINED = 4
-COVERS = 0.80
-"""Share of the lateness that a cause must account for to be named."""
 AGREEING = 0.75
 """Share of the window's steps in which the rank must be late by at least half of the median."""
 STEP_SIGMAS = 6.0
@@ -30,112 +31,129 @@ BLOCK_SIGMAS = 4.0
 """Standard deviations of earlier windows' medians, which also tell noise that comes in bursts."""
 LEAST_BLOCKS = 4
 """Earlier windows from which that can be told."""
-CORE_BLOCKS = 8
-"""Windows over which a rank must have waited for a core: bursts of other work on the machine are shorter."""
+CORE_STEPS = 8 * WINDOW
+"""Steps over which a rank must have waited for a core: bursts of other work on the machine are shorter."""
 CORE_AGREEING = 0.80
 
 
 def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
-    """Return the ranks that are late by something, with the cause where one accounts for it."""
-    if len(timeline.ranks) < 2 or len(timeline.steps) < LEAST_STEPS:
+    """Return the ranks that are late by something, with the cause where one accounts for it.
+
+    Nothing is said of ranks that do not wait for each other, nor of steps whose waits were not measured.
+    """
+    if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW)):
         return []
-    if all(cycle.exposed is None for row in timeline.rows[-WINDOW:] for cycle in row):
-        return []  # these ranks do not wait for each other
+    rows = [row for row in timeline.rows if row.synced]
+    if len(rows) < LEAST_STEPS:
+        return []
+    broadcast = Broadcast.seen_in(rows[-WINDOW:])
+    if broadcast is not None:
+        rows = [row.relieved(broadcast.leader, broadcast.followers) for row in rows]
+    window = rows[-WINDOW:]
+    step_ms = base_ms(window)
+    owns = [middle(late) for late in zip(*(row.own_excess for row in window), strict=True)]
+    waits = _waits_for_cores(rows)
     found = []
-    own, waits = timeline.excess("own"), timeline.excess("core_wait")
-    window = timeline.last(WINDOW)
-    base_ms = window.base_ms
-    for index in range(len(timeline.ranks)):
-        symptom = _slow(state, window, index, own[index], base_ms)
-        if symptom is None or symptom.value < symptom.threshold:
-            symptom = _without_core(state, timeline, index, waits[index]) or symptom
+    for index, rank in enumerate(timeline.ranks):
+        symptom = None
+        if owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
+            symptom = _slow(state, timeline.ranks, rows, index, step_ms)
+            if broadcast is not None and index == broadcast.leader:
+                symptom = broadcast.told(symptom, timeline.ranks)
+        if waits is not None and (symptom is None or symptom.value < symptom.threshold):
+            symptom = _without_core(rows[-CORE_STEPS:], rank, index, waits[index]) or symptom
         if symptom is not None:
             found.append(symptom)
     return found
 
 
-def _slow(state: RunState, window: Timeline, index: int, late: Sequence[float], base_ms: float) -> Symptom | None:
+def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int, base: float) -> Symptom:
     """Judge what a rank itself does longer than the others.
 
     Args:
         state: the run.
-        window: the last steps.
-        index: the rank's place in the window.
-        late: per step, its excess over the others' median, ms.
-        base_ms: how long a step takes with a core for everybody and nobody late.
+        ranks: all of them.
+        rows: the last steps.
+        index: the rank's place in them.
+        base: how long a step takes with a core for everybody and nobody late, ms.
     """
+    rank, window = ranks[index], rows[-WINDOW:]
+    late = [row.own_excess[index] for row in rows]
     recent = late[-WINDOW:]
-    middle = median(recent)
-    step_ms = base_ms + max(middle, 0.0)
+    late_ms = middle(recent)
+    step_ms = base + max(late_ms, 0.0)
     gate = WARNING * step_ms
-    if middle < gate / 2:
-        return None
-    blocks = [median(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)][:SUSTAINED]
-    lasting = middle >= AT_ONCE * step_ms or (len(blocks) == SUSTAINED and min(blocks) >= gate)
+    blocks = [middle(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)][:SUSTAINED]
+    lasting = late_ms >= AT_ONCE * step_ms or (len(blocks) == SUSTAINED and min(blocks) >= gate)
     noise = _noise(late)
     threshold = max(gate, noise)
-    agreeing = [place for place, value in enumerate(recent) if value >= middle / 2]
-    parts = _parts(window, index, agreeing)
-    cause = _cause(state, window.ranks[index], parts, middle, window)
-    share = middle / step_ms
-    rank = window.ranks[index]
+    agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
+    parts = {part: middle([row.excess(part, index) for row in agreeing]) for part in (*PARTS, "gc")}
+    cause = cause_of(state, rank, late_ms, parts, window, ranks)
+    share = late_ms / step_ms
     return Symptom(
         kind="straggler",
         rank=rank,
-        value=middle,
+        value=late_ms,
         threshold=threshold,
         confirmed=lasting and len(agreeing) >= AGREEING * len(recent),
         severity=_severity(share),
-        cause=cause,
-        step=window.steps[-1],
-        message=f"rank {rank} is {middle:.1f} ms late in each step ({percent(share)} of a step), "
-        + ("for no single reason" if cause == "unattributed" else f"because of {NAMES[cause]}"),
+        cause=cause.name,
+        step=window[-1].step,
+        message=f"rank {rank} is {late_ms:.1f} ms late in each step ({percent(share)} of a step), {cause.because}",
         evidence={
-            "late_ms": middle,
+            "late_ms": late_ms,
             "step_ms": step_ms,
             "late_share": share,
             "threshold_ms": threshold,
             "noise_ms": noise,
-            **_waited(window, index, agreeing),
-            **{f"{part}_excess_ms": value for part, value in parts.items() if abs(value) >= 0.05 * middle},
+            "sync_late_ms": middle([row.late_ms(index) for row in agreeing]),
+            **{f"{part}_excess_ms": value for part, value in parts.items() if abs(value) >= 0.05 * late_ms},
+            **cause.evidence,
         },
-        advice=ADVICE[cause],
+        advice=ADVICE[cause.name],
     )
 
 
-def _without_core(state: RunState, timeline: Timeline, index: int, waits: Sequence[float]) -> Symptom | None:
+def _waits_for_cores(rows: Sequence[Row]) -> list[float] | None:
+    """Return by how much each rank waits longer for a core than the others; None while the steps are too few."""
+    if len(rows) < CORE_STEPS:
+        return None
+    recent = rows[-CORE_STEPS:]
+    return [middle(waits) for waits in zip(*(row.core_wait_excess for row in recent), strict=True)]
+
+
+def _without_core(recent: Sequence[Row], rank: int, index: int, late_ms: float) -> Symptom | None:
     """Judge how much longer than the others a rank waits for a core, over a longer time: that comes in bursts."""
-    count = WINDOW * CORE_BLOCKS
-    if len(waits) < count:
+    if late_ms <= 0.0:
         return None
-    recent = waits[-count:]
-    middle = median(recent)
-    step_ms = median([row[index].step for row in timeline.last(count).rows])
+    step_ms = middle([row.step_ms for row in recent])
     gate = WARNING * step_ms
-    if middle < gate / 2:
+    if late_ms < gate / 2:
         return None
-    blocks = [median(recent[start : start + WINDOW]) for start in range(0, count, WINDOW)]
+    waits = [row.core_wait_excess[index] for row in recent]
+    blocks = [middle(waits[start : start + WINDOW]) for start in range(0, CORE_STEPS, WINDOW)]
     threshold = max(gate, BLOCK_SIGMAS * spread(blocks))
-    steady = min(blocks) >= gate and sum(value >= middle / 2 for value in recent) >= CORE_AGREEING * count
-    rank, share = timeline.ranks[index], middle / step_ms
+    steady = min(blocks) >= gate and sum(value >= late_ms / 2 for value in waits) >= CORE_AGREEING * CORE_STEPS
+    share = late_ms / step_ms
     return Symptom(
         kind="straggler",
         rank=rank,
-        value=middle,
+        value=late_ms,
         threshold=threshold,
         confirmed=steady,
         severity=_severity(share),
         cause="core_wait",
-        step=timeline.steps[-1],
-        message=f"rank {rank} is {middle:.1f} ms late in each step ({percent(share)} of a step), "
+        step=recent[-1].step,
+        message=f"rank {rank} is {late_ms:.1f} ms late in each step ({percent(share)} of a step), "
         f"because of {NAMES['core_wait']}",
         evidence={
-            "late_ms": middle,
+            "late_ms": late_ms,
             "step_ms": step_ms,
             "late_share": share,
             "threshold_ms": threshold,
-            "core_wait_excess_ms": middle,
-            **_waited(timeline.last(count), index, range(count)),
+            "core_wait_excess_ms": late_ms,
+            "sync_late_ms": middle([row.late_ms(index) for row in recent]),
         },
         advice=ADVICE["core_wait"],
     )
@@ -148,65 +166,8 @@ def _severity(share: float) -> Severity:
 def _noise(late: Sequence[float]) -> float:
     """Return how late a rank must be over a window not to be taken for noise, ms."""
     step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW)  # 1.2533: a median's against a mean's
-    earlier = late[:-WINDOW]
+    earlier = late[:-WINDOW]  # not the window that is judged
     starts = range(len(earlier) % WINDOW, len(earlier), WINDOW)
-    blocks = [median(earlier[start : start + WINDOW]) for start in starts]
+    blocks = [middle(earlier[start : start + WINDOW]) for start in starts]
     in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= LEAST_BLOCKS else 0.0
     return max(step_to_step, in_bursts)
-
-
-def _parts(window: Timeline, index: int, places: Sequence[int]) -> dict[str, float]:
-    """Return by how much each part of a rank's work exceeds the other ranks' median, ms, median over some steps."""
-    found = {}
-    for part in (*PARTS, "gc"):
-        series = window.excess(part)[index]
-        found[part] = median(series[place] for place in places) if places else 0.0
-    return found
-
-
-def _waited(window: Timeline, index: int, places: Sequence[int]) -> dict[str, float]:
-    """Return the lateness as the synchronisation shows it: by how much the longest wait exceeds this rank's, ms."""
-    late = []
-    for place in places:
-        waits = [cycle.exposed or 0.0 for cycle in window.rows[place]]
-        late.append(max(waits) - waits[index])
-    return {"sync_late_ms": median(late)} if late else {}
-
-
-def _cause(state: RunState, rank: int, parts: dict[str, float], late_ms: float, window: Timeline) -> str:
-    """Return what accounts for the lateness; of what overlaps, what lies deeper comes first."""
-    least = COVERS * late_ms
-    if parts["gc"] >= least:
-        return "garbage_collection"
-    if _stolen_ms(state, rank, window) >= least:
-        return "cpu_steal"
-    on_device = parts["forward"] + parts["backward"] + parts["optimizer"]
-    if on_device >= least and _throttled_ms(state, rank, window) >= least:
-        return "gpu_clock"
-    part = max(PARTS, key=parts.__getitem__)
-    return part if parts[part] >= least and part != "other" else "unattributed"
-
-
-def _stolen_ms(state: RunState, rank: int, window: Timeline) -> float:
-    """Return what other guests of its host take from a rank per step, more than from the ranks of other nodes."""
-    node = state.ranks[rank].node
-    shares = {number: sample.steal_percent or 0.0 for number, sample in state.nodes.items()}
-    others = [share for number, share in shares.items() if number != node]
-    if node not in shares or not others:
-        return 0.0
-    index = window.ranks.index(rank)
-    share: float = max(0.0, shares[node] - median(others)) / 100
-    return share * median([row[index].own for row in window.rows])
-
-
-def _throttled_ms(state: RunState, rank: int, window: Timeline) -> float:
-    """Return what a GPU's lower clock costs per step, were its speed its clock."""
-    clocks = {r: view.gpu.sm_clock_mhz for r, view in state.ranks.items() if view.gpu is not None}
-    own = clocks.get(rank)
-    others = [clock for r, clock in clocks.items() if r != rank and clock]
-    if not own or not others or own >= median(others):
-        return 0.0
-    index = window.ranks.index(rank)
-    work = [row[index].forward + row[index].backward + row[index].optimizer for row in window.rows]
-    lost = 1 - own / median(others)
-    return float(median(work) * lost)

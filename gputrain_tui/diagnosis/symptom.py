@@ -8,6 +8,8 @@ from typing import Literal
 from gputrain_tui.state import RunState
 
 Severity = Literal["info", "warning", "critical"]
+CLEARED = 0.5
+"""Share of the threshold below which a finding is cleared; what shows less of it need not be told."""
 
 
 @dataclass(frozen=True, kw_only=True)

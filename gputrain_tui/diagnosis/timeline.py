@@ -1,186 +1,222 @@
-"""The last steps of all ranks side by side: what each did between two synchronisations, net of waiting for a core.
+"""Follows a run's steps and lays those that every rank has reported side by side, each of them once.
 
-All ranks leave a synchronisation at about the same moment. So what makes one late for the next is all that it did
-since: the end of the last step (optimizer, logging) and this step's data, forward and backward. On a busy machine
-most of the difference between two steps is waiting for a core. The record tells that apart, and so do these rows.
+A look takes up what is new since the last one, so that its cost grows with the ranks and not with the history.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice, pairwise
-from statistics import median, median_low
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from gputrain_tui.state import RunState
+from gputrain_tui.diagnosis.measures import middle_low
+from gputrain_tui.diagnosis.row import Cycle, Row
+from gputrain_tui.state import RankView, RunState
 from trainer.record import Step
 
-PARTS = ("data", "h2d", "forward", "backward", "optimizer", "other")
-"""What a rank does between two synchronisations; ``other`` is what no part of the step accounts for."""
+HISTORY = 128
+"""Step events per rank that a state must keep to be followed, and rows that are kept here."""
 NEWEST = 8
 """Events of each rank that tell how many steps an event covers by now."""
 WARM_UP = 5
 """First steps of a start that are passed over: caches, allocators and DDP's buckets are still being arranged."""
 
 
-class Cycle(NamedTuple):
-    """What one rank did from one synchronisation to the next; ms, without the waits for a core."""
+class Stretch(NamedTuple):
+    """Consecutive steps of a rank of which the record tells the same."""
 
-    data: float
-    h2d: float
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
-    own: float
-    """All of the above."""
-    core_wait: float
-    """Ready to run and without a core, over the whole cycle."""
-    gc: float
-    """In Python's garbage collector; lies within the other parts."""
-    exposed: float | None
-    """Waited for the synchronisation that ends the cycle; None in a world of one rank."""
-    wire: float | None
-    """The same without the wait for a core at its end."""
-    step: float
-    """Duration of the whole step, as the clock saw it."""
+    first: int
+    last: int
+    cycle: Cycle | None
+    """None where its parts were not measured."""
+    loss: float | None
 
 
-def cycles(events: Iterable[Step]) -> dict[int, Cycle]:
-    """Return a rank's cycles by step number; of an event that covers several steps, each has the mean."""
-    found: dict[int, Cycle] = {}
-    tail: tuple[int, float, float] | None = None
-    for event in events:
-        if event.forward_ms is None or event.step_ms is None or (event.backward_ms is None):
-            tail = None
-            continue
-        waits = event.core_wait_ms or {}
-        data = _net(event.data_ms, waits.get("data"))
-        h2d = _net(event.h2d_ms, waits.get("h2d"))
-        forward = _net(event.forward_ms, waits.get("forward"))
-        backward = _net(event.backward_ms, waits.get("backward"))
-        optimizer = _net(event.optimizer_ms, waits.get("optimizer"))
-        exposed = event.sync_exposed_ms
-        known = (event.data_ms, event.h2d_ms, event.forward_ms, event.backward_ms, event.optimizer_ms, exposed)
-        other = _net(max(0.0, event.step_ms - sum(value or 0.0 for value in known)), waits.get("other"))
-        wire = None if exposed is None else _net(exposed, waits.get("sync"))
-        core_wait, gc = sum(waits.values()), event.gc_ms or 0.0
-        for number in range(event.step - event.steps + 1, event.step + 1):
-            # The end of the step before belongs to this step's synchronisation.
-            before = tail[1:] if tail is not None and tail[0] == number - 1 else (optimizer, other)
-            own = data + h2d + forward + backward + sum(before)
-            found[number] = Cycle(
-                data, h2d, forward, backward, *before, own, core_wait, gc, exposed, wire, event.step_ms
-            )
-            tail = (number, optimizer, other)
-    return found
+class Lane:
+    """One rank's steps that are in no row yet."""
+
+    def __init__(self) -> None:
+        self.stretches: deque[Stretch] = deque()
+        self.reach = 0
+        """Last step that was reported."""
+        self.taken = 0
+        """Step events taken up, of all that the rank ever reported."""
+        self._tail: tuple[float, float] | None = None
+        """Optimizer and other times of the last step: they belong to the synchronisation after it."""
+
+    def take_up(self, view: RankView) -> bool:
+        """Take up a rank's new events; False where some were missed or the rank began anew."""
+        new, self.taken = view.events - self.taken, view.events
+        kept = len(view.steps)
+        if self.reach and new >= kept:
+            return False
+        for index in range(max(kept - new, 0), kept):
+            self._append(view.steps[index])
+        return True
+
+    def drop_until(self, step: int) -> None:
+        """Forget the steps until this one, itself included."""
+        while self.stretches and self.stretches[0].last <= step:
+            self.stretches.popleft()
+
+    def _append(self, event: Step) -> None:
+        first = event.step - event.steps + 1
+        if first > self.reach + 1:
+            self._tail = None
+        loss = event.loss if event.loss is not None and math.isfinite(event.loss) else None
+        cycle = _cycle(event)
+        if cycle is None:
+            self._tail = None
+            self.stretches.append(Stretch(first, event.step, None, loss))
+        else:
+            tail, self._tail = self._tail, (cycle.optimizer, cycle.other)
+            begins = first
+            if tail is not None and tail != self._tail:
+                optimizer, other = tail
+                own = cycle.own - cycle.optimizer - cycle.other + optimizer + other
+                start = cycle._replace(optimizer=optimizer, other=other, own=own)
+                self.stretches.append(Stretch(first, first, start, loss))
+                begins = first + 1
+            if begins <= event.step:
+                self.stretches.append(Stretch(begins, event.step, cycle, loss))
+        self.reach = event.step
 
 
-def mean(of: Sequence[Cycle]) -> Cycle:
-    """Return the mean of some cycles, column by column."""
-    columns = zip(*of, strict=True)
-    return Cycle._make(None if None in column else sum(column) / len(column) for column in columns)
-
-
-def _net(milliseconds: float | None, waited: float | None) -> float:
-    return max(0.0, (milliseconds or 0.0) - (waited or 0.0))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The newest steps that every rank has reported."""
 
-    ranks: tuple[int, ...]
-    steps: tuple[int, ...]
-    """Numbers, ascending; one that a rank did not measure is missing. Where steps are so fast that an event covers
-    several, the last of as many: a row then is their mean, so that rows are no copies of each other."""
-    rows: tuple[tuple[Cycle, ...], ...]
-    """Per step, per rank in the order of ``ranks``."""
-    _known: dict[str, list[list[float]]] = field(default_factory=dict, compare=False, repr=False)
-    """Columns of ``excess`` that were asked for before."""
+    def __init__(self) -> None:
+        self.ranks: tuple[int, ...] = ()
+        self.rows: deque[Row] = deque(maxlen=HISTORY)
+        """Ascending; a step of which a rank did not measure the parts has none."""
+        self.losses: deque[float] = deque(maxlen=HISTORY)
+        """Mean over the ranks at each step that has one, nats."""
+        self._lanes: list[Lane] = []
+        self._done = 0
+        """Last step that is in a row, or passed over."""
+        self._warm = 0
+        """Last step of the warm-up."""
 
-    @classmethod
-    def of(cls, state: RunState) -> Timeline:
-        """Take what the state keeps; empty until every rank has reported."""
+    def follow(self, state: RunState) -> None:
+        """Take up what is new; nothing is left of what was before a rank began anew."""
         views = [state.ranks[rank] for rank in sorted(state.ranks)]
-        if not views or any(not view.steps for view in views):
-            return cls(ranks=(), steps=(), rows=())
-        found = [cycles(view.steps) for view in views]
-        first = max((view.started_at for view in views), default=0) + WARM_UP
-        common = sorted(set(found[0]).intersection(*found[1:]))
-        numbers = tuple(number for number in common if number > first)
         ranks = tuple(view.rank for view in views)
-        covered = min(median_low([event.steps for event in islice(reversed(view.steps), NEWEST)]) for view in views)
+        if not views or any(not view.steps for view in views):
+            self._begin(())
+            return
+        known = ranks == self.ranks and all(lane.take_up(view) for lane, view in zip(self._lanes, views, strict=True))
+        if not known:
+            self._begin(ranks)
+            for lane, view in zip(self._lanes, views, strict=True):
+                lane.take_up(view)
+            self._warm = max(view.started_at for view in views) + WARM_UP
+            self._done = max(lane.stretches[0].first for lane in self._lanes) - 1
+        self._lay_out(_covered(views))
+
+    def last(self, count: int) -> list[Row]:
+        """Return the newest so many rows."""
+        return list(islice(self.rows, max(len(self.rows) - count, 0), None))
+
+    def _begin(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.rows.clear()
+        self.losses.clear()
+        self._lanes = [Lane() for _ in ranks]
+
+    def _lay_out(self, width: int) -> None:
+        """Make rows of ``width`` steps each of all that every rank has reported."""
+        reach = min(lane.reach for lane in self._lanes)
+        while self._done + width <= reach:
+            for lane in self._lanes:
+                lane.drop_until(self._done)
+            first, last = self._done + 1, self._done + width
+            begins = max(lane.stretches[0].first for lane in self._lanes)
+            if begins > first:  # a rank's record has a gap
+                self._done = begins - 1
+                continue
+            if first <= self._warm < last:  # the warm-up ends within
+                last = self._warm
+            self._done = last
+            if width == 1:
+                heads = [lane.stretches[0] for lane in self._lanes]
+                self._add(last, [head.cycle for head in heads], [head.loss for head in heads])
+            else:
+                parts = [list(_within(lane, first, last)) for lane in self._lanes]
+                self._add(last, [_mean_cycle(each) for each in parts], [_mean_loss(each) for each in parts])
+
+    def _add(self, step: int, cycles: Sequence[Cycle | None], losses: Sequence[float | None]) -> None:
+        told = [loss for loss in losses if loss is not None]
+        if told:
+            self.losses.append(sum(told) / len(told))
+        measured = [cycle for cycle in cycles if cycle is not None]
+        if step > self._warm and len(measured) == len(cycles):
+            self.rows.append(Row(step, measured))
+
+
+def _within(lane: Lane, first: int, last: int) -> Iterator[tuple[int, Stretch]]:
+    """Yield how many steps of each stretch lie within some steps."""
+    for stretch in lane.stretches:
+        if stretch.first > last:
+            return
+        yield min(stretch.last, last) - max(stretch.first, first) + 1, stretch
+
+
+def _mean_cycle(parts: Sequence[tuple[int, Stretch]]) -> Cycle | None:
+    """Return the mean over some steps, None where one of them was not measured."""
+    if len(parts) == 1:
+        return parts[0][1].cycle
+    cycles = [stretch.cycle for _, stretch in parts if stretch.cycle is not None]
+    if len(cycles) < len(parts):
+        return None
+    weights = [steps for steps, _ in parts]
+    total = sum(weights)
+    columns = zip(*cycles, strict=True)
+    return Cycle._make(
+        None if None in column else sum(value * steps for value, steps in zip(column, weights, strict=True)) / total
+        for column in columns
+    )
+
+
+def _mean_loss(parts: Sequence[tuple[int, Stretch]]) -> float | None:
+    told = [(steps, stretch.loss) for steps, stretch in parts if stretch.loss is not None]
+    return sum(steps * loss for steps, loss in told) / sum(steps for steps, _ in told) if told else None
+
+
+def _covered(views: Sequence[RankView]) -> int:
+    """Return how many steps an event covers by now, of the rank whose events cover fewest."""
+    fewest = 0
+    for view in views:
+        covered = int(middle_low([event.steps for event in islice(reversed(view.steps), NEWEST)]))
         if covered == 1:
-            rows = tuple(tuple(each[number] for each in found) for number in numbers)
-            return cls(ranks=ranks, steps=numbers, rows=rows)
-        groups = [numbers[end - covered : end] for end in range(len(numbers), covered - 1, -covered)][::-1]
-        rows = tuple(tuple(mean([each[number] for number in group]) for each in found) for group in groups)
-        return cls(ranks=ranks, steps=tuple(group[-1] for group in groups), rows=rows)
-
-    def last(self, count: int) -> Timeline:
-        """Return the newest so many steps."""
-        return Timeline(ranks=self.ranks, steps=self.steps[-count:], rows=self.rows[-count:])
-
-    def excess(self, name: str) -> list[list[float]]:
-        """Return per rank, per step, by how much it exceeds the median of the other ranks in a column, ms."""
-        if name in self._known:
-            return self._known[name]
-        index = Cycle._fields.index(name)
-        found: list[list[float]] = [[] for _ in self.ranks]
-        for row in self.rows:
-            values = [cycle[index] or 0.0 for cycle in row]
-            for series, value in zip(found, excess(values), strict=True):
-                series.append(value)
-        self._known[name] = found
-        return found
-
-    @property
-    def base_ms(self) -> float:
-        """A step as it would be with a core for everybody and nobody late: the usual work and the bare transfer."""
-        own = median(median_low([cycle.own for cycle in row]) for row in self.rows)
-        return own + (self.wire_ms or 0.0)
-
-    @property
-    def wire_ms(self) -> float | None:
-        """The bare transfer that nothing hides: the last rank to arrive waits for no other (lower quartile)."""
-        waits = [
-            min(wires)
-            for row in self.rows
-            if (wires := [cycle.wire for cycle in row if cycle.wire is not None]) and len(wires) == len(row)
-        ]
-        return quantile(waits, 0.25) if waits else None
+            return 1
+        fewest = min(fewest or covered, covered)
+    return fewest
 
 
-def excess(values: Sequence[float]) -> list[float]:
-    """Return each value minus the median of the others; 0 for a single one."""
-    if len(values) < 2:
-        return [0.0] * len(values)
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranked = [values[index] for index in order]
-    count = len(values) - 1
-    found = [0.0] * len(values)
-    for place, index in enumerate(order):
-        low, high = (count - 1) // 2, count // 2
-        others = (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2
-        found[index] = values[index] - others
-    return found
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which about this share of the values lies."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation as the median absolute deviation tells it, deaf to outliers."""
-    middle = median(values)
-    return 1.4826 * median(abs(value - middle) for value in values)
-
-
-def jitter(values: Sequence[float]) -> float:
-    """Return the standard deviation from one step to the next, deaf to outliers and to a level that shifts."""
-    return 1.4826 * median(abs(b - a) for a, b in pairwise(values)) / math.sqrt(2)
+def _cycle(event: Step) -> Cycle | None:
+    """Return what an event tells of a step, with the end of that very step; None where its parts were not measured."""
+    step_ms, forward_ms, backward_ms = event.step_ms, event.forward_ms, event.backward_ms
+    if step_ms is None or forward_ms is None:
+        return None
+    data, h2d = event.data_ms or 0.0, event.h2d_ms or 0.0
+    backward, optimizer = backward_ms or 0.0, event.optimizer_ms or 0.0
+    # Where the exposed synchronisation is not known, neither is the backward pass without it: both are in the rest.
+    exposed = event.sync_exposed_ms if backward_ms is not None else None
+    forward, wire, core_wait = forward_ms, exposed, 0.0
+    other = max(0.0, step_ms - data - h2d - forward - backward - optimizer - (exposed or 0.0))
+    if event.core_wait_ms:
+        waits = event.core_wait_ms
+        core_wait = sum(waits.values())
+        data = max(0.0, data - waits.get("data", 0.0))
+        h2d = max(0.0, h2d - waits.get("h2d", 0.0))
+        forward = max(0.0, forward - waits.get("forward", 0.0))
+        backward = max(0.0, backward - waits.get("backward", 0.0))
+        optimizer = max(0.0, optimizer - waits.get("optimizer", 0.0))
+        other = max(0.0, other - waits.get("other", 0.0))
+        if exposed is not None:
+            wire = max(0.0, exposed - waits.get("sync", 0.0))
+    own = data + h2d + forward + backward + optimizer + other
+    gc = event.gc_ms or 0.0
+    return Cycle(data, h2d, forward, backward, optimizer, other, own, core_wait, gc, exposed, wire, step_ms)

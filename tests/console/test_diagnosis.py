@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
 from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
-from gputrain_tui.diagnosis.timeline import excess, jitter, quantile, spread
+from gputrain_tui.diagnosis.measures import excess, jitter, quantile, spread
 from gputrain_tui.state import RunState
 from trainer.record import Doing, Finding, GpuSample, NodeSample, RankSample, RankState, Step
 
@@ -24,20 +24,40 @@ def balanced(_step: int, _rank: int) -> Mapping[str, float]:
 class Run:
     """A run whose ranks synchronise: who is late makes the others wait in the same step's synchronisation."""
 
-    def __init__(self, ranks: int = 4, *, wire_ms: float = 3.0, noise: float = 0.02, seed: int = 1) -> None:
+    def __init__(
+        self,
+        ranks: int = 4,
+        *,
+        wire_ms: float = 3.0,
+        noise: float = 0.02,
+        seed: int = 1,
+        broadcast: Mapping[int, Sequence[int]] | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Begin.
+
+        Args:
+            ranks: how many.
+            wire_ms: bare transfer of the gradients.
+            noise: of each part, as a share of it.
+            seed: of the noise.
+            broadcast: per rank, for whom it waits at the start of its forward pass; None: nobody does.
+            device: of every rank.
+        """
         self.state = RunState(world_size=ranks, history=HISTORY)
         self.diagnosis = Diagnosis()
         self.now = 1000.0
         self.step = 0
         self.wire_ms = wire_ms
         self.noise = noise
+        self.broadcast = broadcast or {}
         self.random = random.Random(seed)
         self.tails = dict.fromkeys(range(ranks), 0.0)
         """Optimizer times of the last step: they come before this step's synchronisation."""
         for rank in range(ranks):
             self.state.apply(
                 RankState(
-                    time=self.now, rank=rank, state="training", node=rank // 2, host=f"node{rank // 2}", device="cpu"
+                    time=self.now, rank=rank, state="training", node=rank // 2, host=f"node{rank // 2}", device=device
                 )
             )
 
@@ -60,15 +80,19 @@ class Run:
 
     def _one(self, slow: Slow, loss: float | None) -> list[Step]:
         events = []
-        own = {}
+        begins, own = {}, {}
         for rank in self.tails:
             extra = slow(self.step, rank)
             times = {p: ms * self._jitter() + extra.get(p, 0.0) for p, ms in PARTS.items()}
             waits = {p: extra[f"{p}_wait"] for p in (*PARTS, "sync") if f"{p}_wait" in extra}
             times = {part: ms + waits.get(part, 0.0) for part, ms in times.items()}
+            begins[rank] = self.tails[rank] + times["data"] + times["h2d"]
+            events.append((rank, times, waits, extra))
+        for rank, times, _, _ in events:
+            awaited = [begins[other] for other in self.broadcast.get(rank, ())]
+            times["forward"] += max(0.0, max(awaited, default=0.0) - begins[rank])
             own[rank] = self.tails[rank] + sum(ms for part, ms in times.items() if part != "optimizer")
             self.tails[rank] = times["optimizer"]
-            events.append((rank, times, waits, extra))
         last = max(own.values())
         wire = self.wire_ms * self._jitter()
         self.now += (last + wire) / 1e3
@@ -191,6 +215,41 @@ def test_lateness_within_the_noise_is_no_finding() -> None:
     noisy.steps(60)
     assert told(quiet.steps(20, late(1, forward=10.0))) == [("straggler", "raised", 1, "forward")]
     assert noisy.steps(20, late(1, forward=10.0)) == []
+
+
+TREES: dict[int, dict[int, list[int]]] = {
+    2: {0: [1], 1: [0]},
+    3: {0: [1, 2], 1: [0], 2: [0]},
+    4: {0: [1, 2], 1: [0], 2: [0], 3: [0, 1]},
+}
+"""Who waits for whom in gloo's broadcast from rank 0, as measured."""
+
+
+@pytest.mark.parametrize("part", ["data", "optimizer"])
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
+def test_who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow(ranks: int, slow: int, part: str) -> None:
+    run = Run(ranks, broadcast=TREES[ranks])
+    assert run.steps(60) == []
+    found = run.steps(60, late(slow, **{part: 30.0}))
+    assert told(found) == [("straggler", "raised", slow, part)]
+    assert found[0].evidence["late_ms"] == pytest.approx(30.0, rel=0.1)
+    waiting = [rank for rank in TREES[ranks] if slow in TREES[ranks][rank] or (slow == 0 and rank)]
+    assert found[0].evidence.get("followers", 0) == len(waiting)
+    assert ("buffers that DDP broadcasts" in found[0].message) == bool(waiting)
+    assert told(run.steps(40)) == [("straggler", "cleared", slow, part)]
+
+
+def test_without_a_broadcast_two_ranks_that_are_slow_in_two_ways_are_both_named() -> None:
+    run = Run(4)
+    run.steps(60)
+    found = run.steps(20, lambda _step, rank: ({}, {"data": 30.0}, {"forward": 45.0}, {})[rank])
+    assert {(f.rank, f.cause) for f in found} == {(1, "data"), (2, "forward")}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_thousand_balanced_steps_with_a_broadcast_on_a_busy_machine_are_no_finding(seed: int) -> None:
+    run = Run(3, noise=0.15, seed=seed, broadcast=TREES[3])
+    assert run.steps(1000, busy_machine(seed, bursts=True), every=5) == []
 
 
 def busy_machine(seed: int, *, bursts: bool) -> Slow:
