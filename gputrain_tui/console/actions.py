@@ -47,6 +47,11 @@ class Action:
         """The key as people write it."""
         return self.shown_as or KEY_TEXTS.get(self.keys[0], self.keys[0])
 
+    @property
+    def key_texts(self) -> str:
+        """All its keys as people write them, the first one first."""
+        return " ".join([self.key_text, *(KEY_TEXTS.get(key, key) for key in self.keys[1:])])
+
 
 KEY_TEXTS = {
     "enter": "⏎",
@@ -57,6 +62,12 @@ KEY_TEXTS = {
     "comma": ",",
     "tab": "⇥",
     "ctrl+p": "^p",
+    "pageup": "pgup",
+    "pagedown": "pgdn",
+    "backspace": "⌫",
+    "delete": "del",
+    "f1": "F1",
+    "f5": "F5",
     "up": "↑",
     "down": "↓",
     "left": "←",
@@ -69,6 +80,7 @@ BOTH = ("run", "rank")
 CLUSTER = ("cluster",)
 LAUNCH = ("launch",)
 HISTORY = ("history",)
+WELCOME = ("welcome",)
 COMPARE = ("compare",)
 LOG = ("log",)
 """The log, wherever it is shown, while it has the focus."""
@@ -92,7 +104,7 @@ ACTIONS: tuple[Action, ...] = (
     Action(name="quit", keys=("q",), label="Quit", group="Screens", footer=99,
            description="Leave the console; every run goes on"),
     # The first start
-    Action(name="app.demo", keys=("d",), label="Run the demo", group="Start", footer=1, places=("welcome", "history"),
+    Action(name="app.demo", keys=("d",), label="Run the demo", group="Start", footer=1, places=WELCOME,
            description="Train a small model on this machine, about half a minute"),
     # A run
     Action(name="open_rank", keys=("enter",), label="Rank", group="Ranks", places=RUN, footer=1,
@@ -190,6 +202,8 @@ ACTIONS: tuple[Action, ...] = (
            description="Open the run's recipe on the launch screen"),
     Action(name="stop_marked", keys=("S",), label="Stop", group="Runs", places=HISTORY, footer=8,
            description="Stop the run on every machine; asks first"),
+    Action(name="app.demo", keys=("d",), label="Run the demo", group="Runs", places=HISTORY, footer=9,
+           description="Train a small model on this machine, about half a minute"),
     Action(name="delete", keys=("delete", "x"), label="Delete", group="Runs", places=HISTORY, footer=7,
            description="Delete the run's directory; asks first, and refuses while it is running"),
     # A comparison

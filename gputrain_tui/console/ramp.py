@@ -30,6 +30,8 @@ class Ramp:
     """Whether there are colours between the ground and the text, so that areas can be filled."""
     symbols: bool = False
     """Whether shapes must tell what colours cannot."""
+    plain_cursor: bool = False
+    """Whether text on the cursor's ground has one colour: the sixteen cannot all be read there."""
 
 
 DARK = Ramp(
@@ -44,11 +46,13 @@ SIXTEEN = Ramp(
     heat=("black", "black", "bright_black", "blue", "cyan", "yellow", "bright_yellow", "red"),
     parts=("yellow", "bright_blue", "blue", "magenta", "cyan", "bright_black"),
     shades=False,
+    plain_cursor=True,
 )
 SIXTEEN_LIGHT = Ramp(
     heat=("bright_white", "bright_white", "white", "bright_blue", "cyan", "bright_yellow", "yellow", "red"),
     parts=SIXTEEN.parts,
     shades=False,
+    plain_cursor=True,
 )
 PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PARTS), shades=False, symbols=True)
 
@@ -61,6 +65,10 @@ def ramp_for(app: App[object]) -> Ramp:
     if app.native_ansi_color or (app.console.color_system == "standard" and not app.is_headless):
         return SIXTEEN if dark else SIXTEEN_LIGHT
     return DARK if dark else LIGHT
+
+
+ON_GROUND = Style(color=Color.parse("bright_white"), dim=False)
+"""Text on the cursor's ground where that has one colour."""
 
 
 @lru_cache(maxsize=512)

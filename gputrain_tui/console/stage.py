@@ -15,6 +15,8 @@ PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findi
 """The panels in the order in which a key goes through them."""
 GRID_HEAD = 2
 """Lines of the rank table besides the ranks."""
+ARRIVING = 8
+"""Lines of the view of who has come besides the hosts."""
 GAP = 2
 """Cells between two columns of panels."""
 
@@ -32,6 +34,8 @@ class Wish:
     """Whether one panel has everything."""
     joining: bool = False
     """Whether the first step has not been made yet: charts would be empty."""
+    hosts: int = 1
+    """Machines of the run: who is awaited takes a line for each."""
     card: int = 0
     """Lines that the culprit card wants; 0: nothing failed."""
     has: Collection[str] = PANELS
@@ -148,7 +152,7 @@ def _beside(area: Region, wish: Wish, told: dict[str, Region]) -> dict[str, Regi
 def _arriving(area: Region, wish: Wish) -> dict[str, Region]:
     """The table beside who is awaited, and what is printed meanwhile."""
     left, right = _columns(area, 2)
-    joining, log = right.split_horizontal((right.height + 1) // 2)
+    joining, log = right.split_horizontal(min(wish.hosts + ARRIVING, (right.height + 1) // 2))
     return {"ranks": left, "joining": joining, _talk(wish): log}
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from gputrain_tui.console.actions import (
     readme_keys,
 )
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.screens.help import help_text
+from gputrain_tui.console.screens.help import WITH_LOG, help_text
 from gputrain_tui.console.widgets.drawing import length, text_of
 from gputrain_tui.console.widgets.key_bar import draw_keys
 from gputrain_tui.console.widgets.log_view import LogView
@@ -88,14 +89,36 @@ def test_a_narrow_footer_folds_the_panels_to_their_keys() -> None:
     assert "l Loss  g Sync  b Bars" in text_of(row)
 
 
-def test_help_lists_every_key_of_the_screen() -> None:
-    text = help_text("run").plain
-    for group, actions in groups("run").items():
-        assert group in text
+@pytest.mark.parametrize(
+    "place", sorted({place for action in ACTIONS for place in action.places} - {EVERYWHERE, "log"})
+)
+def test_help_lists_every_key_of_the_screen(place: str) -> None:
+    lines = help_text(place).plain.splitlines()
+    for group, actions in groups(place).items():
+        assert group in lines
         for action in actions:
-            assert action.description in text
+            assert any(action.key_texts in line and line.endswith(action.description) for line in lines), action.name
+    assert max(map(len, help_text(place, 60).plain.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("place", WITH_LOG)
+def test_help_lists_the_keys_of_the_log_where_there_is_one(place: str) -> None:
+    text = help_text(place).plain
+    assert "Log, while it has the keys" in text
+    assert all(action.description in text for action in of_place("log"))
+
+
+def test_no_action_of_the_table_is_missing_from_the_help() -> None:
+    every = "\n".join(help_text(place).plain for place in places() if place != "log")
+    assert [action.name for action in ACTIONS if action.description not in every] == []
 
 
 def test_the_readme_lists_the_keys_of_the_table() -> None:
     readme = Path(__file__).resolve().parents[2] / "README.md"
-    assert readme_keys() in readme.read_text(encoding="utf-8")
+    text = readme.read_text(encoding="utf-8")
+    if os.environ.get("UPDATE_GOLDEN"):
+        before, head, after = text.partition("| where | keys |\n")
+        text = before + readme_keys() + after[after.index("\n\n") + 1 :]
+        assert head
+        readme.write_text(text, encoding="utf-8")
+    assert readme_keys() in text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
@@ -20,8 +22,16 @@ MOVING = {
         ("click", "Take a rank; on a title sort by it; twice open the rank"),
     ),
     "rank": (("⇥", "Give the keys to the next panel"),),
+    **dict.fromkeys(
+        ("cluster", "launch", "history", "compare"),
+        (("↑ ↓", "Move through the list"), ("pgup pgdn", "Move by a page"), ("home end", "Go to its ends")),
+    ),
 }
 """Keys of widgets, which are not actions of the screen."""
+WIDEST = 94
+"""Cells of the window where there is room, as in the style sheet."""
+FRAME = 8
+"""Cells of its border, padding and scroll bar."""
 WITH_LOG = ("run", "rank")
 """Screens with a log, whose keys hold while it has them."""
 
@@ -41,7 +51,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         """Yield the list."""
         with VerticalScroll(id="help"):
-            yield Static(help_text(self._place), id="keys")
+            yield Static(id="keys")
 
     def on_mount(self) -> None:
         """Name the screen on the frame."""
@@ -50,33 +60,34 @@ class HelpScreen(ModalScreen[None]):
         frame.border_subtitle = "esc closes"
         frame.focus()
 
+    def on_resize(self, event: Resize) -> None:
+        """Wrap what does not fit beside the keys."""
+        self.query_one("#keys", Static).update(help_text(self._place, min(event.size.width, WIDEST) - FRAME))
+
     def action_leave(self) -> None:
         """Close it."""
         self.dismiss()
 
 
-def help_text(place: str) -> Text:
-    """Return the keys under their headings."""
+def help_text(place: str, width: int = WIDEST) -> Text:
+    """Return the keys under their headings; what is longer than ``width`` goes on below itself."""
     text = Text()
-    found = groups(place)
+    found = dict(groups(place))
     if place in WITH_LOG:
-        found = {**found, "Log": of_place("log")}
-    wide = max((len(_keys(action.keys, action.key_text)) for group in found.values() for action in group), default=0)
+        found["Log"] = of_place("log")
+    found["Screens"] = found.pop("Screens")  # what every screen has comes last
     moving = MOVING.get(place, ())
-    wide = max([wide, *(len(keys) for keys, _ in moving)])
-    if moving:
-        text.append("Moving\n", "bold")
-        for keys, what in moving:
-            text.append(f"  {keys.ljust(wide)}  ", "bold")
-            text.append(f"{what}\n")
+    keys = [*(keys for keys, _ in moving), *(action.key_texts for group in found.values() for action in group)]
+    wide = max(map(len, keys), default=0)
+    listed = [("Moving", moving)] if moving else []
     for heading, actions in found.items():
+        name = "Log, while it has the keys" if heading == "Log" else heading
+        listed.append((name, tuple((action.key_texts, action.description) for action in actions)))
+    for heading, rows in listed:
         text.append(f"{chr(10) if text else ''}{heading}\n", "bold")
-        for action in actions:
-            text.append(f"  {_keys(action.keys, action.key_text).ljust(wide)}  ", "bold")
-            text.append(f"{action.description}\n")
+        for key, what in rows:
+            first, *rest = textwrap.wrap(what, max(width - wide - 4, 16))
+            text.append(f"  {key.ljust(wide)}  ", "bold")
+            text.append("".join(f"{line}\n" for line in (first, *(" " * (wide + 4) + more for more in rest))))
     text.rstrip()
     return text
-
-
-def _keys(keys: tuple[str, ...], first: str) -> str:
-    return first if len(keys) == 1 else f"{first} {' '.join(keys[1:])}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.screen import Screen
 
 from gputrain_tui.console.desk import Desk
+from gputrain_tui.console.widgets.abstract import Abstract
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.places import Places
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from gputrain_tui.console.app import GputrainApp
 
 
-class Page(Screen[None]):
+class Page(Screen[None], metaclass=Abstract):
     """A screen of the console."""
 
     PLACE: ClassVar[str] = ""
@@ -29,9 +31,9 @@ class Page(Screen[None]):
         yield from self.body()
         yield KeyBar(self.PLACE)
 
+    @abstractmethod
     def body(self) -> ComposeResult:
         """Yield what stands between the first and the last line."""
-        raise NotImplementedError
 
     @property
     def console(self) -> GputrainApp:

@@ -10,22 +10,20 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.events import Resize
 from textual.geometry import Region
-from textual.screen import Screen
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.run import CHARTS_S, LOG_VIEW, SMOOTHINGS, WINDOWS
+from gputrain_tui.console.screens.charts import CHARTS_S, ChartScreen
+from gputrain_tui.console.screens.run import LOG_VIEW
 from gputrain_tui.console.stack import StackRequest, ask
 from gputrain_tui.console.stage import GAP, Stage, kind
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
-from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.stack_view import StackView
 from trainer.errors import RequestError
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.app import GputrainApp
     from gputrain_tui.console.live import LiveRun
 
 CHARTS = ("loss", "sync", "step")
@@ -64,26 +62,21 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str, has_log: bo
     return {"facts": top, **placed, text: bottom}
 
 
-class RankScreen(Screen[None]):
+class RankScreen(ChartScreen):
     """Everything of one rank."""
 
     PLACE = "rank"
     AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank")]
 
-    app: GputrainApp
-
     def __init__(self, live: LiveRun, rank: int) -> None:
-        super().__init__()
-        self.live = live
+        super().__init__(live)
         self.rank = rank
         self._below = "loss"
         self._has_log = importlib.util.find_spec(LOG_VIEW) is not None
         self._request: StackRequest | None = None
         self._asked_at = 0.0
         self._charts_at = float("-inf")
-        self._window = 0
-        self._smoothing = 0
 
     def compose(self) -> ComposeResult:
         """Yield the panels."""
@@ -137,8 +130,7 @@ class RankScreen(Screen[None]):
         )
 
     def _point(self) -> None:
-        for panel in self.query(Panel):
-            panel.selected_rank = self.rank
+        self._point_at(self.rank)
 
     # What the person does
 
@@ -208,27 +200,3 @@ class RankScreen(Screen[None]):
         elif waited > PATIENCE_S:
             self.query_one(StackView).show([], f"rank {self.rank} does not answer; it may be stopped")
             self._request = None
-
-    def action_scale(self) -> None:
-        """Change between a linear and a logarithmic axis."""
-        for chart in self.query(BandChart):
-            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOWS[self._window])
-
-    def action_window(self) -> None:
-        """Show the whole run, or its last steps."""
-        self._window = (self._window + 1) % len(WINDOWS)
-        for chart in self.query(BandChart):
-            chart.show(last=WINDOWS[self._window])
-
-    def action_smooth(self) -> None:
-        """Smooth the curves more, and from the most back to not at all."""
-        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
-        for chart in self.query(BandChart):
-            chart.show(last=WINDOWS[self._window], smoothing=SMOOTHINGS[self._smoothing])
-
-    def action_stop_run(self) -> None:
-        """Stop the run, after a question."""
-        if self.live.over:
-            self.app.say(f"{self.live.id} is {self.live.status} already")
-        else:
-            self.app.ask_to_stop(self.live.run)

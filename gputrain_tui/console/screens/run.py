@@ -11,10 +11,10 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.events import Resize
 from textual.geometry import Size
-from textual.screen import Screen
 from textual.widget import Widget
 
 from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.screens.charts import CHARTS_S, ChartScreen
 from gputrain_tui.console.stage import PANELS, PanelName, Stage, Wish, arrange
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.culprit import CulpritCard, culprit_height
@@ -28,32 +28,23 @@ from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.app import GputrainApp
     from gputrain_tui.console.live import LiveRun
     from gputrain_tui.console.widgets.filter_line import FilterLine
     from gputrain_tui.console.widgets.log_view import LogView
 
 FOLLOW_S = 0.04
 """How long after the cursor the charts point at another rank."""
-CHARTS_S = 0.25
-"""Time between two paintings of charts; the table is painted with every beat."""
-WINDOWS = (None, 1000, 100)
-"""Steps that the charts show; None: the whole run."""
-SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
 LOG_VIEW = "gputrain_tui.console.widgets.log_view"
 
 
-class RunScreen(Screen[None]):
+class RunScreen(ChartScreen):
     """A run, running or ended."""
 
     PLACE = "run"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("run")]
 
-    app: GputrainApp
-
     def __init__(self, live: LiveRun) -> None:
-        super().__init__()
-        self.live = live
+        super().__init__(live)
         self.selected_rank: int | None = None
         """The rank that table, charts and log point at."""
         self.wish = Wish(ranks=live.state.world_size, has=_panels())
@@ -68,8 +59,6 @@ class RunScreen(Screen[None]):
         """Version of the run at the last painting of charts, and when events had ceased."""
         self._following = False
         """Whether the charts are still to point at the rank under the cursor."""
-        self._window = 0
-        self._smoothing = 0
         self._arranged: tuple[Size, Wish] | None = None
 
     def compose(self) -> ComposeResult:
@@ -168,6 +157,7 @@ class RunScreen(Screen[None]):
             right=self._right or ("findings" if state.past_findings or state.failures else "log"),
             zoomed=self.wish.zoomed,
             joining=all(view.last is None for view in state.ranks.values()) and not self.live.over,
+            hosts=len({view.host for view in state.ranks.values()}),
             card=culprit_height(culprit, size.width, most) if culprit is not None else 0,
             has=self.wish.has,
         )
@@ -264,8 +254,7 @@ class RunScreen(Screen[None]):
         """Point every panel at a rank, or at none."""
         self.selected_rank = rank
         self.query_one(RankGrid).show_rank(rank)
-        for panel in self.query(Panel):
-            panel.selected_rank = rank
+        self._point_at(rank)
 
     @on(RankGrid.Picked)
     def _picked(self, message: RankGrid.Picked) -> None:
@@ -319,31 +308,6 @@ class RunScreen(Screen[None]):
             line = FilterLine(grid)
             await self.mount(line, before=self.query_one(KeyBar))
         line.ask()
-
-    def action_scale(self) -> None:
-        """Change between a linear and a logarithmic axis."""
-        for chart in self.query(BandChart):
-            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOWS[self._window])
-
-    def action_window(self) -> None:
-        """Show the whole run, or its last steps."""
-        self._window = (self._window + 1) % len(WINDOWS)
-        for chart in self.query(BandChart):
-            chart.show(last=WINDOWS[self._window])
-        self.query_one(LatenessMap).show(last=WINDOWS[self._window])
-
-    def action_smooth(self) -> None:
-        """Smooth the curves more, and from the most back to not at all."""
-        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
-        for chart in self.query(BandChart):
-            chart.show(last=WINDOWS[self._window], smoothing=SMOOTHINGS[self._smoothing])
-
-    def action_stop_run(self) -> None:
-        """Stop the run, after a question."""
-        if self.live.over:
-            self.app.say(f"{self.live.id} is {self.live.status} already")
-        else:
-            self.app.ask_to_stop(self.live.run)
 
 
 def _panels() -> frozenset[str]:

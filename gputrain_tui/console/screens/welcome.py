@@ -8,27 +8,26 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Container
-from textual.screen import Screen
 from textual.widgets import Static
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.screens.page import Page
 
 STEPS = (
-    ("d", "train the demo: two processes on this CPU, no GPU, no download, half a minute"),
-    ("2", "choose a recipe of your own, see what each machine will run, launch it"),
+    ("d", "train the demo: two processes on this CPU, half a minute, no download"),
+    ("2", "choose a recipe, see what each machine will run, launch it"),
     ("1", "see the machines and their GPUs"),
     ("?", "every key"),
 )
 
 
-class WelcomeScreen(Screen[None]):
+class WelcomeScreen(Page):
     """The first screen of somebody who has no runs yet."""
 
     PLACE = "welcome"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("welcome")]
 
-    def compose(self) -> ComposeResult:
+    def body(self) -> ComposeResult:
         """Yield the words."""
         with Container(id="welcome"):
             yield Static(Text("gputrain", style="bold"), id="title")
@@ -36,7 +35,6 @@ class WelcomeScreen(Screen[None]):
             yield Static("There is no run on this machine yet.", id="state")
             yield Static(_steps(), id="steps")
             yield Static("Or from a shell:  gputrain run recipes/demo.toml", id="shell")
-        yield KeyBar(self.PLACE)
 
 
 def _steps() -> Text:

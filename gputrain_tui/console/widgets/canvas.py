@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -12,6 +13,8 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from gputrain_tui.console.ramp import ON_GROUND, ramp_for
+from gputrain_tui.console.widgets.abstract import Abstract
 from gputrain_tui.console.widgets.drawing import Row
 
 ROLES = (
@@ -35,8 +38,11 @@ ROLES = (
     "curve-5",
 )
 
+ON_CURSOR = {"dim": "bright"}
+"""Roles that are brighter on the cursor's ground, where dim ones could not be read."""
 
-class Canvas(Widget):
+
+class Canvas(Widget, metaclass=Abstract):
     """Draws rows for its size when it is told that something changed."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"canvas--{role}" for role in ROLES}
@@ -58,6 +64,8 @@ class Canvas(Widget):
     Canvas > .canvas--cursor-unfocused { background: $foreground 12%; }
     Canvas:ansi > .canvas--dim { text-style: dim; }
     Canvas:ansi > .canvas--rule { text-style: dim; }
+    Canvas:ansi > .canvas--cursor { background: ansi_blue; }
+    Canvas:ansi > .canvas--cursor-unfocused { background: ansi_bright_black; }
     Canvas > .canvas--curve-0 { color: $text-accent; }
     Canvas > .canvas--curve-1 { color: $text-primary; }
     Canvas > .canvas--curve-2 { color: $text-success; }
@@ -73,9 +81,9 @@ class Canvas(Widget):
         self._generation = 0
         self._styles: dict[str, Style] = {}
 
+    @abstractmethod
     def draw(self, width: int, height: int) -> list[Row]:
         """Return at most ``height`` rows."""
-        raise NotImplementedError
 
     def redraw(self) -> None:
         """Draw again with the next frame."""
@@ -103,11 +111,14 @@ class Canvas(Widget):
 
     def _strip(self, row: Row, width: int, ground: Style | None) -> Strip:
         base = self.rich_style if ground is None else self.rich_style + ground
+        plain = ground is not None and ramp_for(self.app).plain_cursor
         segments = []
         for text, role in row:
-            style = self.role(role)
+            style = self.role(role if ground is None else ON_CURSOR.get(role, role))
             if ground is not None and ground.bgcolor is not None:
                 style += Style(bgcolor=ground.bgcolor)
+                if plain:
+                    style += ON_GROUND
             segments.append(Segment(text, style))
         return Strip(segments).adjust_cell_length(width, base)
 
@@ -172,17 +183,17 @@ class Listing(Canvas, can_focus=True):
 
     # What a subclass says
 
+    @abstractmethod
     def count(self) -> int:
         """Return how many rows there are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self, width: int) -> list[Row]:
         """Return the lines above."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row(self, index: int, width: int) -> Row:
         """Return one row."""
-        raise NotImplementedError
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return what is said where there are no rows."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, cut, headline
 from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.fate import LOST_PEER, STOPPED
 from gputrain_tui.headless import ranks_text
 from gputrain_tui.outcome import last_lines
 from gputrain_tui.state import RunState
@@ -51,19 +52,18 @@ class Culprit:
 
 def others(state: RunState, culprit: int | None) -> list[str]:
     """Return what the other ranks were doing when one failed, most of them first."""
-    failed = {failure.rank: failure for failure in state.failures if failure.rank is not None}
     groups: dict[str, list[int]] = {}
     for rank, view in sorted(state.ranks.items()):
         if rank == culprit:
             continue
-        failure = failed.get(rank)
-        if failure is not None and failure.kind == "lost_peer":
+        failure = view.failure
+        if view.fate == LOST_PEER:
             doing = "waited for it in a collective"
-        elif failure is not None and failure.kind not in ("signal", "exit"):
+        elif view.fate == STOPPED:
+            before = view.state if view.state != "failed" else "training" if view.last is not None else "spawned"
+            doing = f"{DOING[before]}, then were stopped"
+        elif failure is not None:
             doing = f"failed as well: {printable(failure.message)}"
-        elif view.state == "failed":
-            doing = "were training" if view.last is not None else DOING["spawned"]
-            doing = f"{doing}, then were stopped"
         else:
             doing = DOING[view.state]
         if view.last is not None:
@@ -124,6 +124,7 @@ class CulpritCard(Panel):
 
     DEFAULT_CSS = """
     CulpritCard { background: $error 8%; }
+    CulpritCard:ansi { background: ansi_default; }
     """
 
     live: LiveRun

@@ -109,11 +109,11 @@ def short(value: float, wide: int = 6) -> str:
 
 
 def current(value: float | None) -> str:
-    """Return a newest value in four significant digits."""
+    """Return a newest value in four significant digits, three below 1."""
     if value is None or not isfinite(value):
         return EMPTY
     if value == 0 or 1e-3 <= abs(value) < 1e6:
-        digits = 3 if value == 0 else max(0, 3 - floor(log10(abs(value))))
+        digits = 3 if value == 0 else max(0, (3 if abs(value) >= 1 else 2) - floor(log10(abs(value))))
         return f"{value:,.{digits}f}"
     return short(value, 8).strip()
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 MARKS = {"critical": ("✗", "error"), "warning": ("▲", "warning"), "info": ("·", "dim")}
 """Mark and role per severity."""
 
+MESSAGE = 23
+"""Cells before the message."""
+NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -145,12 +149,15 @@ def draw_findings(
     if not found:
         what = "nothing to report: no rank stands out" if watching else "nothing was found"
         return rows + remark(width, height - 1, [what])
+    # Where there is room it stands open: nobody has to ask for what fits.
+    more = len(_details(found[cursor], width))
+    fits = more > 0 and len(found) + more < height
     body: list[tuple[int, Row]] = []
     for index, entry in enumerate(found):
         here = index == cursor
-        body.append((index, _line(entry, width, here=here and focused)))
-        if here and opened:
-            body += [(index, row) for row in _details(entry, width)]
+        body.append((index, _line(entry, width, here=here and focused, whole=here and (opened or fits))))
+        if here and (opened or fits):
+            body += [(index, row) for row in _details(entry, width) or [NO_MORE]]
     first, last = (next(i for i, (of, _) in enumerate(body) if of == cursor),
                    max(i for i, (of, _) in enumerate(body) if of == cursor))  # fmt: skip
     visible = height - 1
@@ -159,7 +166,14 @@ def draw_findings(
     return rows + [cut([], width) for _ in range(height - len(rows))]
 
 
-def _line(entry: Entry, width: int, *, here: bool) -> Row:
+def _message(entry: Entry, width: int) -> list[str]:
+    """Return the message in lines that fit beside time and rank."""
+    return textwrap.wrap(entry.message, max(width - MESSAGE - 2 - (9 if entry.cleared else 0), 8)) or [""]
+
+
+def _line(entry: Entry, width: int, *, here: bool, whole: bool) -> Row:
+    """Return an entry's line; ``whole``: what it cuts off the message stands below it."""
+    first, *rest = _message(entry, width)
     mark, role = MARKS.get(entry.severity, MARKS["warning"])
     at = time.strftime("%H:%M:%S", time.localtime(entry.time))
     who = f"rank {entry.rank}" if entry.rank is not None else "run"
@@ -170,7 +184,7 @@ def _line(entry: Entry, width: int, *, here: bool) -> Row:
         (f"{at}  ", "dim"),
         (who.ljust(9), text_role),
         (" ", "base"),
-        (entry.message, text_role),
+        (f"{first} …" if rest and not whole else first, text_role),
     ]
     if entry.cleared:
         row.append(("  cleared", "dim"))
@@ -183,9 +197,7 @@ def _details(entry: Entry, width: int) -> list[Row]:
     """Return what opens below a finding."""
     indent = " " * 3
     room = max(width - len(indent) - 10, 20)
-    rows: list[Row] = []
-    if len(entry.message) > width - 24:  # it was cut above
-        rows += [[(indent + " " * 10, "base"), (line, "bright")] for line in textwrap.wrap(entry.message, room)]
+    rows: list[Row] = [[(" " * MESSAGE, "base"), (line, "bright")] for line in _message(entry, width)[1:]]
     if entry.evidence:
         text = "   ".join(f"{name.replace('_', ' ')} {current(value)}" for name, value in entry.evidence)
         lines = textwrap.wrap(text, room)
@@ -196,7 +208,7 @@ def _details(entry: Entry, width: int) -> list[Row]:
             [(indent, "base"), ((f"{label} " if not i else "").ljust(10), "dim"), (line, role)]
             for i, line in enumerate(textwrap.wrap(text, room))
         ]
-    return rows or [[(indent, "base"), ("no further evidence was recorded", "dim")]]
+    return rows
 
 
 class Findings(Panel, can_focus=True):
@@ -280,7 +292,11 @@ class Findings(Panel, can_focus=True):
         self.redraw()
 
     def _index(self, found: Sequence[Entry]) -> int:
-        return next((i for i, entry in enumerate(found) if entry.key == self._key), 0)
+        """Return the entry under the cursor; before it was moved that is the newest of what needs a person."""
+        known = next((i for i, entry in enumerate(found) if entry.key == self._key), None)
+        if known is not None:
+            return known
+        return next((i for i, entry in enumerate(found) if entry.severity == "critical" and not entry.cleared), 0)
 
     def _take(self, found: Sequence[Entry], index: int) -> None:
         self._key = found[min(max(index, 0), len(found) - 1)].key

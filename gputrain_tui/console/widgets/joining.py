@@ -22,6 +22,7 @@ SIGNS = {
     "joining": ("◍", "accent", "joining"),
     "here": ("●", "bright", "here"),
     "failed": ("✗", "error", "failed"),
+    "ended": ("╌", "victim", "ended with it"),
 }
 """What a rank does before the training: sign, role, and the word for it."""
 
@@ -42,7 +43,9 @@ def arrivals(state: RunState, now: float) -> Arrivals:
     here = set(state.joined)
     hosts: dict[str, list[tuple[int, str]]] = {}
     for rank, view in sorted(state.ranks.items()):
-        if rank in here:
+        if view.fate is not None:
+            sign = "ended"
+        elif rank in here:
             sign = "here"
         elif view.state is None:
             sign = "absent"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 
@@ -37,6 +37,8 @@ class Heat:
     slowest: tuple[int, float] | None = None
     """The rank that the others wait for most, and how long, ms."""
     selected: int | None = None
+    failed: Collection[int] = ()
+    """Ranks that failed by themselves."""
 
 
 def map_rows(height: int) -> int:
@@ -139,8 +141,11 @@ def _at(column: Sequence[int | None], group: int, groups: int) -> int | None:
 
 
 def _label(heat: Heat, upper: int, lower: int, *, labelled: bool) -> tuple[str, str]:
-    """Return the first rank of a line, or the selected one."""
+    """Return the first rank of a line, or the one that failed, or the selected one."""
     first, end = upper * heat.group, (lower + 1) * heat.group
+    failed = min((rank for rank in heat.failed if first <= rank < end), default=None)
+    if failed is not None:
+        return f"✗{failed}".rjust(LABEL) if labelled else " " * LABEL, "error"
     if heat.selected is not None and first <= heat.selected < end:
         return f"▸{heat.selected}".rjust(LABEL) if labelled else " " * LABEL, "accent"
     return (f"{first}".rjust(LABEL) if labelled and first < heat.ranks else " " * LABEL), "axis"
@@ -187,6 +192,11 @@ class LatenessMap(Panel):
         self.last = last
         self.redraw()
 
+    def seen_version(self) -> object:
+        """Failures mark their ranks."""
+        state = self.live.state
+        return self.live.series.version, len(state.failures), state.ended is not None
+
     def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
         """Return the map."""
         series, state = self.live.series, self.live.state
@@ -201,5 +211,6 @@ class LatenessMap(Panel):
             step_ms=series.latest["step_ms"].middle,
             slowest=state.slowest(),
             selected=self.selected_rank,
+            failed={rank for rank, view in state.ranks.items() if view.standing == "failed"},
         )
         return draw_heat(heat, width, height, symbols=ramp.symbols)

@@ -51,17 +51,35 @@ def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
         labels.setdefault(min(plot_height - 1, int((1 - axis.at(tick)) * plot_height)), tick_label(tick))
     cells = width - LABEL - 2
     drawn = [braille_line(line.values, axis, cells, plot_height) for line in overlay.lines]
+    numbers = _numbers(drawn, cells) if len(drawn) > 1 else {}
     for y in range(plot_height):
         label = labels.get(y, "")
         pieces: Row = [(label.rjust(LABEL), "dim"), (" ┤" if label else " │", "rule")]
         ground = "┈" if label else " "
         for x in range(cells):
+            if (x, y) in numbers:
+                pieces.append(numbers[x, y])
+                continue
             # Where curves meet, the first one is seen: its cell would otherwise mix two of them in one colour.
             of = next((index for index, bits in enumerate(drawn) if bits[y][x]), None)
             pieces.append((ground, "rule") if of is None else (chr(BRAILLE + drawn[of][y][x]), f"curve-{of}"))
         rows.append(cut(merged(pieces), width))
     rows.append(_ends(overlay, width))
     return rows
+
+
+def _numbers(drawn: Sequence[Sequence[Sequence[int | None]]], cells: int) -> dict[tuple[int, int], tuple[str, str]]:
+    """Return each curve's number at its end, which tells them apart where colours do not."""
+    numbers: dict[tuple[int, int], tuple[str, str]] = {}
+    for index, rows in enumerate(drawn):
+        ends = [(x, y) for y, row in enumerate(rows) for x in range(cells) if row[x]]
+        if not ends:
+            continue
+        x, y = max(ends)
+        while (x, y) in numbers and x:
+            x -= 1
+        numbers[x, y] = (f"{index + 1}", f"curve-{index}")
+    return numbers
 
 
 def _limits(overlay: Overlay) -> tuple[float, float] | None:

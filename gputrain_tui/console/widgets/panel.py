@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
 
@@ -12,6 +13,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gputrain_tui.console.ramp import PARTS, Ramp, pair, ramp_for
+from gputrain_tui.console.widgets.abstract import Abstract
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.series import Series
 from gputrain_tui.state import RunState
@@ -33,7 +35,7 @@ class Live(Protocol):
         """Moves with everything that is to be seen."""
 
 
-class Panel(Widget):
+class Panel(Widget, metaclass=Abstract):
     """Draws rows of (text, role) for its size; ``tick`` is called by the screen's clock."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
@@ -45,6 +47,7 @@ class Panel(Widget):
         "panel--accent",
         "panel--warning",
         "panel--error",
+        "panel--victim",
         "panel--band",
         "panel--median",
         "panel--median-on-band",
@@ -65,6 +68,7 @@ class Panel(Widget):
     Panel > .panel--accent { color: $text-accent; }
     Panel > .panel--warning { color: $text-warning; }
     Panel > .panel--error { color: $text-error; text-style: bold; }
+    Panel > .panel--victim { color: $text-error 70%; }
     Panel > .panel--band { color: $primary 38%; }
     Panel > .panel--median { color: $foreground; }
     Panel > .panel--median-on-band { color: $foreground; background: $primary 38%; }
@@ -72,6 +76,7 @@ class Panel(Widget):
     Panel > .panel--rank-on-band { color: $text-accent; background: $primary 38%; }
     Panel:ansi > .panel--dim, Panel:ansi > .panel--axis { text-style: dim; }
     Panel:ansi > .panel--rule { color: ansi_bright_black; }
+    Panel:ansi > .panel--victim { color: ansi_red; text-style: dim; }
     Panel:ansi > .panel--band { color: ansi_blue; }
     Panel:ansi > .panel--median { text-style: bold; }
     """
@@ -97,9 +102,9 @@ class Panel(Widget):
             self._selected_rank = rank
             self.redraw()
 
+    @abstractmethod
     def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
         """Return ``height`` rows of ``width`` cells."""
-        raise NotImplementedError
 
     def seen_version(self) -> object:
         """Return what the drawing depends on; it is drawn again when this changes."""

@@ -35,7 +35,7 @@ class Places(Canvas):
             here = name == self.place
             self._spots.append((at, at + len(action.label) + 3, action.name))
             row += [
-                (f" {action.key_text} ", "accent" if here else "key"),
+                (f" {action.key_text} ", "key"),
                 (f"{action.label} ", "title" if here else "dim"),
             ]
             at += len(action.label) + 4

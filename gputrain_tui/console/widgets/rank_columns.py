@@ -86,7 +86,7 @@ COLUMNS: tuple[Column, ...] = (
         order=13,
         descending=False,
     ),
-    Column(key="state", title="state", wide=8, value=lambda v, late: v.state, order=6, descending=False),
+    Column(key="state", title="state", wide=9, value=lambda v, late: v.standing, order=6, descending=False),
     Column(key="step", title="step", wide=7, value=lambda v, late: v.last.step if v.last else None, digits=0, order=1),
     Column(key="loss", title="loss", wide=7, value=_of_step("loss"), digits=4, order=2),
     Column(key="norm", title="norm", wide=6, value=_of_step("grad_norm"), digits=3, order=12),

@@ -31,7 +31,7 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
     late = state.lateness().get(rank)
     heard = None if view.time is None else max(0.0, now - view.time)
     found: list[Fact] = [
-        ("state", view.state or "not started", "error" if view.state == "failed" else "bright"),
+        ("state", view.standing or "not started", _state_role(state, view)),
         ("last heard of", f"{duration(heard)} ago" if heard is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(last.loss if last else None), "title"),
@@ -66,6 +66,12 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
     return found
 
 
+def _state_role(state: RunState, view: RankView) -> str:
+    if view.standing == "failed":
+        return "error"
+    return "victim" if view.fate is not None and state.root_cause is not None else "bright"
+
+
 def whereabouts(view: RankView) -> str:
     """Return where a rank runs."""
     told = [
@@ -78,7 +84,7 @@ def whereabouts(view: RankView) -> str:
 
 
 def _with(value: float | None, unit: str) -> str:
-    return EMPTY if value is None else f"{value:.0f} {unit}"
+    return EMPTY if value is None else f"{value:.0f}{'' if unit == '%' else ' '}{unit}"
 
 
 def draw_facts(

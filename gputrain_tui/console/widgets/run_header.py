@@ -9,6 +9,7 @@ from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, length
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless import loss_text
+from gputrain_tui.runs import ENDED
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import duration, printable
 
@@ -134,8 +135,11 @@ def _names(head: Heading, width: int) -> Row:
 def _figures(head: Heading, width: int) -> Row:
     """Return progress bar and figures; what matters least goes first when there is little room."""
     s = head.summary
+    if not s.step:
+        over = head.status in (*ENDED, "lost")
+        return [(" no step was made" if over else " no step yet: the ranks come together", "dim")]
     total = f"{head.total:,}" if head.total else ""
-    step = f"{s.step:,}".rjust(max(len(total), 5)) if s.step else EMPTY.rjust(5)
+    step = f"{s.step:,}".rjust(max(len(total), 5))
     epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
     fields: list[tuple[int, Row]] = [
         (0, [("step ", "dim"), (step, "bright"), (f"/{total}" if total else "", "dim")]),

@@ -9,7 +9,7 @@ from frames import assert_frame, synthetic_run
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.rank_columns import COLUMNS, layout, sort_ranks
 from gputrain_tui.console.widgets.rank_filter import RankFilter
-from gputrain_tui.console.widgets.rank_grid import GridView, draw_grid
+from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.state import RankView
 from trainer.errors import RequestError
 from trainer.record import Failure, RankState

@@ -1,0 +1,66 @@
+"""What the screens on a run share: its charts obey the same keys, and the run is stopped the same way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.screen import Screen
+
+from gputrain_tui.console.widgets.band_chart import BandChart
+from gputrain_tui.console.widgets.lateness_map import LatenessMap
+from gputrain_tui.console.widgets.panel import Panel
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.app import GputrainApp
+    from gputrain_tui.console.live import LiveRun
+
+CHARTS_S = 0.25
+"""Time between two paintings of charts; the table is painted with every beat."""
+WINDOWS = (None, 1000, 100)
+"""Steps that the charts show; None: the whole run."""
+SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
+"""Weight of what came before in a smoothed curve."""
+
+
+class ChartScreen(Screen[None]):
+    """A screen on a run, with charts."""
+
+    app: GputrainApp
+
+    def __init__(self, live: LiveRun) -> None:
+        super().__init__()
+        self.live = live
+        self._window = 0
+        self._smoothing = 0
+
+    def _point_at(self, rank: int | None) -> None:
+        """Let every panel show a rank among the others, or none."""
+        for child in self.query_one("#stage").children:
+            if isinstance(child, Panel):
+                child.selected_rank = rank
+
+    def action_scale(self) -> None:
+        """Change between a linear and a logarithmic axis."""
+        for chart in self.query(BandChart):
+            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOWS[self._window])
+
+    def action_window(self) -> None:
+        """Show the whole run, or its last steps."""
+        self._window = (self._window + 1) % len(WINDOWS)
+        for chart in self.query(BandChart):
+            chart.show(last=WINDOWS[self._window])
+        for late in self.query(LatenessMap):
+            late.show(last=WINDOWS[self._window])
+
+    def action_smooth(self) -> None:
+        """Smooth the curves more, and from the most back to not at all."""
+        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
+        for chart in self.query(BandChart):
+            chart.show(last=WINDOWS[self._window], smoothing=SMOOTHINGS[self._smoothing])
+
+    def action_stop_run(self) -> None:
+        """Stop the run, after a question."""
+        if self.live.over:
+            self.app.say(f"{self.live.id} is {self.live.status} already")
+        else:
+            self.app.ask_to_stop(self.live.run)

@@ -1,0 +1,159 @@
+"""The rank table as rows of text: which columns and ranks fit, how each line is painted, and what its head tells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, merged
+from gputrain_tui.console.widgets.drawing import message as remark
+from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, Place, layout
+from gputrain_tui.fate import FATES
+from gputrain_tui.state import RankView
+
+HEAD = 2
+"""Lines above the first rank."""
+ON_CURSOR = {"quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
+"""Roles that are brighter on the cursor's ground, where dim ones could not be read."""
+
+
+@dataclass(kw_only=True)
+class GridView:
+    """What the grid shows."""
+
+    rows: Sequence[RankView]
+    """All that pass the filter, sorted."""
+    ranks: int
+    """All there are."""
+    late: Lateness = field(default_factory=dict)
+    warned: Collection[int] = ()
+    """Ranks with a raised finding."""
+    fresh: Collection[int] = ()
+    """Ranks whose line changed a moment ago."""
+    top: int = 0
+    """First visible row."""
+    cursor: int | None = None
+    """The rank under the cursor."""
+    focused: bool = False
+    sort_key: str = "rank"
+    descending: bool = False
+    filter_text: str = ""
+    hosts: Collection[str] = ()
+    failing: bool = False
+    """Whether something failed: what was ended by it is told from what failed."""
+
+
+def grid_rows(height: int) -> int:
+    """Return the ranks that a grid of so many lines shows at once."""
+    return max(height - HEAD, 0)
+
+
+def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
+    """Return the grid as ``height`` rows of ``width`` cells."""
+    if height < 1 or width < 1:
+        return [[] for _ in range(max(height, 0))]
+    visible = grid_rows(height)
+    scrolls = len(grid.rows) > visible
+    places = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
+    rows = [cut(_head(grid, width, visible), width), cut(_titles(grid, places), width)][:height]
+    shown = grid.rows[grid.top : grid.top + visible]
+    if not shown:
+        why = f"no rank matches {grid.filter_text}" if grid.filter_text else "no rank was heard of yet"
+        return rows + remark(width, visible, [why])
+    thumb = _thumb(grid.top, visible, len(grid.rows)) if scrolls else (0, 0)
+    for y, view in enumerate(shown):
+        row = cut(_line(grid, view, places), width - 1 if scrolls else width)
+        if view.rank == grid.cursor:
+            ground = "cursor" if grid.focused else "blurred"
+            row = [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
+        if scrolls:
+            row.append(("┃", "dim") if thumb[0] <= y < thumb[1] else ("│", "rule"))
+        rows.append(row)
+    return rows + [cut([], width) for _ in range(height - len(rows))]
+
+
+def _head(grid: GridView, width: int, visible: int) -> Row:
+    left: Row = [("ranks", "title"), (" ", "base"), (f"{grid.ranks:,}", "bright")]
+    standings = Counter(view.standing for view in grid.rows)
+    for standing, role in (("failed", "error"), *((word, "victim") for word in FATES if grid.failing)):
+        if standings[standing]:
+            left += [("  ", "base"), (f"{standings[standing]:,} {standing}", role)]
+    if grid.filter_text:
+        left += [("  /", "dim"), (grid.filter_text, "accent"), (f"  {len(grid.rows):,}", "bright")]
+    rights: list[Row] = []
+    if len(grid.rows) > visible:
+        last = min(grid.top + visible, len(grid.rows))
+        rights.append([(f"{grid.top + 1:,}–{last:,}", "dim")])
+    if grid.sort_key != "rank" or grid.descending:
+        direction = "down" if grid.descending else "up"
+        rights.append([(f"by {BY_KEY[grid.sort_key].title}, {direction}", "dim")])
+    return headline(width, left, rights)
+
+
+def _titles(grid: GridView, places: Sequence[Place]) -> Row:
+    row: Row = []
+    at = 0
+    mark = "▾" if grid.descending else "▴"
+    for place in places:
+        column = place.column
+        chosen = column.key == grid.sort_key
+        if column.digits is None:
+            text = f"{column.title}{mark if chosen else ''}"[: place.wide].ljust(place.wide)
+            begin = place.begin
+        else:
+            text = column.title.rjust(place.wide)
+            begin = place.begin
+            if chosen:
+                text = f"{mark}{column.title}".rjust(max(place.wide, len(column.title) + 1))
+                begin = place.end - len(text)
+        row += [(" " * (begin - at), "base"), (text, "accent" if chosen else "column")]
+        at = place.end
+    return row
+
+
+def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
+    """Return one rank's line: dim as a rule, bright where it changed a moment ago."""
+    late = grid.late
+    failed = view.standing == "failed"
+    warned = view.rank in grid.warned
+    if failed:
+        pieces: Row = [("✗ ", "error")]
+    elif view.fate is not None and grid.failing:
+        pieces = [("╌ ", "victim")]
+    elif warned:
+        pieces = [("▲ ", "warning")]
+    else:
+        pieces = [("▸ " if view.rank == grid.cursor else "  ", "accent")]
+    value_role = "error-text" if failed else "bright" if view.rank in grid.fresh else "value"
+    at = 2
+    for place in places:
+        column = place.column
+        text = column.text(view, late, place.wide)
+        if place.begin > at:
+            pieces.append((" " * (place.begin - at), pieces[-1][1]))
+        at = place.end
+        role = value_role
+        if text.strip() == EMPTY:
+            role = "absent"
+        elif column.key in ("host", "device", "state"):
+            role = _state_role(view.standing, failing=grid.failing) if column.key == "state" else "quiet"
+        elif column.key == "late" and warned:
+            role = "warning"
+        pieces.append((text, role))
+    return merged(pieces)
+
+
+def _state_role(standing: str | None, *, failing: bool) -> str:
+    if standing == "failed":
+        return "error"
+    if standing in FATES:
+        return "victim" if failing else "quiet"
+    return "quiet" if standing in ("training", "finished") else "bright"
+
+
+def _thumb(top: int, visible: int, total: int) -> tuple[int, int]:
+    """Return the first line of the scroll mark and the one after its last."""
+    size = max(visible * visible // max(total, 1), 1)
+    begin = round(top / max(total - visible, 1) * (visible - size))
+    return begin, begin + size
