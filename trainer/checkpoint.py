@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import RequestError
+from trainer.training.folder_lock import FolderLock
 
 BEST = "best.pt"
 """The best checkpoint so far: a further name of the file of its step."""
@@ -166,20 +167,23 @@ class CheckpointWriter:
         folder: Path | str,
         *,
         keep_last: int,
+        run_id: str = "",
         on_saved: Callable[[Saved], None] | None = None,
         on_failed: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Make the folder and clear away what an interrupted save has left in it.
+        """Make the folder, hold it against other trainings and clear away what an interrupted save has left in it.
 
         Args:
             folder: where the files go, ``step_<step>.pt`` and ``best.pt``.
             keep_last: how many of the files written last stay; the best one stays besides.
+            run_id: the run's, by which others learn who holds the folder; empty where it has none.
             on_saved: called in the writing thread when a checkpoint is on disk.
             on_failed: called in the writing thread with the step and one line about why it could not be written;
                 default: the line goes to stderr.
 
         Raises:
             CheckpointError: the folder cannot be made or written to.
+            RequestError: another training holds the folder.
         """
         assert keep_last >= 1
         self.folder = Path(folder)
@@ -188,12 +192,16 @@ class CheckpointWriter:
         self._on_failed = on_failed or (lambda _step, line: _say(line))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Before anything is touched: what looks left over may be the file that another training is writing.
+            self._lock = FolderLock(self.folder, run_id=run_id)
             for left in self.folder.glob(_TEMPORARY.format(name="*.pt")):
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"{self.folder}: no folder for checkpoints ({error.strerror})") from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
+        if self._lock.why_not:
+            _say(f"{self.folder}: two trainings are not kept apart here, there are no locks ({self._lock.why_not})")
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -224,13 +232,14 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
 
     def close(self) -> None:
-        """Write what is left and end the thread."""
+        """Write what is left, end the thread and let go of the folder."""
         with self._changed:
             self._queue.closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._lock.release()
 
     def _run(self) -> None:
         while True:

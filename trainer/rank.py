@@ -144,6 +144,7 @@ class _Rank:
             checkpoints=folder,
             stop_asked=here.stop_asked,
             stopping=here.stopping,
+            run_id=here.run_id,
             recipe=self.run_dir.recipe.read_text() if self.run_dir and self.run_dir.recipe.exists() else "",
         )
 

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -32,6 +33,7 @@ from trainer.checkpoint import (
 )
 from trainer.errors import RequestError
 from trainer.group.encoding import encode
+from trainer.training.folder_lock import LOCK
 
 
 class Log:
@@ -56,7 +58,7 @@ def log() -> Log:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def step_of(found: tuple[Path, dict[str, Any]] | None) -> int:
@@ -329,7 +331,7 @@ def test_a_folder_that_vanishes_is_reported_and_training_goes_on(
 ) -> None:
     folder = tmp_path / "checkpoints"
     writer = CheckpointWriter(folder, keep_last=1)
-    folder.rmdir()
+    shutil.rmtree(folder)
     writer.save({"step": 1}, step=1)
     writer.close()
     assert "checkpoint of step 1 was not written" in capsys.readouterr().err

@@ -37,7 +37,11 @@ class Saving:
         self._writer: CheckpointWriter | None = None
         if here.checkpoints is not None and here.rank == 0:
             self._writer = CheckpointWriter(
-                here.checkpoints, keep_last=keep_last, on_saved=self._saved, on_failed=self._failed
+                here.checkpoints,
+                keep_last=keep_last,
+                run_id=here.run_id,
+                on_saved=self._saved,
+                on_failed=self._failed,
             )
 
     def save(self, state: Callable[[], State], *, step: int, best: bool = False) -> None:

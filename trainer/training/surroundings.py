@@ -24,6 +24,8 @@ class Surroundings:
     """Prints a line for people; rank 0 only."""
     checkpoints: Path | None
     """The folder for checkpoints; None keeps none."""
+    run_id: str = ""
+    """Equal on all ranks of a run and on no other's; empty where it has none."""
     recipe: str = ""
     """What a checkpoint keeps of the request."""
     stop_asked: Callable[[], bool] = lambda: False
