@@ -25,6 +25,8 @@ TABLE_RANKS = 32
 """Ranks that the closing table lists; of more, those that the others waited for most."""
 FINDINGS = 10
 """Findings that the closing words tell."""
+PAST_REFUSAL = ("training", "validating", "saving", "finished")
+"""States of a rank that has found nothing wrong with the request."""
 BAR = (10, 40)
 """Least and greatest width of the bar."""
 FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
@@ -346,9 +348,26 @@ class Headless:
         self._drawn_at = float("-inf")
         self._drawn = ""
         self._said_at = now()
+        self._lead: Sequence[Piece] | None = None
+        """The first line, while nothing has called for it."""
+
+    def introduce(self, pieces: Sequence[Piece]) -> None:
+        """Keep a line that is to be the first, until there is a second one or the ranks are past what they may refuse.
+
+        A request that only a rank can refuse is then answered with the refusal alone, like any other.
+        """
+        self._lead = pieces
+
+    def open(self) -> None:
+        """Write the line that is to be the first, unless it stands already."""
+        if self._lead is not None:
+            lead, self._lead = self._lead, None
+            self.say(lead)
 
     def update(self, events: Iterable[AnyEvent]) -> None:
         """Show what the events, already folded into the state, have changed."""
+        if any(view.state in PAST_REFUSAL for view in self._state.ranks.values()):
+            self.open()
         for event in events:
             # On a terminal the last checkpoint is told at the end; a log tells each as it comes.
             if type(event) is Step or (self._live and type(event) is Checkpoint):
@@ -366,6 +385,7 @@ class Headless:
 
     def say(self, pieces: Sequence[Piece]) -> None:
         """Write one line that stays."""
+        self.open()
         self.erase()
         self._stream.write(paint(pieces, colour=self._colour) + "\n")
         self._stream.flush()

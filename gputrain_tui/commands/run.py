@@ -54,12 +54,14 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
         view = None if json else foreground.show(state, os.environ)
         if view is not None:
-            view.say([("run ", "dim"), (started.id, "bold"), (f"  {headless.placed(prepared.plan)}", "dim")])
+            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {headless.placed(prepared.plan)}", "dim")])
         with closing(foreground.reader_of(started, json=json)) as reader:
             code = foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts)
             if code < 0:  # it was killed, and with it the lease; another one sees to the end and writes it down
                 supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
                 code = foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts)
+        if view is not None and code != ExitCode.BAD_REQUEST:
+            view.open()
         return foreground.conclude(started, code, state, narrate=not json, environ=os.environ)
 
 

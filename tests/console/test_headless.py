@@ -29,6 +29,7 @@ from trainer.record import (
     Finding,
     Joining,
     RankState,
+    RankStateName,
     RunEnded,
     RunStarted,
     Sample,
@@ -306,3 +307,17 @@ def test_a_log_gets_a_line_every_few_seconds_and_per_validation() -> None:
     assert len(lines) == 3
     assert lines[-1] == "valid epoch 1  step 5  loss 0.5000"
     assert "\r" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(("state", "shown"), [("joining", []), ("ready", []), ("training", ["run 1"])])
+def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
+    state: RankStateName, shown: list[str]
+) -> None:
+    run = RunState(world_size=1)
+    screen, stream = view(run, Clock(), live=False)
+    screen.introduce([("run 1", "")])
+    run.apply(RankState(time=1.0, rank=0, state=state))
+    screen.update([])
+    assert stream.getvalue().splitlines() == shown
+    screen.say([("said", "")])
+    assert stream.getvalue().splitlines() == ["run 1", "said"]
