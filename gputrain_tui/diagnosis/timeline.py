@@ -71,9 +71,11 @@ class Lane:
             self._tail = None
             self.stretches.append(Stretch(first, event.step, None, loss))
         else:
-            tail, self._tail = self._tail, (cycle.optimizer, cycle.other)
+            tail, end = self._tail, (cycle.optimizer, cycle.other)
+            # A wait that was not measured lies in the rest of its step, and must not count as work of the next.
+            self._tail = end if cycle.exposed is not None else None
             begins = first
-            if tail is not None and tail != self._tail:
+            if tail is not None and tail != end:
                 optimizer, other = tail
                 own = cycle.own - cycle.optimizer - cycle.other + optimizer + other
                 start = cycle._replace(optimizer=optimizer, other=other, own=own)

@@ -21,13 +21,15 @@ def look_ms(ranks: int) -> float:
     """Return what a look costs after each step of a run with a slow rank, median, ms of processor time."""
     state, diagnosis, costs = RunState(world_size=ranks, history=HISTORY), Diagnosis(), []
     for number in range(1, 140):
+        held = 30.0 if number > 100 else 0.0
         for rank in range(ranks):
-            extra = 30.0 if rank == 3 and number > 100 else 0.0
+            extra = held if rank == 3 else 0.0
             state.apply(
                 Step(
                     time=float(number), rank=rank, step=number, epoch=1, steps=1, samples=8, loss=2.0, grad_norm=1.0,
-                    step_ms=75.0, data_ms=1.0 + rank % 7 / 10, h2d_ms=0.5, forward_ms=12.0 + number % 5 / 10 + extra,
-                    backward_ms=24.0, optimizer_ms=2.5, sync_exposed_ms=33.0 - extra,
+                    step_ms=45.0 + held, data_ms=1.0 + rank % 7 / 10, h2d_ms=0.5,
+                    forward_ms=12.0 + number % 5 / 10 + extra, backward_ms=24.0, optimizer_ms=2.5,
+                    sync_exposed_ms=3.0 + held - extra,
                     core_wait_ms={"forward": rank % 3 / 10},
                 )
             )  # fmt: skip
