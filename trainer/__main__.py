@@ -55,10 +55,12 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
 
     # Not before the flags are known to be right: help and refusals answer at once.
     from trainer.dispatch import decide
+    from trainer.node import room
     from trainer.node.launch import launch
     from trainer.node.script_environment import refuse_file
     from trainer.placement.devices import visible_devices
 
+    room.require(_most_here(options, environ), rank_bytes=room.RANK_BYTES if script is None else room.SCRIPT_BYTES)
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
     if script is not None:
@@ -66,6 +68,14 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
     if decision.spawn:
         print(f"trainer: {decision.why}", file=sys.stderr)
     return launch(decision, options, left, devices=devices, environ=environ, script=script)
+
+
+def _most_here(options: Distributed, environ: Mapping[str, str]) -> int:
+    """Return how many ranks the flags ask for on this node: with nothing that speaks of other nodes, all of them."""
+    from trainer.placement import slurm
+
+    elsewhere = options.distributed_init_method is not None or "WORLD_SIZE" in environ or slurm.is_task(environ)
+    return max(options.distributed_gpus or 0, 0 if elsewhere else options.distributed_world_size or 0)
 
 
 def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
