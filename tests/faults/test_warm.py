@@ -56,7 +56,7 @@ from gputrain_tui import recipe, start
 from gputrain_tui.warm import WarmStart
 warm = WarmStart()
 warm.open()
-assert warm.wait(60)
+assert warm.wait(120)
 if len(sys.argv) > 1:
     run, supervisor = start.launch(start.prepare(recipe.load(sys.argv[1])), leased=False, warm=warm)
     print(run.dir.path, flush=True)
@@ -67,7 +67,7 @@ time.sleep(60)
 """A console that opens the form, and launches if it is given a recipe."""
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
@@ -125,13 +125,13 @@ def folders(home: Path) -> list[Path]:
 def test_a_warm_launch_trains_and_is_recorded_like_a_cold_one(home: Path, warm: WarmStart) -> None:
     path = write(home)
     warm.open()
-    assert warm.wait(60)
+    assert warm.wait(120)
     waiting = warm.pid
     run, supervisor = launch(path, warm)
     assert supervisor.pid == waiting
-    assert supervisor.wait(30) == 0
+    assert supervisor.wait(120) == 0
     cold, other = launch(path, None)
-    assert other.wait(60) == 0
+    assert other.wait(120) == 0
 
     one, two = open_run(run.dir.path), open_run(cold.dir.path)
     assert one is not None
@@ -153,7 +153,7 @@ def test_a_warm_launch_trains_and_is_recorded_like_a_cold_one(home: Path, warm: 
 
 def test_the_fork_server_that_waits_has_one_thread_and_no_cuda(warm: WarmStart) -> None:
     warm.open()
-    assert warm.wait(60)
+    assert warm.wait(120)
     assert warm.pid is not None
     server = fork_server(warm.pid)
     assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
@@ -177,9 +177,9 @@ def test_ranks_have_the_environment_of_their_run_and_not_the_one_before_it(home:
     own.write_text(OWN_TASK)
     path = write(home, task=f"{own}:Telling")
     warm.open()
-    assert warm.wait(60)
+    assert warm.wait(120)
     run, supervisor = launch(path, warm)
-    assert supervisor.wait(30) == 0, run.dir.rank_log(0).read_text()
+    assert supervisor.wait(120) == 0, run.dir.rank_log(0).read_text()
     seen = json.loads((run.dir.path / "environment").read_text())
     assert seen["GPUTRAIN_RUN"] == str(run.dir.path)
     assert seen["TMPDIR"] == str(run.dir.tmp / "0")
@@ -189,7 +189,7 @@ def test_ranks_have_the_environment_of_their_run_and_not_the_one_before_it(home:
 
 def test_the_processes_of_a_warm_run_are_found_and_stopped(home: Path, warm: WarmStart) -> None:
     warm.open()
-    assert warm.wait(60)
+    assert warm.wait(120)
     run, supervisor = launch(write(home, updates=FOR_EVER), warm)
     until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
     assert {process.pid for process in below(supervisor.pid)} == set(leftovers.processes_of(run.dir.path))
@@ -204,7 +204,7 @@ def test_the_processes_of_a_warm_run_are_found_and_stopped(home: Path, warm: War
 
 def test_a_killed_supervisor_leaves_a_warm_run_to_the_next_one(home: Path, warm: WarmStart) -> None:
     warm.open()
-    assert warm.wait(60)
+    assert warm.wait(120)
     run, supervisor = launch(write(home, updates=FOR_EVER), warm)
     until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
     until(run.dir.attempt.exists)
@@ -263,7 +263,7 @@ def test_a_killed_console_leaves_the_run_that_it_launched_warm(home: Path) -> No
 
 def test_a_killed_waiting_supervisor_takes_the_fork_server_with_it(warm: WarmStart) -> None:
     warm.open()
-    assert warm.wait(60)
+    assert warm.wait(120)
     assert warm.pid is not None
     all_of_it = below(warm.pid)
     os.kill(warm.pid, signal.SIGKILL)
@@ -279,7 +279,7 @@ def test_what_waits_too_long_goes_and_the_launch_is_a_cold_one(home: Path) -> No
     assert folders(home) == []
     run, supervisor = launch(write(home), warm)
     assert supervisor.pid != pid
-    assert supervisor.wait(60) == 0
+    assert supervisor.wait(120) == 0
     assert warm.pid is None
     assert not (run.dir.path / leftovers.ALSO).exists()
 
@@ -289,7 +289,7 @@ def test_a_run_of_one_rank_starts_as_always_from_a_supervisor_that_waited(home: 
     waiting = warm.pid
     run, supervisor = launch(write(home, ranks=1), warm)
     assert supervisor.pid == waiting
-    assert supervisor.wait(60) == 0
+    assert supervisor.wait(120) == 0
     assert not (run.dir.path / leftovers.ALSO).exists()
     assert folders(home) == []
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class Gang:

@@ -13,7 +13,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 120.0
+"""Far above what anything takes here: loading torch from a busy disk takes up to a minute."""
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["trainer.distributed", "trainer.checkpoint"])

@@ -7,6 +7,8 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,23 @@ def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:
     words = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1"]
     words += ["--distributed-world-size", str(ranks), *map(str, flags)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    return Trained(run_dir, subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment))
+    return Trained(run_dir, subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Two trainings at a time: most of each is the loading of torch, in one thread."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+Begun = dict[str, Future[Trained]]
+Flags = tuple[object, ...]
+
+
+def begin(pool: ThreadPoolExecutor, folder: Path, asked: Mapping[str, Flags], *flags: object, ranks: int = 1) -> Begun:
+    """Begin trainings that do not depend on each other, each in a folder of its name."""
+    return {name: pool.submit(train, folder / name, *flags, *own, ranks=ranks) for name, own in asked.items()}
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:
@@ -83,7 +101,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     ids=["two ranks", "uneven batch sizes", "two ranks accumulating", "one rank accumulating"],
 )
 def test_gradients_are_the_exact_mean_over_the_global_batch(
-    one_process: Trained, tmp_path: Path, ranks: int, flags: tuple[object, ...]
+    one_process: Trained, tmp_path: Path, ranks: int, flags: Flags
 ) -> None:
     done = train(tmp_path, *flags, "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double", ranks=ranks)
     assert done.code == 0, done.output
@@ -91,10 +109,11 @@ def test_gradients_are_the_exact_mean_over_the_global_batch(
     assert done.sum_of("grad_norm", 0) == pytest.approx(one_process.sum_of("grad_norm", 0), rel=1e-9)
 
 
-def test_a_count_that_varies_with_the_batch_is_summed_over_the_ranks(tmp_path: Path) -> None:
+def test_a_count_that_varies_with_the_batch_is_summed_over_the_ranks(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     flags = ("--masked", "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double")
-    union = train(tmp_path / "one", "--batch-size", 20, *flags)
+    begun = pool.submit(train, tmp_path / "one", "--batch-size", 20, *flags)
     ranks = train(tmp_path / "two", "--batch-size", "13,7", *flags, ranks=2)
+    union = begun.result()
     assert (union.code, ranks.code) == (0, 0), union.output + ranks.output
     assert relative_error(ranks.parameters, union.parameters) < 1e-12
 
@@ -112,15 +131,18 @@ def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stop", [4, 10], ids=["inside an epoch", "at the end of an epoch"])
-def test_a_resumed_run_is_equal_to_one_without_a_stop_bit_for_bit(tmp_path: Path, stop: int) -> None:
+def test_a_resumed_run_is_equal_to_one_without_a_stop_bit_for_bit(
+    pool: ThreadPoolExecutor, tmp_path: Path, stop: int
+) -> None:
     # Fast steps share an event; a validation ends it, so that none covers steps before and after the stop.
     flags = ("--batch-size", 5, "--dropout", 0.3, "--lr-scheduler", "cosine", "--total-num-update", 15)
     flags += ("--valid-every-updates", 2)
-    straight = train(tmp_path / "straight", *flags, "--max-epochs", 3, ranks=2)
+    begun = pool.submit(train, tmp_path / "straight", *flags, "--max-epochs", 3, ranks=2)
     first = train(tmp_path / "first", *flags, "--max-epochs", 3, "--max-updates", stop, ranks=2)
     second = train(
         tmp_path / "second", *flags, "--max-epochs", 3, "--resume", tmp_path / "first" / "checkpoints", ranks=2
     )
+    straight = begun.result()
     assert (straight.code, first.code, second.code) == (0, 0, 0), second.output
     assert torch.equal(second.parameters, straight.parameters)
     for rank in (0, 1):
@@ -138,37 +160,37 @@ def test_on_another_world_size_the_rest_of_the_epoch_is_seen_once(tmp_path: Path
     assert sum(event["samples"] for event in second.of("step")) == 26
 
 
-def test_validation_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    flags = ("--max-updates", 1, "--lr", "1e-30", "--max-epochs", 1)
+def test_validation_does_not_depend_on_the_number_of_ranks(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    flags = ("--batch-size", 4, "--max-updates", 1, "--lr", "1e-30", "--max-epochs", 1)
     results = []
-    for ranks in (1, 2):
-        done = train(tmp_path / str(ranks), "--batch-size", 4, *flags, ranks=ranks)
+    for done in pool.map(lambda ranks: train(tmp_path / str(ranks), *flags, ranks=ranks), (1, 2)):
         assert done.code == 0, done.output
         results.append([(e["loss"], e["metrics"]["accuracy"]) for e in done.of("validation")])
     assert len(results[0]) == 1
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--max-updates", 3), "max_updates 3 reached"),
-        (("--max-epochs", 1), "max_epochs 1 reached"),
-        (("--stop-time", 0.0001), "stop_time 0.0001 minutes reached"),
-        (("--patience", 2, "--lr", "1e-30"), "no better loss in 2 validations"),
-        (
-            ("--min-lr", 0.0004, "--lr-scheduler", "polynomial_decay", "--total-num-update", 20),
-            "the learning rate is not above min_lr 0.0004",
-        ),
-    ],
-)
-def test_training_ends_for_the_reason_that_was_asked_for(
-    tmp_path: Path, flags: tuple[object, ...], reason: str
-) -> None:
-    done = train(tmp_path, "--batch-size", 10, *flags)
+REASONS: dict[str, Flags] = {
+    "max_updates 3 reached": ("--max-updates", 3),
+    "max_epochs 1 reached": ("--max-epochs", 1),
+    "stop_time 0.0001 minutes reached": ("--stop-time", 0.0001),
+    "no better loss in 2 validations": ("--patience", 2, "--lr", "1e-30"),
+    "the learning rate is not above min_lr 0.0004": (
+        *("--min-lr", 0.0004, "--lr-scheduler", "polynomial_decay", "--total-num-update", 20),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    return begin(pool, tmp_path_factory.mktemp("ended"), REASONS, "--batch-size", 10)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_training_ends_for_the_reason_that_was_asked_for(ended: Begun, reason: str) -> None:
+    done = ended[reason].result()
     assert done.code == 0, done.output
-    log = (tmp_path / "logs" / "0.log").read_text() if (tmp_path / "logs" / "0.log").exists() else done.output
-    assert f"finished: {reason}" in log
+    assert f"finished: {reason}" in (done.run_dir / "logs" / "0.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -184,31 +206,36 @@ def test_a_non_finite_number_is_named_with_step_and_module(tmp_path: Path, poiso
     assert f"non-finite {poison} at step 4: first in {where}" in message
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (("--batch-size", 10), "nothing would end this training"),
-        (("--batch-size", 40, "--max-epochs", 1), "the training data has 50 samples, but 3 ranks"),
-        (("--batch-size", "4,4", "--max-epochs", 1), "--batch-size has 2 values, but there are 3 ranks"),
-        (("--batch-size", 4, "--max-epochs", 1, "--best-metric", "acuracy"), "did you mean 'accuracy'?"),
-        (("--batch-size", 4, "--max-epochs", 1, "--samples", "many"), "--samples is 'many', but must be an integer"),
-        (("--batch-size", 4, "--max-epochs", 1, "--bach-size", "4"), "--bach-size"),
-    ],
-)
-def test_a_request_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(
-    tmp_path: Path, flags: tuple[object, ...], line: str
-) -> None:
-    done = train(tmp_path, *flags, ranks=3)
+REFUSALS: dict[str, Flags] = {
+    "nothing would end this training": ("--batch-size", 10),
+    "the training data has 50 samples, but 3 ranks": ("--batch-size", 40, "--max-epochs", 1),
+    "--batch-size has 2 values, but there are 3 ranks": ("--batch-size", "4,4", "--max-epochs", 1),
+    "did you mean 'accuracy'?": ("--batch-size", 4, "--max-epochs", 1, "--best-metric", "acuracy"),
+    "--samples is 'many', but must be an integer": ("--batch-size", 4, "--max-epochs", 1, "--samples", "many"),
+    "--bach-size": ("--batch-size", 4, "--max-epochs", 1, "--bach-size", "4"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    return begin(pool, tmp_path_factory.mktemp("refused"), REFUSALS, ranks=3)
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_a_request_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(refused: Begun, line: str) -> None:
+    done = refused[line].result()
     assert done.code == 2, done.output
     told = [text for text in done.output.splitlines() if line in text]
     assert len(told) == 1
     assert "Traceback" not in done.output
 
 
-def test_the_language_models_loss_curve_does_not_depend_on_how_the_global_batch_is_divided(tmp_path: Path) -> None:
+def test_the_language_models_loss_curve_does_not_depend_on_how_the_global_batch_is_divided(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"".join(b"%d squared is %d; " % (number, number * number) for number in range(2000)))
-    flags: tuple[object, ...] = ("--task", "lm", "--data", text, "--context", 16, "--dim", 32, "--layers", 1)
+    flags: Flags = ("--task", "lm", "--data", text, "--context", 16, "--dim", 32, "--layers", 1)
     # A validation ends an event, so that every step has one of its own.
     flags += (
         "--heads",
@@ -222,11 +249,10 @@ def test_the_language_models_loss_curve_does_not_depend_on_how_the_global_batch_
         "--valid-fraction",
         0.02,
     )
-    divided = [
-        train(tmp_path / "one", *flags, "--batch-size", 16),
-        train(tmp_path / "two", *flags, "--batch-size", 8, ranks=2),
-        train(tmp_path / "accumulated", *flags, "--batch-size", 8, "--update-freq", 2),
-    ]
+    alone: dict[str, Flags] = {"one": ("--batch-size", 16), "accumulated": ("--batch-size", 8, "--update-freq", 2)}
+    begun = begin(pool, tmp_path, alone, *flags)
+    two_ranks = train(tmp_path / "two", *flags, "--batch-size", 8, ranks=2)
+    divided = [begun["one"].result(), two_ranks, begun["accumulated"].result()]
     assert [done.code for done in divided] == [0, 0, 0], divided[1].output
     one, two, accumulated = (done.curve() for done in divided)
     assert len(one) == 50
@@ -255,12 +281,20 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_is_named(
     assert sum(event["steps"] for event in done.of("step", 0)) <= 3
 
 
-def test_dropout_differs_between_ranks_and_repeats_with_the_seed(tmp_path: Path) -> None:
+def test_dropout_differs_between_ranks_and_repeats_with_the_seed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     flags = ("--batch-size", 5, "--max-epochs", 1, "--dropout", 0.5)
-    same = [train(tmp_path / name, *flags, ranks=2).parameters for name in ("first", "second")]
-    assert torch.equal(*same)
-    other = train(tmp_path / "other", *flags, "--seed", 2, ranks=2).parameters
-    assert not torch.equal(same[0], other)
+    asked: dict[str, Flags] = {"first": (), "second": (), "other": ("--seed", 2)}
+    begun = begin(pool, tmp_path, asked, *flags, ranks=2)
+    first, second, other = (one.result().parameters for one in begun.values())
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+@pytest.fixture(scope="module")
+def stopped_at_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("stopped")
+    assert train(run_dir, "--batch-size", 10, "--max-updates", 3).code == 0
+    return run_dir / "checkpoints"
 
 
 @pytest.mark.parametrize(
@@ -273,11 +307,9 @@ def test_dropout_differs_between_ranks_and_repeats_with_the_seed(tmp_path: Path)
     ids=["another task", "another shape", "no file"],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
-    tmp_path: Path, flags: tuple[object, ...], line: str
+    stopped_at_3: Path, tmp_path: Path, flags: Flags, line: str
 ) -> None:
-    limits = ("--batch-size", 10, "--max-updates", 3)
-    assert train(tmp_path / "first", *limits).code == 0
-    done = train(tmp_path / "second", *limits, "--resume", tmp_path / "first" / "checkpoints", *flags)
+    done = train(tmp_path, "--batch-size", 10, "--max-updates", 3, "--resume", stopped_at_3, *flags)
     assert done.code == 2, done.output
     assert len([text for text in done.output.splitlines() if line in text]) == 1
     assert "Traceback" not in done.output

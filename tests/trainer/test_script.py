@@ -75,11 +75,11 @@ def begin(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> 
 
 def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> Ran:
     process = begin(folder, script, *arguments, ranks=ranks)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     return Ran(folder, process.returncode, stderr)
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"

@@ -44,7 +44,7 @@ class Parent:
         self.family: set[int] = set()
         """Every process that was seen below the parent."""
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 120.0) -> int:
         return self.process.wait(timeout)
 
     def marks(self) -> list[str]:
@@ -88,7 +88,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             parent.close()
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = 120.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline

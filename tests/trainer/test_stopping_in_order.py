@@ -36,12 +36,12 @@ def begin(run_dir: Path, *flags: object, ranks: int = 2, node: int = 0) -> subpr
     )
 
 
-def end(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], seconds: float = 120.0) -> tuple[int, str]:
     _, stderr = process.communicate(timeout=seconds)
     return process.returncode, stderr
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
