@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -73,8 +73,10 @@ class _Taken(msgspec.Struct, kw_only=True):
     def bucket_bytes(self) -> tuple[int, ...]:
         return tuple(size for buckets in self.syncs for size in buckets.sizes)
 
-    def all_marks(self) -> list[Mark]:
-        return [*self.marks, *(mark for buckets in self.syncs for mark in buckets.marks())]
+    def all_marks(self) -> Iterator[Mark]:
+        yield from self.marks
+        for buckets in self.syncs:
+            yield from buckets.marks()
 
 
 class StepMeter:
@@ -128,7 +130,9 @@ class StepMeter:
         if ddp is not None and self._synchronised:
             if detail_every or comm_hook:
                 state, inner = comm_hook or (None, None)
-                self._hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not self._cuda)
+                self._hook = BucketHook(
+                    ddp, self._clock, inner=inner, state=state, waits=not self._cuda, meanwhile=self._catch_up
+                )
             # On CPU ranks our own hook measures all there is; without it, or around another one, DDP's logger does.
             if not self._cuda and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
                 self._log = DdpLog(ddp)
@@ -287,15 +291,35 @@ class StepMeter:
     def _complete(self) -> None:
         """Turn steps that the device has finished into events, in order."""
         with self._lock:
-            while self._pending and self._clock.ready(self._pending[0].all_marks()):
-                self._latest = step = self._finish(self._pending.popleft())
-                self._longest_s = max(0.9 * self._longest_s, (step.step_ms or 0.0) * 1e-3)
-                self._merger.add(step)
+            while self._complete_next():
+                pass
             self._tell()
+
+    def _catch_up(self) -> bool:
+        """Turn one step into an event while this rank waits for the others anyway; False when nothing is left to do.
+
+        What is done here the writer's thread need not do, which would keep the interpreter lock from the training.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._complete_next()
+        finally:
+            self._lock.release()
+
+    def _complete_next(self) -> bool:
+        """Turn the oldest step into an event, if the device has finished it; the caller holds the lock."""
+        if not self._pending or not self._clock.ready(self._pending[0].all_marks()):
+            return False
+        self._latest = step = self._finish(self._pending.popleft())
+        self._longest_s = max(0.9 * self._longest_s, (step.step_ms or 0.0) * 1e-3)
+        self._merger.add(step)
+        return True
 
     def _finish(self, taken: _Taken) -> Step:
         clock, marks = self._clock, taken.marks
         loss, grad_norm, local = taken.numbers()
+        laps = clock.laps_ms(marks)
         event = Step(
             time=taken.time,
             rank=self._rank,
@@ -307,12 +331,10 @@ class StepMeter:
             lr=taken.lr,
             loss=loss,
             grad_norm=grad_norm,
-            step_ms=clock.elapsed_ms(marks[0], marks[-1]),
+            step_ms=sum(laps),
             gc_ms=taken.gc_s * 1e3,
         )
-        milliseconds: dict[Part, float] = {}
-        for index, part in enumerate(taken.parts):
-            milliseconds[part] = milliseconds.get(part, 0.0) + clock.elapsed_ms(marks[index], marks[index + 1])
+        milliseconds = _by_part(taken.parts, laps)
         event.data_ms = milliseconds.get("data")
         event.h2d_ms = milliseconds.get("h2d")
         event.forward_ms = milliseconds.get("forward")
@@ -355,15 +377,12 @@ class StepMeter:
 
     def _core_waits(self, taken: _Taken) -> dict[str, float] | None:
         """Of each part, what the thread waited for a core; the exposed synchronisation is a part of its own here."""
-        clock, marks = self._clock, taken.marks
-        waits: dict[str, float] = {}
-        for index, part in enumerate(taken.parts):
-            waited = clock.waited_ms(marks[index], marks[index + 1])
-            if waited is None:
-                return None
-            waits[part] = waits.get(part, 0.0) + waited
+        waits_ms = self._clock.waits_ms(taken.marks)
+        if waits_ms is None:
+            return None
+        waits: dict[str, float] = _by_part(taken.parts, waits_ms)
         if self._synchronised and "backward" in waits:
-            in_sync = [buckets.core_wait_ms(clock) for buckets in taken.syncs]
+            in_sync = [buckets.core_wait_ms(self._clock) for buckets in taken.syncs]
             if not in_sync or None in in_sync:
                 return None
             waits["sync"] = sum(waited or 0.0 for waited in in_sync)
@@ -432,3 +451,11 @@ def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
             return None
         model = inner
     return model
+
+
+def _by_part(parts: Sequence[Part], laps: Sequence[float]) -> dict[str, float]:
+    """Add up the laps of each part; the one after the last part is of none."""
+    total: dict[str, float] = {}
+    for part, lap in zip(parts, laps, strict=False):
+        total[part] = total.get(part, 0.0) + lap
+    return total

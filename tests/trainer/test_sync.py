@@ -289,14 +289,14 @@ def test_close_marks_share_a_look_at_the_waits_and_none_is_lost() -> None:
     waited.advance(2)
     timed = clock.mark(waits=False)
     last = clock.mark()
-    assert clock.waited_ms(first, close) == clock.waited_ms(close, timed) == 0.0
-    assert clock.waited_ms(close, last) == pytest.approx(2.04)
+    assert clock.waits_ms([first, close, timed]) == [0.0, 0.0]
+    assert clock.waits_ms([close, last]) == [pytest.approx(2.04)]
     assert clock.elapsed_ms(first, close) == pytest.approx(0.04)
 
 
 def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:
     clock = HostClock()
-    assert clock.waited_ms(clock.mark(), clock.mark()) is None
+    assert clock.waits_ms([clock.mark(), clock.mark()]) is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel counts no waits for a core")
@@ -714,6 +714,44 @@ def test_a_fault_while_measuring_ends_the_measuring_and_not_the_training(gang: G
     assert fault is not None
     assert "OSError: no clock" in fault
     assert healthy == (True, None)
+
+
+def _work_in_the_wait(rank: int, world_size: int, broken: bool) -> tuple[int, int, str | None]:
+    """Let rank 1 be late once; return how often work was asked for then and in all, and the fault."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.03)
+    asked = 0
+
+    def work() -> bool:
+        nonlocal asked
+        asked += 1
+        if broken:
+            raise RuntimeError("no work")
+        return True
+
+    hook = BucketHook(model, HostClock(), meanwhile=work)
+    for late_s in (0.0, 0.1, 0.0):
+        before = asked
+        model.module.backward_s = late_s * rank
+        hook.measure(detailed=False)
+        model(torch.randn(16, 64)).square().mean().backward()
+        if late_s:
+            while_late = asked - before
+    return while_late, asked, hook.fault
+
+
+def test_a_rank_works_while_it_waits_for_the_late_one(gang: Gang) -> None:
+    (waiting, _, fault), (late, _, _) = gang.run(_work_in_the_wait, False)
+    assert waiting > 1000
+    assert late < waiting / 2
+    assert fault is None
+
+
+def test_work_that_fails_in_the_wait_ends_the_measuring_and_not_the_training(gang: Gang) -> None:
+    (_, asked, fault), _ = gang.run(_work_in_the_wait, True)
+    assert asked >= 1
+    assert fault is not None
+    assert "RuntimeError: no work" in fault
 
 
 def _train_without_the_private_interface(rank: int, world_size: int, folder: str) -> None:

@@ -10,7 +10,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -29,20 +30,24 @@ class Clock(Protocol):
         """Return a mark for now: after all that was asked of the device so far.
 
         Args:
-            waits: Whether ``waited_ms`` will be asked between this mark and another; a mark without is cheaper.
+            waits: Whether ``waits_ms`` will be asked of this mark; one without is cheaper.
         """
         ...
 
-    def ready(self, marks: Sequence[Mark]) -> bool:
+    def ready(self, marks: Iterable[Mark]) -> bool:
         """Tell whether all marks have been reached."""
+        ...
+
+    def laps_ms(self, marks: Sequence[Mark]) -> list[float]:
+        """Return the milliseconds between each mark and the next; all are ready."""
+        ...
+
+    def waits_ms(self, marks: Sequence[Mark]) -> list[float] | None:
+        """Return how long, from each mark to the next, the training's thread was ready to run and had no core."""
         ...
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
         """Return the milliseconds between two marks that are ready."""
-        ...
-
-    def waited_ms(self, start: Mark, end: Mark) -> float | None:
-        """Return how long, between two marks, the training's thread was ready to run and had no core."""
         ...
 
     def release(self, marks: Sequence[Mark]) -> None:
@@ -112,17 +117,23 @@ class HostClock:
             self._look = now, waited
         return now, waited
 
-    def ready(self, marks: Sequence[Mark]) -> bool:
+    def ready(self, marks: Iterable[Mark]) -> bool:
         """Tell that they are."""
         return True
+
+    def laps_ms(self, marks: Sequence[tuple[float, float]]) -> list[float]:
+        """Return the milliseconds between each mark and the next."""
+        return [(end[0] - start[0]) * 1e3 for start, end in pairwise(marks)]
+
+    def waits_ms(self, marks: Sequence[tuple[float, float]]) -> list[float] | None:
+        """Return the milliseconds without a core from each mark to the next, None where nobody counts them."""
+        if self._waits is None:
+            return None
+        return [(end[1] - start[1]) * 1e3 for start, end in pairwise(marks)]
 
     def elapsed_ms(self, start: tuple[float, float], end: tuple[float, float]) -> float:
         """Return the milliseconds between two marks."""
         return (end[0] - start[0]) * 1e3
-
-    def waited_ms(self, start: tuple[float, float], end: tuple[float, float]) -> float | None:
-        """Return the milliseconds without a core between two marks, None where nobody counts them."""
-        return (end[1] - start[1]) * 1e3 if self._waits is not None else None
 
     def release(self, marks: Sequence[Mark]) -> None:
         """Forget nothing: a number needs no returning."""
@@ -152,18 +163,22 @@ class CudaClock:
         event.record()
         return event
 
-    def ready(self, marks: Sequence[Any]) -> bool:
+    def ready(self, marks: Iterable[Any]) -> bool:
         """Ask each event whether the device has reached it."""
         return all(mark.query() for mark in marks)
+
+    def laps_ms(self, marks: Sequence[Any]) -> list[float]:
+        """Return the device's milliseconds between each event and the next."""
+        return [start.elapsed_time(end) for start, end in pairwise(marks)]
+
+    def waits_ms(self, marks: Sequence[Any]) -> list[float] | None:
+        """Return None: the device's time is not the thread's."""
+        return None
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Return the device's milliseconds between two events."""
         milliseconds: float = start.elapsed_time(end)
         return milliseconds
-
-    def waited_ms(self, start: Any, end: Any) -> float | None:
-        """Return None: the device's time is not the thread's."""
-        return None
 
     def release(self, marks: Sequence[Any]) -> None:
         """Put events back into the pool."""
