@@ -174,14 +174,14 @@ def test_one_rank_alone_is_never_the_slowest() -> None:
 
 def test_steps_that_a_dead_rank_never_reports_are_forgotten() -> None:
     state = fold(*(step(0, n, sync_exposed_ms=1.0) for n in range(1, 1000)))
-    assert len(state._open_steps) <= OPEN_STEPS
+    assert len(state._lateness.open_steps) <= OPEN_STEPS
 
 
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:
     state = fold(*(step(0, n, sync_exposed_ms=1.0) for n in range(1, 500)))
     view = state.ranks[0]
     assert len(view.marks) == WINDOW + 1
-    assert len(state._pace) <= 60
+    assert len(state._pace.marks) <= 60
 
 
 def test_a_run_tells_who_is_here_and_who_is_missing() -> None:

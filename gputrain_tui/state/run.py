@@ -1,17 +1,22 @@
-"""Everything a view shows about a run, folded from its events; no I/O, no clock, bounded memory.
-
-Each rank keeps running totals and a ring of their earlier values, so that a mean over the last events or over the
-whole run is one subtraction, and an event costs the same after a week as at the start.
-"""
+"""The fold: events in, and what a view asks of a run out; no I/O, no clock, bounded memory."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from gputrain_tui.fate import fate
+from gputrain_tui.state.pace import Pace
+from gputrain_tui.state.rank import RankView
+from gputrain_tui.state.synchronisation import (
+    Lateness,
+    bus_bytes_per_s,
+    efficiency,
+    overlap_share,
+    sync_share,
+    wire_ms,
+)
 from trainer.digest import Block
 from trainer.outcome import root_cause
 from trainer.record import (
@@ -34,202 +39,8 @@ from trainer.record import (
     Validation,
 )
 
-WINDOW = 50
-"""Step events of a rank that its recent means cover."""
 KEPT = 1000
 """Validations, checkpoints and failures kept."""
-PACE_MARKS = 60
-"""Marks of (time, step), at least a second apart, from which the time left is told."""
-MEMORY_SAMPLES = 600
-"""Machine samples, one a second, over which a rank's memory is followed for the diagnosis."""
-OPEN_STEPS = 64
-"""Steps whose synchronisation times are held until every rank has reported them."""
-
-
-class Totals(NamedTuple):
-    """Sums over a rank's step events; the difference of two is a window."""
-
-    steps: int = 0
-    samples: int = 0
-    tokens: int = 0
-    step_ms: float = 0.0
-    """Over steps whose duration was measured."""
-    timed_steps: int = 0
-    """Steps that ``step_ms`` sums over."""
-    timed_samples: int = 0
-    """Samples of those steps."""
-    parts_ms: float = 0.0
-    """Durations of the steps whose parts were measured: what data, compute and optimizer are shares of."""
-    data_ms: float = 0.0
-    """Waiting for data and copying it to the device."""
-    compute_ms: float = 0.0
-    """Forward and backward, without the exposed synchronisation."""
-    optimizer_ms: float = 0.0
-    synced_ms: float = 0.0
-    """Durations of the steps whose exposed synchronisation was measured."""
-    synced_steps: int = 0
-    exposed_ms: float = 0.0
-    loss: float = 0.0
-    """Sum over steps."""
-    loss_steps: int = 0
-    sync_ms: float = 0.0
-    """From the first bucket launched to all reduced."""
-    sync_tail_ms: float = 0.0
-    """The exposed part of it, over the same steps."""
-
-    def since(self, earlier: Totals) -> Totals:
-        """Return the sums over the events after ``earlier``."""
-        return Totals._make(a - b for a, b in zip(self, earlier, strict=True))
-
-    @property
-    def mean_loss(self) -> float | None:
-        """Mean loss per step, nats."""
-        return self.loss / self.loss_steps if self.loss_steps else None
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples per second of stepping."""
-        return 1000 * self.timed_samples / self.step_ms if self.step_ms > 0 else None
-
-    @property
-    def mean_step_ms(self) -> float | None:
-        """Mean duration of a step, ms."""
-        return self.step_ms / self.timed_steps if self.timed_steps else None
-
-    @property
-    def mean_exposed_ms(self) -> float | None:
-        """Mean wait for the gradient synchronisation per step, ms."""
-        return self.exposed_ms / self.synced_steps if self.synced_steps else None
-
-    @property
-    def data_share(self) -> float | None:
-        """Share of step time spent waiting for data, 0 to 1."""
-        return self.data_ms / self.parts_ms if self.parts_ms > 0 else None
-
-    @property
-    def compute_share(self) -> float | None:
-        """Share of step time in forward and backward, 0 to 1."""
-        return self.compute_ms / self.parts_ms if self.parts_ms > 0 else None
-
-    @property
-    def optimizer_share(self) -> float | None:
-        """Share of step time in clipping and the optimizer, 0 to 1."""
-        return self.optimizer_ms / self.parts_ms if self.parts_ms > 0 else None
-
-    @property
-    def sync_share(self) -> float | None:
-        """Share of step time waiting for the gradient synchronisation, 0 to 1."""
-        return self.exposed_ms / self.synced_ms if self.synced_ms > 0 else None
-
-
-NOTHING = Totals()
-
-
-class RankView:
-    """One rank as it was last heard of."""
-
-    __slots__ = (
-        "device",
-        "doing",
-        "events",
-        "failure",
-        "fate",
-        "first_step_time",
-        "gpu",
-        "gpu_bytes",
-        "host",
-        "last",
-        "lateness",
-        "local_rank",
-        "marks",
-        "message",
-        "node",
-        "pid",
-        "process",
-        "rank",
-        "rss_bytes",
-        "sampled",
-        "started_at",
-        "state",
-        "steps",
-        "time",
-        "totals",
-    )
-
-    def __init__(self, rank: int, history: int = 0) -> None:
-        self.rank = rank
-        self.state: str | None = None
-        """Last state it entered; None before it was spawned."""
-        self.node: int | None = None
-        self.host: str | None = None
-        self.local_rank: int | None = None
-        self.device: str | None = None
-        self.pid: int | None = None
-        self.message: str | None = None
-        self.failure: Failure | None = None
-        """Why it failed, as it or its node's parent tells it."""
-        self.fate: str | None = None
-        """How another rank's failure or the end of the run ended it, as ``fate`` tells it."""
-        self.time: float | None = None
-        """When it was last heard of, Unix seconds."""
-        self.first_step_time: float | None = None
-        """Time of its first step event, Unix seconds."""
-        self.last: Step | None = None
-        """Its newest step event."""
-        self.doing: Doing | None = None
-        """What it is at, while a step takes unusually long."""
-        self.events = 0
-        """Step events seen."""
-        self.totals = NOTHING
-        """Over the whole run."""
-        self.marks: deque[Totals] = deque([NOTHING], maxlen=WINDOW + 1)
-        """Totals after each of the last events; the first is where the window begins."""
-        self.lateness: deque[float] = deque(maxlen=WINDOW)
-        """How much later than the first rank it was ready to synchronise, ms, per step that all ranks reported."""
-        self.steps: deque[Step] = deque(maxlen=history)
-        """Its last step events since it was last started, as many as the run's ``history``."""
-        self.started_at = 0
-        """Optimizer steps that were done when it was last started."""
-        self.sampled: Step | None = None
-        """Its newest step event with the time of each bucket."""
-        watched = MEMORY_SAMPLES if history else 0
-        self.rss_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
-        """Its process's memory since its first step, with the time, where the run keeps a history."""
-        self.gpu_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
-        """Likewise its GPU's."""
-        self.process: Any = None
-        """Newest ``RankSample`` of its process."""
-        self.gpu: Any = None
-        """Newest ``GpuSample`` of its device."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.last.step if self.last is not None else 0
-
-    @property
-    def standing(self) -> str | None:
-        """What it is shown as: its fate, where it has one, else its state; only what failed by itself is ``failed``."""
-        return self.fate or self.state
-
-    @property
-    def recent(self) -> Totals:
-        """Sums over the last events."""
-        return self.totals.since(self.marks[0])
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Memory used: of its GPU where it has one, of its process otherwise."""
-        if self.gpu is not None and self.gpu.memory_used_bytes is not None:
-            return int(self.gpu.memory_used_bytes)
-        if self.process is not None and self.process.rss_bytes is not None:
-            return int(self.process.rss_bytes)
-        return None
-
-    @property
-    def late_ms(self) -> float | None:
-        """Mean lateness over the last steps, ms."""
-        return sum(self.lateness) / len(self.lateness) if self.lateness else None
 
 
 class RunState:
@@ -283,8 +94,8 @@ class RunState:
         self.sample: Sample | None = None
         self.lost = 0
         """Events that the disk did not take."""
-        self._open_steps: dict[int, dict[int, float]] = {}
-        self._pace: deque[tuple[float, int]] = deque(maxlen=PACE_MARKS)
+        self._lateness = Lateness()
+        self._pace = Pace()
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._run_started,
             RankState: self._rank_state,
@@ -353,13 +164,6 @@ class RunState:
         return sum(rates) if rates else None
 
     @property
-    def sync_share(self) -> float | None:
-        """Share of recent step time spent waiting for the gradient synchronisation, all ranks, 0 to 1."""
-        recent = [view.recent for view in self.ranks.values()]
-        synced = sum(totals.synced_ms for totals in recent)
-        return sum(totals.exposed_ms for totals in recent) / synced if synced > 0 else None
-
-    @property
     def updates_total(self) -> int | None:
         """Optimizer steps after which the training ends by its own limits, where that is known."""
         limits = [self.max_updates] if self.max_updates else []
@@ -384,10 +188,7 @@ class RunState:
     @property
     def updates_per_s(self) -> float | None:
         """Optimizer steps per second of wall time, over about the last minute."""
-        if len(self._pace) < 2:
-            return None
-        (time_0, step_0), (time_1, step_1) = self._pace[0], self._pace[-1]
-        return (step_1 - step_0) / (time_1 - time_0) if time_1 > time_0 and step_1 > step_0 else None
+        return self._pace.updates_per_s
 
     @property
     def joined(self) -> list[int]:
@@ -403,20 +204,8 @@ class RunState:
         return [rank for rank in sorted(self.ranks) if rank not in here]
 
     def lateness(self) -> dict[int, float]:
-        """Return per rank how much later than the first it is ready to synchronise, ms, over recent steps.
-
-        An all-reduce ends everywhere at about the same moment, so ``late_r = max_k E_k - E_r`` of the exposed waits
-        E needs no common clock. Steps that every rank reported alone are compared one by one; where events cover
-        several steps, the means of the windows are compared.
-        """
-        reporting = {rank: view for rank, view in self.ranks.items() if view.last is not None}
-        if reporting and all(view.lateness for view in reporting.values()):
-            return {rank: view.late_ms or 0.0 for rank, view in reporting.items()}
-        waits = {r: wait for r, view in self.ranks.items() if (wait := view.recent.mean_exposed_ms) is not None}
-        if len(waits) < 2:
-            return {}
-        longest = max(waits.values())
-        return {rank: longest - wait for rank, wait in waits.items()}
+        """Return per rank how much later than the first it is ready to synchronise, ms, over recent steps."""
+        return self._lateness.of(self.ranks)
 
     def slowest(self) -> tuple[int, float] | None:
         """Return the rank that the others wait for most, and its mean lateness in ms."""
@@ -428,41 +217,27 @@ class RunState:
 
     def wire_ms(self) -> list[float]:
         """Return the bare transfer time of each gradient bucket, ms: the last rank to arrive waits for no other."""
-        times = [view.sampled.bucket_ms for view in self.ranks.values() if view.sampled is not None]
-        told = [times_of_rank for times_of_rank in times if times_of_rank is not None]
-        if len(told) < 2 or len(told) < self.world_size or len({len(each) for each in told}) != 1:
-            return []
-        return [min(each) for each in zip(*told, strict=True)]
+        return wire_ms(self.ranks.values(), self.world_size)
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """What the slowest link carries at least while gradients are reduced: ``S / t * 2 (n - 1) / n``.
+        """What the slowest link carries at least while gradients are reduced."""
+        return bus_bytes_per_s(self.ranks.values(), self.world_size)
 
-        S is what a step reduces. t is the shorter of two times that are both too long: what the last rank to arrive
-        saw from its first bucket to the last, and all buckets' bare transfers one after the other.
-        """
-        n = self.world_size
-        steps = [view.sampled for view in self.ranks.values() if view.sampled is not None]
-        wire = self.wire_ms()
-        if not wire or steps[0].sync_bytes is None:
-            return None
-        spans = [step.sync_ms for step in steps if step.sync_ms is not None]
-        t_ms = min([sum(wire), *spans])
-        return steps[0].sync_bytes / (t_ms / 1e3) * 2 * (n - 1) / n if t_ms > 0 else None
+    @property
+    def sync_share(self) -> float | None:
+        """Share of recent step time spent waiting for the gradient synchronisation, all ranks, 0 to 1."""
+        return sync_share(self.ranks.values())
 
     @property
     def overlap_share(self) -> float | None:
         """Share of recent synchronisation that computing hides, all ranks, 0 to 1."""
-        recent = [view.recent for view in self.ranks.values()]
-        total = sum(totals.sync_ms for totals in recent)
-        return max(0.0, 1 - sum(totals.sync_tail_ms for totals in recent) / total) if total > 0 else None
+        return overlap_share(self.ranks.values())
 
     @property
     def efficiency(self) -> float | None:
         """Live scaling efficiency, 0 to 1: the median rank's own computing as a share of a step."""
-        recent = [view.recent for view in self.ranks.values()]
-        shares = [share for totals in recent if (share := totals.compute_share) is not None]
-        return median(shares) if shares else None
+        return efficiency(self.ranks.values())
 
     def last_validation(self, split: str = "valid") -> Validation | None:
         """Return the newest evaluation of a split."""
@@ -504,94 +279,17 @@ class RunState:
             view.state = "training"
             if view.fate is not None or self.ended is not None:
                 view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
-        n, samples, step_ms, exposed_ms = event.steps, event.samples, event.step_ms, event.sync_exposed_ms
-        (
-            steps,
-            all_samples,
-            tokens,
-            sum_ms,
-            timed,
-            timed_samples,
-            parts,
-            data,
-            compute,
-            optimizer,
-            synced,
-            synced_n,
-            exposed,
-            loss,
-            loss_n,
-            sync,
-            tail,
-        ) = view.totals
-        if step_ms is not None:
-            covered = step_ms * n
-            sum_ms += covered
-            timed += n
-            timed_samples += samples
-            if event.forward_ms is not None:
-                parts += covered
-                data += ((event.data_ms or 0.0) + (event.h2d_ms or 0.0)) * n
-                compute += (event.forward_ms + (event.backward_ms or 0.0)) * n
-                optimizer += (event.optimizer_ms or 0.0) * n
-            if exposed_ms is not None:
-                synced += covered
-                synced_n += n
-                exposed += exposed_ms * n
-                if event.sync_ms is not None:
-                    sync += event.sync_ms * n
-                    tail += exposed_ms * n
-        if event.loss is not None:
-            loss += event.loss * n
-            loss_n += n
-        view.totals = totals = Totals._make(
-            (
-                steps + n,
-                all_samples + samples,
-                tokens + (event.tokens or 0),
-                sum_ms,
-                timed,
-                timed_samples,
-                parts,
-                data,
-                compute,
-                optimizer,
-                synced,
-                synced_n,
-                exposed,
-                loss,
-                loss_n,
-                sync,
-                tail,
-            )
-        )
+        view.totals = totals = view.totals.plus(event)
         view.marks.append(totals)
-        if n > 1:
+        if event.steps > 1:
             view.lateness.clear()
-        elif exposed_ms is not None:
-            self._waited(event.step, event.rank, exposed_ms)
+        elif event.sync_exposed_ms is not None:
+            self._lateness.note(event.step, event.rank, event.sync_exposed_ms, self.ranks, self.world_size)
         if event.rank == 0:
-            pace = self._pace
-            if not pace or event.time - pace[-1][0] >= 1.0:
-                pace.append((event.time, event.step))
+            self._pace.note(event.time, event.step)
 
     def _doing(self, event: Doing) -> None:
         self.rank(event.rank).doing = event
-
-    def _waited(self, step: int, rank: int, exposed_ms: float) -> None:
-        """Note a rank's exposed wait; once all ranks have reported the step, tell who was late."""
-        waits = self._open_steps.get(step)
-        if waits is None:
-            if len(self._open_steps) >= OPEN_STEPS:
-                del self._open_steps[next(iter(self._open_steps))]
-            waits = self._open_steps[step] = {}
-        waits[rank] = exposed_ms
-        if len(waits) == self.world_size > 1:
-            del self._open_steps[step]
-            longest = max(waits.values())
-            ranks = self.ranks
-            for r, wait in waits.items():
-                ranks[r].lateness.append(longest - wait)
 
     def _run_started(self, event: RunStarted) -> None:
         self.run, self.recipe, self.run_dir = event.run, event.recipe, event.run_dir
@@ -627,8 +325,8 @@ class RunState:
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
         view.sampled = view.doing = None
-        self._open_steps.clear()
-        self._pace.clear()
+        self._lateness.begin_anew()
+        self._pace.begin_anew()
 
     def _joining(self, event: Joining) -> None:
         self.joining = event

@@ -1,0 +1,121 @@
+"""What is known of one rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from gputrain_tui.state.totals import NOTHING, Totals
+from trainer.record import Doing, Failure, Step
+
+WINDOW = 50
+"""Step events of a rank that its recent means cover."""
+MEMORY_SAMPLES = 600
+"""Machine samples, one a second, over which a rank's memory is followed for the diagnosis."""
+
+
+class RankView:
+    """One rank as it was last heard of."""
+
+    __slots__ = (
+        "device",
+        "doing",
+        "events",
+        "failure",
+        "fate",
+        "first_step_time",
+        "gpu",
+        "gpu_bytes",
+        "host",
+        "last",
+        "lateness",
+        "local_rank",
+        "marks",
+        "message",
+        "node",
+        "pid",
+        "process",
+        "rank",
+        "rss_bytes",
+        "sampled",
+        "started_at",
+        "state",
+        "steps",
+        "time",
+        "totals",
+    )
+
+    def __init__(self, rank: int, history: int = 0) -> None:
+        self.rank = rank
+        self.state: str | None = None
+        """Last state it entered; None before it was spawned."""
+        self.node: int | None = None
+        self.host: str | None = None
+        self.local_rank: int | None = None
+        self.device: str | None = None
+        self.pid: int | None = None
+        self.message: str | None = None
+        self.failure: Failure | None = None
+        """Why it failed, as it or its node's parent tells it."""
+        self.fate: str | None = None
+        """How another rank's failure or the end of the run ended it, as ``fate`` tells it."""
+        self.time: float | None = None
+        """When it was last heard of, Unix seconds."""
+        self.first_step_time: float | None = None
+        """Time of its first step event, Unix seconds."""
+        self.last: Step | None = None
+        """Its newest step event."""
+        self.doing: Doing | None = None
+        """What it is at, while a step takes unusually long."""
+        self.events = 0
+        """Step events seen."""
+        self.totals = NOTHING
+        """Over the whole run."""
+        self.marks: deque[Totals] = deque([NOTHING], maxlen=WINDOW + 1)
+        """Totals after each of the last events; the first is where the window begins."""
+        self.lateness: deque[float] = deque(maxlen=WINDOW)
+        """How much later than the first rank it was ready to synchronise, ms, per step that all ranks reported."""
+        self.steps: deque[Step] = deque(maxlen=history)
+        """Its last step events since it was last started, as many as the run's ``history``."""
+        self.started_at = 0
+        """Optimizer steps that were done when it was last started."""
+        self.sampled: Step | None = None
+        """Its newest step event with the time of each bucket."""
+        watched = MEMORY_SAMPLES if history else 0
+        self.rss_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
+        """Its process's memory since its first step, with the time, where the run keeps a history."""
+        self.gpu_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
+        """Likewise its GPU's."""
+        self.process: Any = None
+        """Newest ``RankSample`` of its process."""
+        self.gpu: Any = None
+        """Newest ``GpuSample`` of its device."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.last.step if self.last is not None else 0
+
+    @property
+    def standing(self) -> str | None:
+        """What it is shown as: its fate, where it has one, else its state; only what failed by itself is ``failed``."""
+        return self.fate or self.state
+
+    @property
+    def recent(self) -> Totals:
+        """Sums over the last events."""
+        return self.totals.since(self.marks[0])
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory used: of its GPU where it has one, of its process otherwise."""
+        if self.gpu is not None and self.gpu.memory_used_bytes is not None:
+            return int(self.gpu.memory_used_bytes)
+        if self.process is not None and self.process.rss_bytes is not None:
+            return int(self.process.rss_bytes)
+        return None
+
+    @property
+    def late_ms(self) -> float | None:
+        """Mean lateness over the last steps, ms."""
+        return sum(self.lateness) / len(self.lateness) if self.lateness else None

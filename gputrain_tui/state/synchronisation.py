@@ -1,0 +1,104 @@
+"""What the ranks' waits for each other tell: who is late, how fast the wire is, and what of it computing hides.
+
+All of it comes from each rank's own clock; none of these measures needs clocks that agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from gputrain_tui.state.rank import RankView
+
+OPEN_STEPS = 64
+"""Steps whose synchronisation times are held until every rank has reported them."""
+
+
+class Lateness:
+    """How much later than the first rank each was ready to synchronise.
+
+    An all-reduce ends everywhere at about the same moment, so ``late_r = max_k E_k - E_r`` of the exposed waits E needs
+    no common clock. Steps that every rank reported alone are compared one by one; where events cover several steps, the
+    means of the windows are compared.
+    """
+
+    def __init__(self) -> None:
+        self.open_steps: dict[int, dict[int, float]] = {}
+        """Exposed wait per rank, ms, of the steps that not all ranks have reported."""
+
+    def note(self, step: int, rank: int, exposed_ms: float, views: Mapping[int, RankView], world_size: int) -> None:
+        """Note a rank's exposed wait; once all ranks have reported the step, tell their views who was late."""
+        waits = self.open_steps.get(step)
+        if waits is None:
+            if len(self.open_steps) >= OPEN_STEPS:
+                del self.open_steps[next(iter(self.open_steps))]
+            waits = self.open_steps[step] = {}
+        waits[rank] = exposed_ms
+        if len(waits) == world_size > 1:
+            del self.open_steps[step]
+            longest = max(waits.values())
+            for r, wait in waits.items():
+                views[r].lateness.append(longest - wait)
+
+    def begin_anew(self) -> None:
+        """Forget the steps before a restart."""
+        self.open_steps.clear()
+
+    def of(self, views: Mapping[int, RankView]) -> dict[int, float]:
+        """Return the mean lateness per rank over recent steps, ms; empty where it is not known."""
+        reporting = {rank: view for rank, view in views.items() if view.last is not None}
+        if reporting and all(view.lateness for view in reporting.values()):
+            return {rank: view.late_ms or 0.0 for rank, view in reporting.items()}
+        waits = {r: wait for r, view in views.items() if (wait := view.recent.mean_exposed_ms) is not None}
+        if len(waits) < 2:
+            return {}
+        longest = max(waits.values())
+        return {rank: longest - wait for rank, wait in waits.items()}
+
+
+def wire_ms(views: Iterable[RankView], world_size: int) -> list[float]:
+    """Return the bare transfer time of each gradient bucket, ms: the last rank to arrive waits for no other.
+
+    Empty until every rank has told the times of the same buckets.
+    """
+    times = [view.sampled.bucket_ms for view in views if view.sampled is not None]
+    told = [times_of_rank for times_of_rank in times if times_of_rank is not None]
+    if len(told) < 2 or len(told) < world_size or len({len(each) for each in told}) != 1:
+        return []
+    return [min(each) for each in zip(*told, strict=True)]
+
+
+def bus_bytes_per_s(views: Iterable[RankView], world_size: int) -> float | None:
+    """Return what the slowest link carries at least while gradients are reduced: ``S / t * 2 (n - 1) / n``.
+
+    S is what a step reduces. t is the shorter of two times that are both too long: what the last rank to arrive saw
+    from its first bucket to the last, and all buckets' bare transfers one after the other.
+    """
+    known = [view for view in views if view.sampled is not None]
+    steps = [view.sampled for view in known if view.sampled is not None]
+    wire = wire_ms(known, world_size)
+    if not wire or steps[0].sync_bytes is None:
+        return None
+    spans = [step.sync_ms for step in steps if step.sync_ms is not None]
+    t_ms = min([sum(wire), *spans])
+    return steps[0].sync_bytes / (t_ms / 1e3) * 2 * (world_size - 1) / world_size if t_ms > 0 else None
+
+
+def sync_share(views: Iterable[RankView]) -> float | None:
+    """Return the share of recent step time spent waiting for the gradient synchronisation, all ranks, 0 to 1."""
+    recent = [view.recent for view in views]
+    synced = sum(totals.synced_ms for totals in recent)
+    return sum(totals.exposed_ms for totals in recent) / synced if synced > 0 else None
+
+
+def overlap_share(views: Iterable[RankView]) -> float | None:
+    """Return the share of recent synchronisation that computing hides, all ranks, 0 to 1."""
+    recent = [view.recent for view in views]
+    total = sum(totals.sync_ms for totals in recent)
+    return max(0.0, 1 - sum(totals.sync_tail_ms for totals in recent) / total) if total > 0 else None
+
+
+def efficiency(views: Iterable[RankView]) -> float | None:
+    """Return the median rank's own computing as a share of a step, 0 to 1."""
+    shares = [share for view in views if (share := view.recent.compute_share) is not None]
+    return median(shares) if shares else None
