@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
     "check": ("gputrain_tui.commands.check", "say what would go wrong with a recipe here, and the fix; start nothing"),
-    "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine or of others"),
+    "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
     "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
@@ -103,7 +103,7 @@ def _discard_output() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0].partition("=")[0] == "--fps":
+    if not words or words[0].partition("=")[0] in ("--fps", "--hostfile"):
         return _console(words)
     name, *rest = words
     if name in ("-h", "--help", "help"):
@@ -143,6 +143,7 @@ def help_text() -> str:
             "",
             *lines,
             "",
+            "`gputrain --hostfile FILE` opens the console on the machines that a file names, one a line.",
             "`gputrain COMMAND --help` shows a command's options; --version the version.",
             "RUN is a run id, a unique prefix of one, or `last`. Exit codes: 0 finished, 1 the training",
             "failed, 2 the request was wrong, 3 preflight refused it, 130 stopped by the user.",

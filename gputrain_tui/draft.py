@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -295,6 +295,10 @@ class Draft:
         nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS}
         nodes[index]["gpus"] = list(gpus)
         self.changes["cluster.nodes"] = nodes
+
+    def take_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Let the run have these nodes and no others."""
+        self.changes["cluster.nodes"] = [dict(node) for node in nodes]
 
     def saved(self, text: str, *, name: str) -> None:
         """Go on from a text that was saved."""

@@ -27,10 +27,8 @@ class HostLine:
 
     @property
     def node(self) -> Node:
-        """The node that a recipe would have for it: all its GPUs where the line says nothing."""
-        if self.gpus is None and self.slots is not None:
-            return Node(host=self.host, ranks=self.slots)
-        return Node(host=self.host, gpus="all" if self.gpus is None else self.gpus)
+        """The node that a recipe would have for it; it asks for nothing in particular where the line says nothing."""
+        return Node(host=self.host, gpus=self.gpus, ranks=self.slots)
 
 
 def read_hostfile(path: Path) -> tuple[HostLine, ...]:

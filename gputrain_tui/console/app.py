@@ -31,6 +31,7 @@ from gputrain_tui.warm import WarmStart
 from trainer.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
+    from gputrain_tui.hostfile import HostLine
     from gputrain_tui.start import Prepared
 
 FPS = 10
@@ -69,6 +70,8 @@ class GputrainApp(App[int]):
         follow: Callable[[Run], LiveRun] = LiveRun,
         clocked: bool = True,
         warm: WarmStart | None = None,
+        hosts: tuple[HostLine, ...] = (),
+        hostfile: str = "",
     ) -> None:
         """Make the console.
 
@@ -79,11 +82,13 @@ class GputrainApp(App[int]):
             follow: opens a run's record.
             clocked: whether time moves the screens; a test calls ``beat`` itself.
             warm: what a run starts from at once when a launch was near before.
+            hosts: machines to show besides this one; they are shown first.
+            hostfile: where they are named.
         """
         super().__init__()
         self.live: LiveRun | None = None
         """The run that was opened last."""
-        self.desk = Desk()
+        self.desk = Desk(hosts=hosts, hostfile=hostfile)
         """What the screens hand to each other."""
         self.warm = warm
         """What waits for a launch."""
@@ -121,6 +126,8 @@ class GputrainApp(App[int]):
         first = self._first or going
         if first is not None:
             await self.open_run(first)
+        elif self.desk.hosts:
+            await self.switch_mode(self._page("cluster"))
         elif not runs:
             await self.switch_mode(self._page("welcome"))
         elif self.has_page("history"):
@@ -329,8 +336,8 @@ def _screen(path: str) -> Screen[Any]:
     return cast(Screen[Any], getattr(importlib.import_module(module), name)())
 
 
-def show(run: Run | None, *, fps: float | None = None) -> int:
-    """Show the console on a run, or on all of them.
+def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostLine, ...] = (), hostfile: str = "") -> int:
+    """Show the console on a run, or on all of them; arguments as of ``GputrainApp``.
 
     Raises:
         RequestError: there is no terminal.
@@ -338,7 +345,7 @@ def show(run: Run | None, *, fps: float | None = None) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
     warm = WarmStart()
-    app = GputrainApp(run, fps=FPS if fps is None else fps, warm=warm)
+    app = GputrainApp(run, fps=FPS if fps is None else fps, warm=warm, hosts=hosts, hostfile=hostfile)
     try:
         with stderr_guard.guarded():
             app.run()

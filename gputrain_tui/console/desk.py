@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gputrain_tui.hostfile import HostLine
     from gputrain_tui.recipe import Recipe
 
 
@@ -22,5 +24,9 @@ class Desk:
     """The run whose training the next launch continues."""
     recipe: Recipe | None = None
     """The recipe as it stands in the form; None while there is none that is right."""
-    gpus: tuple[int, ...] = ()
-    """GPUs of this machine that were chosen for the next launch and are not in the form yet."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """GPUs that were chosen for the next launch and are not in the form yet: by host, ``localhost`` for this one."""
+    hosts: tuple[HostLine, ...] = ()
+    """Machines that are shown also without a recipe."""
+    hostfile: str = ""
+    """Where they are named."""

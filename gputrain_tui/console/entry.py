@@ -10,12 +10,14 @@ import math
 import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gputrain_tui.commands import attach
 from trainer.errors import RequestError
 
 if TYPE_CHECKING:
+    from gputrain_tui.hostfile import HostLine
     from gputrain_tui.runs import Run
 
 TEXTUAL_FPS = "TEXTUAL_FPS"
@@ -26,11 +28,13 @@ def main(argv: Sequence[str] = ()) -> int:
     """Show the console until the person leaves; return the exit code.
 
     Raises:
-        RequestError: there is no terminal, or a flag is wrong.
+        RequestError: there is no terminal, or a flag or a hostfile is wrong.
     """
     parser = _Parser(prog="gputrain", add_help=False, allow_abbrev=False)
     attach.add_fps(parser)
-    return show(None, fps=parser.parse_args(list(argv)).fps)
+    parser.add_argument("--hostfile", metavar="FILE")
+    args = parser.parse_args(list(argv))
+    return show(None, fps=args.fps, hostfile=args.hostfile)
 
 
 class _Parser(ArgumentParser):
@@ -39,16 +43,22 @@ class _Parser(ArgumentParser):
         raise RequestError(f"{message}; see `gputrain --help`")
 
 
-def show(run: Run | None, *, fps: float | None) -> int:
+def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> int:
     """Show the console on a run, or on all of them.
 
     Args:
         run: to open at once.
         fps: paints a second at most, whatever causes them; None: the console's own pace, and keys at once.
+        hostfile: names machines to show besides this one.
 
     Raises:
-        RequestError: there is no terminal.
+        RequestError: there is no terminal, or the hostfile is wrong.
     """
+    hosts: tuple[HostLine, ...] = ()
+    if hostfile is not None:
+        from gputrain_tui.hostfile import read_hostfile
+
+        hosts = read_hostfile(Path(hostfile))
     before = os.environ.get(TEXTUAL_FPS)
     if fps is not None:
         os.environ[TEXTUAL_FPS] = str(math.ceil(fps))
@@ -58,4 +68,4 @@ def show(run: Run | None, *, fps: float | None) -> int:
         os.environ[TEXTUAL_FPS] = before
     else:
         os.environ.pop(TEXTUAL_FPS, None)
-    return app.show(run, fps=fps)
+    return app.show(run, fps=fps, hosts=hosts, hostfile=hostfile or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,35 @@ def framed(stdout: bytes, frame: str) -> Inventory | None:
         return msgspec.json.decode(rest.partition(b"\n")[0], type=Inventory)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+class Asking:
+    """Asks one host after the other, or several at once from threads, over connections that are opened when needed."""
+
+    def __init__(self) -> None:
+        self._ssh: Ssh | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __call__(self, host: str) -> Sighting:
+        """Ask one host."""
+        try:
+            with self._lock:
+                if self._ssh is None:
+                    self._ssh = Ssh()
+                ssh = self._ssh
+                if self._closed:
+                    ssh.close()
+        except RequestError as error:
+            return Sighting(host=host, problem=str(error))
+        return ask(host, ssh)
+
+    def close(self) -> None:
+        """End what is being asked."""
+        with self._lock:
+            self._closed = True
+            if self._ssh is not None:
+                self._ssh.close()
 
 
 def ask_all(

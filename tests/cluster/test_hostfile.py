@@ -84,7 +84,7 @@ def test_hosts_on_the_command_line_have_commas_between_them() -> None:
 @pytest.mark.parametrize(
     ("entry", "node"),
     [
-        (HostLine(host="a"), Node(host="a", gpus="all")),
+        (HostLine(host="a"), Node(host="a")),
         (HostLine(host="a", slots=2), Node(host="a", ranks=2)),
         (HostLine(host="a", gpus=(1,)), Node(host="a", gpus=(1,))),
     ],

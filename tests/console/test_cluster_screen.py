@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -7,13 +9,17 @@ import pytest
 from run_dirs import run_dir
 from screens_at_rest import in_loop, quiet_app, seen, settle, show
 
-from gputrain_tui import recipe as recipes
-from gputrain_tui.console.screens.cluster import ClusterScreen, hosts_of, ours_on, wants
+from gputrain_tui.console.hosts import Host, Ours, due, gives, nodes_of, others, ours_on, plans_of, wants
+from gputrain_tui.console.screens.cluster import ClusterScreen
 from gputrain_tui.console.widgets.drawing import text_of
-from gputrain_tui.console.widgets.gpu_table import GpuTable, Ours, bar, columns_for, draw_gpu, draw_machine
+from gputrain_tui.console.widgets.gauges import bar
+from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
+from gputrain_tui.console.widgets.machine import draw_machine
+from gputrain_tui.hostfile import HostLine
 from gputrain_tui.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
-from gputrain_tui.plan import LocalFacts, Plan, PlannedNode
-from gputrain_tui.recipe import Node
+from gputrain_tui.plan import LocalFacts, Plan, PlannedNode, is_local
+from gputrain_tui.recipe import Gpus, Node
+from gputrain_tui.remote.survey import Sighting
 
 GIB = 1 << 30
 
@@ -107,8 +113,13 @@ def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> N
     plan = Plan(world_size=3, init_method=None, backend="nccl", launcher="local", nodes=[node, away])
     for run in (running, ended):
         run.dir.plan.write_bytes(msgspec.json.encode(plan))
-    found = ours_on(machine(gpu(0), gpu(1), gpu(2)), [ended, running], LocalFacts())
-    assert found == {1: Ours(run=running.id, rank=0), 2: Ours(run=running.id, rank=1)}
+    plans = plans_of([ended, running])
+    has = machine(gpu(0), gpu(1), gpu(2))
+    assert ours_on(has, plans, lambda host: is_local(host, LocalFacts())) == {
+        1: Ours(run=running.id, rank=0),
+        2: Ours(run=running.id, rank=1),
+    }
+    assert ours_on(has, plans, lambda host: host == "far") == {0: Ours(run=running.id, rank=2)}
 
 
 @pytest.mark.parametrize(
@@ -128,11 +139,85 @@ def test_a_node_says_what_it_asks_for(node: Node, text: str) -> None:
     assert wants(node) == text
 
 
-def test_other_hosts_are_calmly_not_asked_yet() -> None:
-    text = '[[cluster.nodes]]\nhost = "here"\ngpus = 2\n[[cluster.nodes]]\nhost = "there"\ngpus = 2\n'
-    recipe = recipes.build(text + '[train]\ntask = "lm"\n[task]\ndata = "stdlib"\n', name="r.toml")
-    hosts = hosts_of(recipe, LocalFacts(names=frozenset({"here"})))
-    assert [(host.name, host.known) for host in hosts] == [("here", "this machine"), ("there", "not asked yet")]
+def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
+    facts = LocalFacts(names=frozenset({"here"}))
+    nodes = [Node(host="here"), Node(), Node(host="b"), Node(host="a"), Node(host="b"), Node(host="127.0.0.1")]
+    assert others(nodes, lambda host: is_local(host, facts)) == ("b", "a")
+
+
+def test_hosts_are_asked_when_their_time_has_come_and_only_so_many_at_once() -> None:
+    def asked(*hosts: Host, at_once: int = 16) -> list[str]:
+        return due(hosts, 100.0, again_s=4.0, failed_s=20.0, at_once=at_once)
+
+    new, old = Host(name="new"), Host(name="old", tried=96.0)
+    assert asked(old, new) == ["new", "old"]
+    assert asked(Host(name="fresh", tried=96.5), Host(name="out", tried=90.0, problem="no")) == []
+    assert asked(Host(name="out", tried=80.0, problem="no")) == ["out"]
+    assert asked(new, old, Host(name="busy", asking=True), at_once=2) == ["new"]
+    assert asked(new, Host(name="busy", asking=True), at_once=1) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        (1, ("1 of 2 GPUs free", "good")),
+        (2, ("1 of 2 GPUs free", "warning")),
+        ("free", ("1 of 2 GPUs free", "good")),
+        ((1,), ("free", "good")),
+        ((0, 1), ("GPU 0 in use", "warning")),
+        ((1, 7), ("it has no GPU 7", "warning")),
+        (("GPU-1",), ("free", "good")),
+    ],
+)
+def test_a_node_is_told_what_its_host_can_give(gpus: Gpus, text: tuple[str, str]) -> None:
+    host = Host(name="far", inventory=machine(gpu(0, busy=True), gpu(1)))
+    assert gives(Node(host="far", gpus=gpus), host) == text
+
+
+def test_a_node_of_a_host_that_is_not_known_says_so() -> None:
+    node = Node(host="far", gpus=1)
+    assert gives(node, None) == ("being asked", "dim")
+    assert gives(node, Host(name="far", asking=True)) == ("being asked", "dim")
+    assert gives(node, Host(name="far", problem="it refuses the key")) == ("it refuses the key", "warning")
+    assert gives(node, Host(name="far", inventory=machine())) == ("it has no GPU", "warning")
+    cpu = Node(host="far", cpu_ranks=99)
+    assert gives(cpu, Host(name="far", inventory=machine())) == ("16 cores", "warning")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "nodes", "made"),
+    [
+        ({"b": (3, 1)}, [{"cpu_ranks": 2}], [{"host": "b", "gpus": [1, 3]}]),
+        (
+            {"localhost": (0,), "b": (1,)},
+            [{"host": "b", "gpus": 4}],
+            [{"host": "10.0.0.7", "gpus": [0]}, {"host": "b", "gpus": [1]}],
+        ),
+        (
+            {"a": (0,), "b": (1,)},
+            [{"host": "c", "gpus": 1}, {"host": "b", "gpus": 4}],
+            [{"host": "b", "gpus": [1]}, {"host": "a", "gpus": [0]}],
+        ),
+    ],
+)
+def test_chosen_gpus_become_nodes_in_the_order_of_the_recipe(
+    chosen: dict[str, tuple[int, ...]], nodes: list[dict[str, object]], made: list[dict[str, object]]
+) -> None:
+    assert nodes_of(chosen, nodes, address="10.0.0.7") == made
+
+
+@pytest.mark.parametrize("width", [78, 118, 198])
+def test_a_hosts_line_fits_and_says_why_it_is_silent(width: int) -> None:
+    host = Host(name="gpu1", inventory=machine(gpu(0), gpu(1, busy=True)), seen=10.0, tried=10.0)
+    for found, parts in (
+        (host, ["gpu1", "1 of 2 free", "load", "now"]),
+        (Host(name="gpu1", problem="it refuses the key: `ssh gpu1 true` must work", tried=1.0), ["it refuses the key"]),
+        (Host(name="gpu1", asking=True), ["being asked"]),
+        (replace(host, problem="it does not answer", seen=-110.0), ["1 of 2 free", "it does not answer", "2:00 ago"]),
+    ):
+        text = text_of(draw_host(found, width, name_cells=8, chosen=0, now=10.0))
+        assert len(text) == width
+        assert all(part in text for part in parts), text
 
 
 # The screen
@@ -148,7 +233,7 @@ async def test_choosing_gpus_puts_them_on_the_desk_for_the_launch() -> None:
         await pilot.press("down", "space", "down", "space", "enter")
         await settle(pilot)
         assert app.place == "launch"
-        assert app.desk.gpus == (1, 2)  # they lie there until a recipe is open
+        assert app.desk.gpus == {"localhost": (1, 2)}  # they lie there until a recipe is open
 
 
 @in_loop
@@ -157,7 +242,7 @@ async def test_all_free_gpus_are_chosen_and_unchosen_at_once() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await show(pilot, ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1)), runs=list, clocked=False))
         await pilot.press("f")
-        assert app.screen.query_one(GpuTable).chosen == {1}
+        assert app.screen.query_one(GpuTable).chosen == {("localhost", 1)}
         await pilot.press("f")
         assert app.screen.query_one(GpuTable).chosen == set()
 
@@ -207,3 +292,84 @@ async def test_looking_again_waits_for_the_look_that_is_going_on() -> None:
         await pilot.press("r")
         await settle(pilot)
         assert len(looks) == 2
+
+
+# Other machines
+
+
+def sighted(name: str, *gpus: Gpu) -> Sighting:
+    return Sighting(host=name, inventory=replace(machine(*gpus), host=name))
+
+
+@in_loop
+async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> None:
+    app = quiet_app()
+    app.desk.hosts = (HostLine(host="gpu1"), HostLine(host="gpu2"), HostLine(host="gpu3"))
+    answers = {
+        "gpu1": sighted("gpu1", gpu(0, busy=True), gpu(1)),
+        "gpu2": sighted("gpu2", gpu(0), gpu(1)),
+        "gpu3": Sighting(host="gpu3", problem="it refuses the key: `ssh gpu3 true` must work without a password"),
+    }
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = ClusterScreen(take=machine, ask=answers.__getitem__, runs=list, clocked=False)
+        await show(pilot, screen)
+        text = seen(app)
+        assert "3 of 4 free on 4 machines" in text
+        assert "it refuses the key" in text
+        # this machine, gpu1, its two GPUs, gpu2: space on a machine takes what is free of it
+        await pilot.press("down", "down", "down", "space", "down", "space", "enter")
+        await settle(pilot)
+        assert app.place == "launch"
+        assert app.desk.gpus == {"gpu1": (1,), "gpu2": (0, 1)}
+
+
+@in_loop
+async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledge_stays() -> None:
+    app = quiet_app()
+    app.desk.hosts = (HostLine(host="slow"), HostLine(host="quick"))
+    answer, clock = threading.Event(), [0.0]
+    asked: list[str] = []
+
+    def ask(name: str) -> Sighting:
+        asked.append(name)
+        if name == "slow":
+            answer.wait(10)
+        if asked.count(name) > 1:
+            return Sighting(host=name, problem="it does not answer")
+        return sighted(name, gpu(0))
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = ClusterScreen(take=machine, ask=ask, runs=list, clocked=False, now=lambda: clock[0])
+        await app.push_screen(screen)
+        while "1 of 1 free on 3 machines" not in seen(app):
+            await pilot.pause()
+        assert "being asked" in seen(app)
+        answer.set()
+        await settle(pilot)
+        assert "2 of 2 free on 3 machines" in seen(app)
+        clock[0] = 65.0
+        await pilot.press("r")
+        await settle(pilot)
+        text = seen(app)
+        assert text.count("it does not answer") == 2
+        assert "1:05 ago" in text
+        assert "2 of 2 free on 3 machines" in text, "what was known of them stays, with its age"
+
+
+@in_loop
+async def test_leaving_waits_for_no_host() -> None:
+    app = quiet_app()
+    app.desk.hosts = (HostLine(host="silent"),)
+    reached, left = threading.Event(), threading.Event()
+
+    def ask(name: str) -> Sighting:
+        reached.set()
+        left.wait(30)
+        return Sighting(host=name, problem="late")
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app.push_screen(ClusterScreen(take=machine, ask=ask, runs=list, clocked=False))
+        while not reached.is_set():
+            await pilot.pause()
+    assert not left.is_set()
+    left.set()

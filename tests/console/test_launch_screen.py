@@ -167,14 +167,14 @@ async def test_what_the_machines_cannot_do_stands_beside_the_field() -> None:
 async def test_chosen_gpus_go_into_the_first_node() -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        app.desk.gpus = (1, 3)
+        app.desk.gpus = {"localhost": (1, 3)}
         screen = opened()
         await show(pilot, screen)
         assert screen.draft is not None
         assert screen.draft.nodes()[0] == {"gpus": [1, 3]}
         assert screen.form.field is not None
         assert screen.form.field.key == "cluster.nodes[0].gpus"
-        assert app.desk.gpus == ()
+        assert app.desk.gpus == {}
 
 
 @in_loop
@@ -183,7 +183,7 @@ async def test_chosen_gpus_are_refused_by_a_recipe_for_other_machines(folder: Pa
     (folder / "recipes" / "tiny.toml").write_text(away)
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        app.desk.gpus = (0,)
+        app.desk.gpus = {"localhost": (0,)}
         screen = opened()
         await show(pilot, screen)
         assert screen.draft is not None

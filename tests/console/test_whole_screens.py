@@ -16,14 +16,13 @@ import synthetic
 from screen_frames import console, press, settle
 from screens_at_rest import in_loop, quiet_app, show
 from screens_at_rest import settle as rest
-from test_cluster_screen import gpu, machine
+from test_cluster_frames import several
 from textual.pilot import Pilot
 
 from gputrain_tui import paths
 from gputrain_tui import recipe as recipes
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.examine import Examined
-from gputrain_tui.console.screens.cluster import ClusterScreen
 from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.screens.launch import LaunchScreen
 from gputrain_tui.plan import LocalFacts, plan
@@ -100,12 +99,8 @@ async def a_launch(take: Callable[[Pilot[Any]], Awaitable[None]], folder: Path) 
 
 async def a_cluster(take: Callable[[Pilot[Any]], Awaitable[None]], folder: Path) -> None:
     app = quiet_app()
-    app.desk.recipe = recipes.load("recipes/two_nodes.toml")
-    gpus = [gpu(index, busy=index < 3, hot=index == 2) for index in range(8)]
-    async with app.run_test(size=(120, 32)) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(*gpus), runs=list, clocked=False))
-        await pilot.press("end", "space", "up", "space", "home")
-        await rest(pilot)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await several(pilot, folder)
         await take(pilot)
 
 

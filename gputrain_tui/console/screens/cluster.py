@@ -1,13 +1,20 @@
-"""This machine and the hosts of the recipe at hand: what is there, who uses it, and what the next launch may take."""
+"""This machine and the hosts of the recipe or the hostfile: what is there, who uses it, and what a launch may take.
+
+This machine is looked at every two seconds, another one is asked over ssh every few, each on its own: one that does not
+answer keeps nobody waiting and is a line in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
-import msgspec
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
@@ -16,120 +23,73 @@ from textual.events import Resize
 from textual.message import Message
 
 from gputrain_tui.addresses import local_facts
-from gputrain_tui.commands.plan import span
 from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.hosts import Host, due, gives, others, ours_on, plans_of, wants
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline
-from gputrain_tui.console.widgets.gpu_table import GpuTable, Machine, Ours, Processes
+from gputrain_tui.console.widgets.gpu_processes import Processes
+from gputrain_tui.console.widgets.gpu_table import GpuTable
+from gputrain_tui.console.widgets.machine import Machine
 from gputrain_tui.inventory import Inventory, take_inventory
-from gputrain_tui.plan import LocalFacts, Plan, is_local
-from gputrain_tui.recipe import Node, Recipe
+from gputrain_tui.plan import THIS_MACHINE, LocalFacts, Plan, is_local
+from gputrain_tui.recipe import Node
+from gputrain_tui.remote.survey import AT_ONCE, Asking, Sighting
 from gputrain_tui.runs import Run, list_runs
 from gputrain_tui.tables import printable
 from trainer.errors import RequestError
 
 LOOK_S = 2.0
-"""How often the machine is looked at, at most."""
-GOING = ("starting", "running", "stopping")
+"""How often this machine is looked at, at most."""
+AGAIN_S = 4.0
+"""Between the answer of another host and the next question."""
+FAILED_S = 20.0
+"""The same after a failure."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """One node of the recipe at hand."""
-
-    name: str
-    asks: str
-    """What the recipe wants of it."""
-    known: str
-    """What is known of it."""
-    here: bool
-
-
-def ours_on(inventory: Inventory, runs: Iterable[Run], facts: LocalFacts) -> dict[int, Ours]:
-    """Return which of this machine's GPUs the running runs have, by their plans."""
-    by_name = {str(gpu.index): gpu.index for gpu in inventory.gpus} | {gpu.uuid: gpu.index for gpu in inventory.gpus}
-    found: dict[int, Ours] = {}
-    for run in runs:
-        if run.state not in GOING:
-            continue
-        plan: Plan | None = None
-        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            plan = msgspec.json.decode(run.dir.plan.read_bytes(), type=Plan)
-        for node in plan.nodes if plan is not None else ():
-            if not is_local(node.host, facts):
-                continue
-            for rank, device in zip(node.ranks, node.devices, strict=False):
-                index = by_name.get(str(device))
-                if index is not None:
-                    found.setdefault(index, Ours(run=run.id, rank=rank))
-    return found
-
-
-def hosts_of(recipe: Recipe, facts: LocalFacts) -> list[Host]:
-    """Return the nodes of a recipe and what is known of them."""
-    found = []
-    for node in recipe.cluster.nodes:
-        here = is_local(node.host, facts)
-        known = "this machine" if here else "not asked yet"
-        found.append(Host(name=node.host or "this machine", asks=wants(node), known=known, here=here))
-    return found
-
-
-def wants(node: Node) -> str:
-    """Say what a node of a recipe asks for."""
-    if node.cpu_ranks is not None:
-        return f"{node.cpu_ranks} CPU rank{'s' * (node.cpu_ranks != 1)}"
-    if isinstance(node.gpus, int):
-        return f"{node.gpus} GPU{'s' * (node.gpus != 1)}"
-    if node.gpus in ("all", "free"):
-        return f"{node.gpus} GPUs"
-    if isinstance(node.gpus, tuple):
-        ids = [gpu for gpu in node.gpus if isinstance(gpu, int)]
-        consecutive = len(ids) == len(node.gpus) > 1 and ids == list(range(ids[0], ids[0] + len(ids)))
-        return f"GPU {span(ids) if consecutive else ', '.join(str(gpu)[:12] for gpu in node.gpus)}"
-    return f"{node.ranks} ranks" if node.ranks is not None else "its GPUs, or one CPU rank"
-
-
-def draw_hosts(recipe: Recipe | None, hosts: list[Host], width: int, height: int) -> list[Row]:
-    """Return the hosts of the recipe at hand."""
-    name = "hosts of the recipe" if recipe is None else f"hosts of {printable(recipe.name)}"
-    rows: list[Row] = [
-        headline(
-            width,
-            [(name, "title")],
-            [[("1 node", "dim")] if len(hosts) == 1 else [(f"{len(hosts)} nodes", "dim")]] if hosts else [],
-        )
-    ]
-    if not hosts:
+def draw_nodes(
+    title: str, nodes: Sequence[Node], hosts: Sequence[Host], facts: LocalFacts, width: int, height: int
+) -> list[Row]:
+    """Return the nodes of the recipe or the hostfile, and whether their machines have what they ask for."""
+    count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+    rows: list[Row] = [headline(width, [(title, "title")], [[(count, "dim")]] if nodes else [])]
+    if not nodes:
         rows.append([("No recipe is open; ", "dim"), ("2", "key"), (" chooses one.", "dim")])
-    wide = max((len(host.name) for host in hosts), default=0) + 2
-    shown = hosts[: height - 1 - (len(hosts) > height - 1)]
-    for index, host in enumerate(shown):
+    by_name = {host.name: host for host in hosts}
+    shown = nodes[: height - 1 - (len(nodes) > height - 1)]
+    wide = min(max((len(node.host or "this machine") for node in shown), default=0), max(width // 3, 12)) + 2
+    asked = max([20, *(len(wants(node)) for node in shown)]) + 2
+    for index, node in enumerate(shown):
+        here = is_local(node.host, facts)
+        known, role = gives(node, by_name.get(THIS_MACHINE if here else str(node.host)))
+        place = "this machine: " if here and node.host is not None else ""
         rows.append(
             [
                 (f"{index:>4}  ", "dim"),
-                (printable(host.name).ljust(wide), "bright"),
-                (host.asks.ljust(22), "bright"),
-                (host.known, "good" if host.here else "dim"),
+                (printable(node.host or "this machine")[: wide - 2].ljust(wide), "bright"),
+                (wants(node).ljust(asked), "bright"),
+                (place, "dim"),
+                (known, role),
             ]
         )
-    if len(shown) < len(hosts):
-        rows.append([(f"      {EMPTY} and {len(hosts) - len(shown)} more", "dim")])
+    if len(shown) < len(nodes):
+        rows.append([(f"      {EMPTY} and {len(nodes) - len(shown)} more", "dim")])
     return [cut(row, width) for row in rows[:height]]
 
 
-class Hosts(Canvas):
-    """The hosts of the recipe at hand."""
+class Nodes(Canvas):
+    """The nodes of the recipe at hand, or of the hostfile."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self.recipe: Recipe | None = None
-        self.hosts: list[Host] = []
+        self.title = "hosts of the recipe"
+        self.nodes: Sequence[Node] = ()
+        self.hosts: Sequence[Host] = ()
+        self.facts = LocalFacts()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the hosts."""
-        return draw_hosts(self.recipe, self.hosts, width, height)
+        """Return the nodes."""
+        return draw_nodes(self.title, self.nodes, self.hosts, self.facts, width, height)
 
 
 class ClusterScreen(Page):
@@ -140,81 +100,155 @@ class ClusterScreen(Page):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("cluster")]
 
     class Looked(Message):
-        """The machine was looked at."""
+        """This machine was looked at."""
 
-        def __init__(self, inventory: Inventory, ours: Mapping[int, Ours], facts: LocalFacts) -> None:
+        def __init__(self, inventory: Inventory, plans: list[tuple[str, Plan]], facts: LocalFacts) -> None:
             super().__init__()
             self.inventory = inventory
-            self.ours = ours
+            self.plans = plans
             self.facts = facts
 
     def __init__(
         self,
         *,
         take: Callable[[], Inventory] = take_inventory,
+        ask: Callable[[str], Sighting] | None = None,
         runs: Callable[[], list[Run]] = list_runs,
         clocked: bool = True,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make the screen.
 
         Args:
             take: looks at this machine.
+            ask: asks another one; over ssh where it is not given.
             runs: lists the runs.
             clocked: whether it looks again by itself.
+            now: seconds of a clock that only goes on.
         """
         super().__init__()
         self._take = take
+        self._asking = Asking()
+        self._ask = ask or self._asking
         self._runs = runs
         self._clocked = clocked
+        self._now = now
         self._looking = False
+        self._facts: LocalFacts | None = None
+        self._plans: list[tuple[str, Plan]] = []
+        self._hosts: dict[str, Host] = {}
+        """By name, this machine first."""
+        # Threads of its own: hosts that do not answer must not keep the launch from its thread.
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask")
 
     def body(self) -> ComposeResult:
-        """Yield the machine, its GPUs, the processes on one of them, and the other hosts."""
+        """Yield the machine with the cursor, all GPUs, the processes on one of them, and the nodes."""
         with Vertical(id="machines"):
             yield Machine(id="machine")
             yield GpuTable(id="gpus")
             yield Processes(id="processes")
-            yield Hosts(id="hosts")
+            yield Nodes(id="hosts")
 
     def on_mount(self) -> None:
-        """Look at the machine, now and then again."""
+        """Look at the machines, now and then again."""
         self.query_one(GpuTable).focus()
         if self._clocked:
             self.set_interval(LOOK_S, self._look_if_seen)
 
+    def on_unmount(self) -> None:
+        """Wait for nobody."""
+        self._asking.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def on_screen_resume(self) -> None:
-        """Look at the machine when the screen is shown."""
-        self.action_look()
+        """Look at the machines when the screen is shown."""
+        self._look_again()
 
     def _look_if_seen(self) -> None:
         if self.is_current:
-            self.action_look()
+            self._look_again()
 
     def action_look(self) -> None:
-        """Look at the machine in the background, unless somebody is at it."""
+        """Look at all machines in the background, also at those that did not answer."""
+        for name, host in self._hosts.items():
+            self._hosts[name] = replace(host, tried=None)
+        self._look_again()
+
+    def _look_again(self) -> None:
         if not self._looking:
             self._looking = True
-            self._look(self.desk.recipe)
+            self._look([node.host for node in self._wanted()])
+
+    def _wanted(self) -> tuple[Node, ...]:
+        """Return the nodes of the recipe at hand, or of the hostfile."""
+        recipe = self.desk.recipe
+        return recipe.cluster.nodes if recipe is not None else tuple(entry.node for entry in self.desk.hosts)
+
+    # This machine
 
     @work(thread=True, exclusive=True, group="inventory")
-    def _look(self, recipe: Recipe | None) -> None:
+    def _look(self, hosts: list[str | None]) -> None:
         inventory = self._take()
-        facts = local_facts(node.host for node in recipe.cluster.nodes) if recipe is not None else local_facts(())
+        facts = local_facts([*hosts, *(entry.host for entry in self.desk.hosts)])
         runs: list[Run] = []
         with suppress(RequestError):  # the runs cannot be read: then none of them is shown on a GPU
             runs = self._runs()
-        self.post_message(self.Looked(inventory, ours_on(inventory, runs, facts), facts))
+        self.post_message(self.Looked(inventory, plans_of(runs), facts))
 
     @on(Looked)
-    def _show(self, event: Looked) -> None:
+    def _looked(self, event: Looked) -> None:
         self._looking = False
-        machine, table, hosts = self.query_one(Machine), self.query_one(GpuTable), self.query_one(Hosts)
-        machine.inventory = event.inventory
-        table.show(event.inventory, event.ours)
+        facts = self._facts = event.facts
+        self._plans = event.plans
+        here = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
+        ours = ours_on(event.inventory, event.plans, lambda host: is_local(host, facts))
+        now = self._now()
+        here = replace(here, inventory=event.inventory, ours=ours, tried=now, seen=now)
+        nodes = (*self._wanted(), *(entry.node for entry in self.desk.hosts))
+        away = others(nodes, lambda host: is_local(host, facts))
+        self._hosts = {here.name: here, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
+        self._ask_due()
+        self._show()
+
+    # The others
+
+    def _ask_due(self) -> None:
+        away = [host for host in self._hosts.values() if not host.here]
+        for name in due(away, self._now(), again_s=AGAIN_S, failed_s=FAILED_S, at_once=AT_ONCE):
+            self._hosts[name] = replace(self._hosts[name], asking=True)
+            self._ask_one(name)
+
+    @work(group="hosts")
+    async def _ask_one(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, partial(self._ask, name))
+        before = self._hosts.get(name)
+        if before is None:  # of a recipe that is no longer open
+            return
+        now = self._now()
+        after = replace(before, asking=False, tried=now, problem=found.problem)
+        if found.inventory is not None:
+            ours = ours_on(found.inventory, self._plans, lambda host: host == name)
+            after = replace(after, inventory=found.inventory, ours=ours, seen=now)
+        self._hosts[name] = after
+        self._ask_due()  # those that waited until there was room
+        self._show()
+
+    # What is seen
+
+    def _show(self) -> None:
+        table, nodes = self.query_one(GpuTable), self.query_one(Nodes)
+        hosts = list(self._hosts.values())
+        table.show(hosts, now=self._now())
         recipe = self.desk.recipe
-        hosts.recipe, hosts.hosts = recipe, hosts_of(recipe, event.facts) if recipe is not None else []
-        hosts.redraw()
-        machine.redraw()
+        if recipe is not None:
+            nodes.title = f"hosts of {printable(recipe.name)}"
+        elif self.desk.hosts:
+            nodes.title = f"hosts named in {printable(self.desk.hostfile)}"
+        else:
+            nodes.title = "hosts of the recipe"
+        nodes.nodes, nodes.hosts, nodes.facts = self._wanted(), hosts, self._facts or LocalFacts()
+        nodes.redraw()
         self._arrange()
 
     def on_resize(self, event: Resize) -> None:
@@ -222,24 +256,32 @@ class ClusterScreen(Page):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Share the lines: the machine and the hosts what they need, the GPUs the rest."""
-        table, processes, hosts = self.query_one(GpuTable), self.query_one(Processes), self.query_one(Hosts)
-        processes.gpu = table.gpus[min(table.cursor, len(table.gpus) - 1)] if table.gpus else None
-        gpu = processes.gpu
-        spaced = self.size.height >= 30
+        """Share the lines: the machine and the nodes what they need, the GPUs the rest."""
+        table, processes, nodes = self.query_one(GpuTable), self.query_one(Processes), self.query_one(Nodes)
         machine = self.query_one(Machine)
-        lines = (6 if machine.inventory is None or machine.inventory.driver else 5) + spaced
-        left = self.size.height - 3 - lines - max(len(table.gpus) + 2, 5) - spaced
-        want_hosts = max(len(hosts.hosts), 1) + 1
+        host, gpu = table.host, table.gpu
+        machine.host, processes.gpu = host, gpu
+        processes.of = host.shown if table.several and host is not None else ""
+        spaced = self.size.height >= 30
+        driver = host is not None and host.inventory is not None and host.inventory.driver
+        lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced
+        left = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
+        want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
-        host_lines = min(want_hosts, max(left - min(want_processes, left // 2), 3))
-        process_lines = min(want_processes, left - host_lines - spaced)
+        node_lines = min(want_nodes, max(left - min(want_processes, left // 2), 3))
+        # A hostfile says little that the table does not show.
+        nodes.display = self.desk.recipe is not None or not self.desk.hosts or left >= want_nodes
+        if not nodes.display:
+            node_lines = 0
+        process_lines = min(want_processes, left - node_lines - spaced)
         machine.styles.height = lines
-        hosts.styles.height = host_lines
+        nodes.styles.height = node_lines
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
-        # Where there is room, what is known of one GPU stands right below all of them.
-        table.styles.height = len(table.gpus) + 2 + spaced if processes.display else "1fr"
+        # Where there is room, the rest stands right below the GPUs.
+        fits = table.count() and left >= node_lines
+        table.styles.height = table.count() + 2 + spaced if fits else "1fr"
+        machine.redraw()
         processes.redraw()
 
     @on(GpuTable.Moved)
@@ -259,10 +301,10 @@ class ClusterScreen(Page):
         await self.action_use_gpus()
 
     async def action_use_gpus(self) -> None:
-        """Put the chosen GPUs, or the one with the cursor, into the launch."""
-        table = self.query_one(GpuTable)
-        if not table.gpus:
-            self.console.say("there is no GPU to launch on; a recipe with cpu_ranks trains on the CPU")
+        """Put the chosen GPUs, or what the cursor is on, into the launch."""
+        chosen = self.query_one(GpuTable).chosen_by_host()
+        if not chosen:
+            self.console.say("there is no free GPU to launch on; a recipe with cpu_ranks trains on the CPU")
             return
-        self.desk.gpus = tuple(sorted(table.chosen)) or (table.gpus[table.cursor].index,)
+        self.desk.gpus = chosen
         await self.console.action_go("launch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from textual import on, work
@@ -15,13 +15,14 @@ from textual.widgets import Input
 from gputrain_tui import paths
 from gputrain_tui.addresses import local_facts
 from gputrain_tui.console.examine import Examined, examined
+from gputrain_tui.console.hosts import nodes_of
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.form import Detail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.readiness import Readiness
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.draft import Draft, Field, Remark, field_of, remarks_of, without_place
-from gputrain_tui.plan import is_local
+from gputrain_tui.plan import THIS_MACHINE, is_local, is_loopback
 from gputrain_tui.recipe_files import recipe_files
 from trainer.errors import RequestError
 
@@ -106,26 +107,32 @@ class RecipePage(Page):
             self.open_recipe(files[0].path, focus=False)
         else:
             self._examine_soon()  # the machine may have changed meanwhile
-        gpus, self.desk.gpus = self.desk.gpus, ()
+        gpus, self.desk.gpus = self.desk.gpus, {}
         if gpus:
             self._take_gpus(gpus)
 
-    def _take_gpus(self, gpus: tuple[int, ...]) -> None:
+    def _take_gpus(self, gpus: Mapping[str, tuple[int, ...]]) -> None:
         draft = self.draft
         if draft is None:
-            self.console.say("choose a recipe first; the GPUs go into its first node")
+            self.console.say("choose a recipe first; the GPUs go into its nodes")
             self.desk.gpus = gpus
             return
         hosts = [node.get("host") for node in draft.nodes()]
-        facts = local_facts(hosts)
-        here = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
-        if here is None:
-            self.console.say(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
-            return
-        draft.take_gpus(here, gpus)
+        facts = local_facts([*hosts, *gpus])
+        index = 0
+        if list(gpus) == [THIS_MACHINE]:
+            here = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
+            if here is None:
+                self.console.say(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
+                return
+            draft.take_gpus(here, gpus[THIS_MACHINE])
+            index = here
+        else:
+            named = next((host for host in hosts if host and is_local(host, facts) and not is_loopback(host)), None)
+            draft.take_nodes(nodes_of(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
         self._changed()
         self.form.focus()
-        self.form.go_to(f"cluster.nodes[{here}].gpus")
+        self.form.go_to(f"cluster.nodes[{index}].gpus")
 
     def open_recipe(self, path: Path, *, focus: bool = True) -> None:
         """Show a recipe in the form."""
@@ -150,7 +157,7 @@ class RecipePage(Page):
         if focus:
             form.focus()
         if self.desk.gpus:
-            gpus, self.desk.gpus = self.desk.gpus, ()
+            gpus, self.desk.gpus = self.desk.gpus, {}
             self._take_gpus(gpus)
 
     def _called(self, path: Path) -> str:

@@ -1,122 +1,25 @@
-"""A machine and its GPUs: what they are, how busy, who uses them, and which are chosen for the next launch."""
+"""The GPUs of all machines: what they are, how busy, who uses them, and which are chosen for the next launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, length, message
-from gputrain_tui.inventory import Gpu, Inventory, Network, is_free, why_busy
+from gputrain_tui.console.hosts import Host, Ours
+from gputrain_tui.console.widgets.canvas import Listing
+from gputrain_tui.console.widgets.drawing import Row, cut, headline, length, message
+from gputrain_tui.console.widgets.gauges import bar, gib, whole, wrapped
+from gputrain_tui.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
 HOT_CELSIUS = 85
 """From here on a temperature needs a look: GPUs begin to slow down a little above."""
-FULL = 0.9
-"""From this share on a bar is drawn as nearly full."""
-GIB = 1 << 30
-LABEL = 9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ours:
-    """A rank of ours on a GPU."""
-
-    run: str
-    rank: int
-
-
-def bar(share: float | None, wide: int) -> Row:
-    """Return a bar with half a cell's precision on a faint line."""
-    if share is None:
-        return [(EMPTY.center(wide), "dim")]
-    full, half = divmod(round(min(max(share, 0.0), 1.0) * wide * 2), 2)
-    text = "━" * full + "╸" * half
-    return [(text, "warning" if share >= FULL else "bar"), ("─" * (wide - len(text)), "rule")]
-
-
-def gib(value: int | None, digits: int = 1) -> str:
-    """Return bytes in GiB."""
-    return EMPTY if value is None else f"{value / GIB:.{digits}f}"
-
-
-def whole(value: float | None) -> str:
-    """Return a number without decimals."""
-    return EMPTY if value is None else f"{value:.0f}"
-
-
-# The machine
-
-
-def draw_machine(inventory: Inventory, width: int, height: int) -> list[Row]:
-    """Return host, cores, memory, network and driver, as many lines as there is room for."""
-    cpus, memory = inventory.cpus, inventory.memory
-    up = f"up {duration(inventory.uptime_s)}" if inventory.uptime_s is not None else ""
-    head = headline(
-        width,
-        [(printable(inventory.host), "title"), ("  this machine", "dim")],
-        [[(text, "dim")] for text in (printable(inventory.system), up) if text],
-    )
-    cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
-    usable = f", {cpus.usable} usable here" if cpus.usable < cpus.logical else ""
-    lines: list[Row] = [
-        [("cpu".ljust(LABEL), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
-    ]
-    wide = min(max(width // 4, 10), 40)
-    if inventory.load is not None:
-        share = inventory.load[0] / max(cpus.usable, 1)
-        text = "  ".join(f"{value:5.2f}" for value in inventory.load)
-        lines.append(
-            [("load".ljust(LABEL), "dim"), *bar(share, wide), (f"  {text}", "bright"), ("  1, 5, 15 min", "dim")]
-        )
-    if memory.total_bytes is not None and memory.available_bytes is not None:
-        used = memory.total_bytes - memory.available_bytes
-        text = f"{gib(used)} of {gib(memory.total_bytes)} GiB"
-        lines.append(
-            [
-                ("memory".ljust(LABEL), "dim"),
-                *bar(used / memory.total_bytes, wide),
-                (f"  {text}", "bright"),
-                (f"  {gib(memory.available_bytes)} available", "dim"),
-            ]
-        )
-    networks = [network for network in inventory.networks if network.addresses and network.up]
-    if networks:
-        lines.append([("network".ljust(LABEL), "dim"), *_networks(networks)])
-    if inventory.driver:
-        cuda = f"  CUDA up to {inventory.cuda}" if inventory.cuda else ""
-        lines.append([("driver".ljust(LABEL), "dim"), (inventory.driver, "bright"), (cuda, "dim")])
-    return [cut(row, width) for row in [head, *lines][:height]]
-
-
-def _networks(networks: Collection[Network]) -> Row:
-    row: Row = []
-    for network in networks:
-        speed = f" {network.speed_mbits / 1000:g} Gb/s" if network.speed_mbits else ""
-        addresses = ", ".join(network.addresses[:2])
-        row += [("  " if row else "", "base"), (printable(network.name), "bright"), (f" {addresses}{speed}", "dim")]
-    return row
-
-
-class Machine(Canvas):
-    """This machine."""
-
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.inventory: Inventory | None = None
-
-    def draw(self, width: int, height: int) -> list[Row]:
-        """Return the machine, or that it is being looked at."""
-        if self.inventory is None:
-            return [headline(width, [("this machine", "title"), ("  being looked at", "dim")])]
-        return draw_machine(self.inventory, width, height)
-
-
-# The GPUs
+OLD_S = 30.0
+"""From this age on what is known of a machine may be wrong."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +117,84 @@ def _state(gpu: Gpu, free: bool, ours: Ours | None) -> Row:
     return row
 
 
+def age(host: Host, now: float) -> tuple[str, str]:
+    """Return how old the knowledge of a host is, with its role."""
+    if host.seen is None:
+        return ("asking" if host.asking or host.tried is None else "", "dim")
+    old = max(now - host.seen, 0.0)
+    return ("now" if old < 3 else f"{duration(old)} ago", "warning" if old >= OLD_S else "dim")
+
+
+def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: float) -> Row:
+    """Return the line of one machine: above its GPUs, where there are several machines.
+
+    Args:
+        host: the machine.
+        width: cells.
+        name_cells: of the longest name.
+        chosen: how many of its GPUs are chosen.
+        now: on the clock of the host's times.
+    """
+    row: Row = [(f" {printable(host.shown)[:name_cells]:<{name_cells}}  ", "title")]
+    when, role = age(host, now)
+    inventory = host.inventory
+    if inventory is None:
+        # The whole line says why; what was never seen has no age.
+        return cut([*row, (host.problem or ("being asked" if host.asking else "waits to be asked"), "dim")], width)
+    pieces: list[Row] = []
+    if host.gpus:
+        free = len(host.free)
+        share = f"{free} of {len(host.gpus)} free"
+        pieces.append([(share.ljust(13), "good" if free else "dim")])
+    else:
+        pieces.append([("no GPU".ljust(13), "dim")])
+    if host.problem:
+        pieces.append([(host.problem, "warning")])
+    else:
+        cores = inventory.cpus.usable
+        if inventory.load is not None:
+            load = inventory.load[0]
+            pieces.append(
+                [("load ", "dim"), *bar(load / max(cores, 1), 6), (f" {load:5.1f}", "bright"), (f"/{cores:<3}", "dim")]
+            )
+        memory = inventory.memory
+        if memory.total_bytes and memory.available_bytes is not None:
+            used = memory.total_bytes - memory.available_bytes
+            total = gib(memory.total_bytes, 0)
+            pieces.append(
+                [
+                    ("memory ", "dim"),
+                    *bar(used / memory.total_bytes, 6),
+                    (f" {gib(used, 0):>4}", "bright"),
+                    (f"/{total} GiB".ljust(9), "dim"),
+                ]
+            )
+        pieces += [[(text, "dim")] for text in _links(host)]
+    tail: Row = [*([(f"{chosen} chosen  ", "accent")] if chosen else []), (when, role), (" ", "base")]
+    for piece in pieces:
+        if length(row) + length(piece) + length(tail) + 2 > width and not host.problem:
+            break
+        row += [*piece, ("  ", "base")]
+    row = cut(row, min(length(row), max(width - length(tail) - 1, 0)))
+    return cut([*row, (" " * max(width - length(row) - length(tail), 0), "base"), *tail], width)
+
+
+def _links(host: Host) -> list[str]:
+    """Return the fastest network of a machine, and its driver."""
+    assert host.inventory is not None
+    up = [network for network in host.inventory.networks if network.up and network.addresses]
+    fast = max(up, key=lambda network: network.speed_mbits or 0, default=None)
+    found = []
+    if fast is not None:
+        speed = f" {fast.speed_mbits / 1000:g} Gb/s" if fast.speed_mbits else ""
+        found.append(f"{printable(fast.name)} {fast.addresses[0]}{speed}")
+    if host.inventory.driver:
+        found.append(f"driver {host.inventory.driver}")
+    return found
+
+
 class GpuTable(Listing):
-    """The GPUs of this machine."""
+    """The GPUs of every machine, below a line for the machine where there are several."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "toggle_gpu", "Select", show=False)]
 
@@ -224,54 +203,104 @@ class GpuTable(Listing):
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self.inventory: Inventory | None = None
-        self.ours: Mapping[int, Ours] = {}
-        """By index of the GPU."""
-        self.chosen: set[int] = set()
-        """Indices."""
+        self.hosts: Sequence[Host] = ()
+        self.now = 0.0
+        """On the clock of the hosts' times."""
+        self.chosen: set[tuple[str, int]] = set()
+        """Host and index."""
+        self._lines: list[tuple[Host, Gpu | None]] = []
 
     @property
-    def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs in PCI order."""
-        return self.inventory.gpus if self.inventory is not None else ()
+    def several(self) -> bool:
+        """Whether there is more than one machine."""
+        return len(self.hosts) > 1
 
-    def show(self, inventory: Inventory, ours: Mapping[int, Ours]) -> None:
-        """Take in what the machine looks like now."""
-        self.inventory, self.ours = inventory, ours
-        self.chosen &= {gpu.index for gpu in inventory.gpus}
+    @property
+    def host(self) -> Host | None:
+        """The machine with the cursor."""
+        return self._at()[0]
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU with the cursor; None on a machine's own line."""
+        return self._at()[1]
+
+    def _at(self) -> tuple[Host | None, Gpu | None]:
+        if self._lines:
+            return self._lines[min(self.cursor, len(self._lines) - 1)]
+        return (self.hosts[0] if self.hosts else None), None
+
+    def show(self, hosts: Sequence[Host], *, now: float) -> None:
+        """Take in what the machines look like now; the cursor stays on its GPU."""
+        host, gpu = self._at()
+        before = (host.name if host is not None else "", gpu.index if gpu is not None else None)
+        self.hosts, self.now = hosts, now
+        self._lines = []
+        for found in hosts:
+            if self.several:
+                self._lines.append((found, None))
+            self._lines += [(found, one) for one in found.gpus]
+        self.chosen &= {(found.name, one.index) for found in hosts for one in found.gpus}
+        places = [(found.name, one.index if one is not None else None) for found, one in self._lines]
+        if before in places:
+            self.cursor = places.index(before)
         self.redraw()
 
+    def chosen_by_host(self) -> dict[str, tuple[int, ...]]:
+        """Return what is chosen, or what the cursor is on: a GPU, or the free ones of a machine."""
+        chosen = self.chosen
+        if not chosen:
+            host, gpu = self._at()
+            if host is not None:
+                chosen = {(host.name, index) for index in ((gpu.index,) if gpu is not None else host.free)}
+        by_host = {
+            host.name: tuple(sorted(index for name, index in chosen if name == host.name)) for host in self.hosts
+        }
+        return {name: indices for name, indices in by_host.items() if indices}
+
     def action_toggle_gpu(self) -> None:
-        """Choose the GPU with the cursor for the next launch, or not."""
-        if self.gpus:
-            self.chosen ^= {self.gpus[self.cursor].index}
-            self.redraw()
-            self.post_message(self.Selected())
+        """Choose the GPU with the cursor for the next launch, or not; on a machine's line its free ones."""
+        host, gpu = self._at()
+        if host is None:
+            return
+        if gpu is not None:
+            self.chosen ^= {(host.name, gpu.index)}
+        else:
+            free = {(host.name, index) for index in host.free}
+            mine = {entry for entry in self.chosen if entry[0] == host.name}
+            self.chosen = self.chosen - mine if mine == free else (self.chosen - mine) | free
+        self._chosen()
 
     def choose_free(self) -> None:
         """Choose all free GPUs, or none when they are chosen already."""
-        free = {gpu.index for gpu in self.gpus if is_free(gpu)}
+        free = {(host.name, index) for host in self.hosts for index in host.free}
         self.chosen = set() if self.chosen == free else free
+        self._chosen()
+
+    def _chosen(self) -> None:
         self.redraw()
         self.post_message(self.Selected())
 
     def count(self) -> int:
-        """Return the number of GPUs."""
-        return len(self.gpus)
+        """Return the number of lines."""
+        return len(self._lines)
 
     def head(self, width: int) -> list[Row]:
         """Return the title and the names of the columns."""
-        free = sum(map(is_free, self.gpus))
+        gpus = [gpu for host in self.hosts for gpu in host.gpus]
+        free = sum(map(is_free, gpus))
         left: Row = [("GPUs", "title")]
         remarks: list[Row] = []
-        if self.gpus:
-            left.append((f"  {free} of {len(self.gpus)} free", "good" if free else "dim"))
+        if gpus:
+            left.append((f"  {free} of {len(gpus)} free", "good" if free else "dim"))
+            if self.several:
+                left.append((f" on {len(self.hosts)} machines", "dim"))
             if self.chosen:
                 remarks.append([(f"{len(self.chosen)} chosen", "accent"), (", enter launches on them", "dim")])
             else:
                 remarks.append([("space chooses, f all free ones", "dim")])
         title = headline(width, left, remarks)
-        if not self.gpus:
+        if not gpus:
             return [title]
         names = " " * 3 + "GPU  "
         for column in columns_for(width):
@@ -279,67 +308,23 @@ class GpuTable(Listing):
         return [title, cut([(names + "used by", "dim")], width)]
 
     def row(self, index: int, width: int) -> Row:
-        """Return the line of one GPU."""
-        gpu = self.gpus[index]
-        return draw_gpu(gpu, width, chosen=gpu.index in self.chosen, ours=self.ours.get(gpu.index))
+        """Return the line of one GPU, or of a machine."""
+        host, gpu = self._lines[index]
+        if gpu is None:
+            longest = max(len(other.shown) for other in self.hosts)
+            chosen = sum(name == host.name for name, _ in self.chosen)
+            cells = min(longest, max(width // 4, 12))
+            return draw_host(host, width, name_cells=cells, chosen=chosen, now=self.now)
+        return draw_gpu(gpu, width, chosen=(host.name, gpu.index) in self.chosen, ours=host.ours.get(gpu.index))
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Say calmly that there is no GPU, and what works without."""
-        if self.inventory is None:
+        inventory = self.hosts[0].inventory if self.hosts else None
+        if inventory is None:
             return message(width, height, ["asking the driver"])
-        note = self.inventory.note or "no GPU on this machine; CPU ranks work"
-        lines = _wrapped(note[:1].upper() + note[1:] + ".", width - 4)
-        cores = self.inventory.cpus.usable
+        note = inventory.note or "no GPU on this machine; CPU ranks work"
+        lines = wrapped(note[:1].upper() + note[1:] + ".", width - 4)
+        cores = inventory.cpus.usable
         if height > len(lines) + 2:
             lines += ["", f"This machine trains on its CPU: cpu_ranks = {min(cores, 4)} in [[cluster.nodes]]."]
         return message(width, height, lines)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    lines, line = [], ""
-    for word in text.split():
-        if line and len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}".strip()
-    return [*lines, line]
-
-
-# The processes on a GPU
-
-
-def draw_processes(gpu: Gpu, width: int, height: int) -> list[Row]:
-    """Return who is on a GPU."""
-    found = gpu.processes
-    left: Row = [(f"processes on GPU {gpu.index}", "title")]
-    rows: list[Row] = [headline(width, left, [[(printable(gpu.uuid), "dim")]])]
-    if found is None:
-        return rows + message(width, height - 1, ["the driver does not say"])
-    if not found:
-        return rows + message(width, height - 1, ["nobody"])
-    rows.append([(f"{'pid':>8}  {'user':<12}{'GiB':>7}  {'kind':<10}process", "dim")])
-    for process in found:
-        memory = gib(process.memory_bytes)
-        rows.append(
-            [
-                (f"{process.pid:>8}  ", "dim"),
-                (f"{printable(process.user or EMPTY)[:11]:<12}", "bright"),
-                (f"{memory:>7}  ", "bright"),
-                (f"{process.kind:<10}", "dim"),
-                (printable(process.name or EMPTY), "bright"),
-            ]
-        )
-    return [cut(row, width) for row in rows[:height]]
-
-
-class Processes(Canvas):
-    """Who is on the GPU with the cursor."""
-
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.gpu: Gpu | None = None
-
-    def draw(self, width: int, height: int) -> list[Row]:
-        """Return the processes of the GPU."""
-        return [] if self.gpu is None else draw_processes(self.gpu, width, height)

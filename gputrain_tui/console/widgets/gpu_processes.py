@@ -1,0 +1,47 @@
+"""Who is on a GPU."""
+
+from __future__ import annotations
+
+from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
+from gputrain_tui.console.widgets.gauges import gib
+from gputrain_tui.inventory import Gpu
+from gputrain_tui.tables import printable
+
+
+def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[Row]:
+    """Return who is on a GPU."""
+    found = gpu.processes
+    left: Row = [(f"processes on GPU {gpu.index}{f' of {printable(of)}' if of else ''}", "title")]
+    rows: list[Row] = [headline(width, left, [[(printable(gpu.uuid), "dim")]])]
+    if found is None:
+        return rows + message(width, height - 1, ["the driver does not say"])
+    if not found:
+        return rows + message(width, height - 1, ["nobody"])
+    rows.append([(f"{'pid':>8}  {'user':<12}{'GiB':>7}  {'kind':<10}process", "dim")])
+    for process in found:
+        memory = gib(process.memory_bytes)
+        rows.append(
+            [
+                (f"{process.pid:>8}  ", "dim"),
+                (f"{printable(process.user or EMPTY)[:11]:<12}", "bright"),
+                (f"{memory:>7}  ", "bright"),
+                (f"{process.kind:<10}", "dim"),
+                (printable(process.name or EMPTY), "bright"),
+            ]
+        )
+    return [cut(row, width) for row in rows[:height]]
+
+
+class Processes(Canvas):
+    """Who is on the GPU with the cursor."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.gpu: Gpu | None = None
+        self.of = ""
+        """The GPU's host, where there are several."""
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the processes of the GPU."""
+        return [] if self.gpu is None else draw_processes(self.gpu, width, height, of=self.of)

@@ -1,0 +1,101 @@
+"""A machine in a few lines: host, cores, load, memory, network and driver, or why it does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gputrain_tui.console.hosts import Host
+from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.drawing import Row, cut, headline
+from gputrain_tui.console.widgets.gauges import bar, gib, wrapped
+from gputrain_tui.inventory import Inventory, Network
+from gputrain_tui.tables import duration, printable
+
+LABEL = 9
+
+
+def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:
+    """Return host, cores, memory, network and driver, as many lines as there is room for.
+
+    Args:
+        inventory: what is known.
+        width: cells.
+        height: lines at most.
+        name: how the person calls it; empty for this machine.
+    """
+    cpus, memory = inventory.cpus, inventory.memory
+    up = f"up {duration(inventory.uptime_s)}" if inventory.uptime_s is not None else ""
+    also = "  this machine" if not name else f"  {printable(inventory.host)}" if inventory.host != name else ""
+    head = headline(
+        width,
+        [(printable(name or inventory.host), "title"), (also, "dim")],
+        [[(text, "dim")] for text in (printable(inventory.system), up) if text],
+    )
+    cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
+    usable = f", {cpus.usable} usable here" if cpus.usable < cpus.logical else ""
+    lines: list[Row] = [
+        [("cpu".ljust(LABEL), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
+    ]
+    wide = min(max(width // 4, 10), 40)
+    if inventory.load is not None:
+        share = inventory.load[0] / max(cpus.usable, 1)
+        text = "  ".join(f"{value:5.2f}" for value in inventory.load)
+        lines.append(
+            [("load".ljust(LABEL), "dim"), *bar(share, wide), (f"  {text}", "bright"), ("  1, 5, 15 min", "dim")]
+        )
+    if memory.total_bytes is not None and memory.available_bytes is not None:
+        used = memory.total_bytes - memory.available_bytes
+        text = f"{gib(used)} of {gib(memory.total_bytes)} GiB"
+        lines.append(
+            [
+                ("memory".ljust(LABEL), "dim"),
+                *bar(used / memory.total_bytes, wide),
+                (f"  {text}", "bright"),
+                (f"  {gib(memory.available_bytes)} available", "dim"),
+            ]
+        )
+    networks = [network for network in inventory.networks if network.addresses and network.up]
+    if networks:
+        lines.append([("network".ljust(LABEL), "dim"), *_networks(networks)])
+    if inventory.driver:
+        cuda = f"  CUDA up to {inventory.cuda}" if inventory.cuda else ""
+        lines.append([("driver".ljust(LABEL), "dim"), (inventory.driver, "bright"), (cuda, "dim")])
+    elif name and inventory.note:
+        lines.append([("GPUs".ljust(LABEL), "dim"), (printable(inventory.note).replace(" on this machine", ""), "dim")])
+    return [cut(row, width) for row in [head, *lines][:height]]
+
+
+def _networks(networks: Collection[Network]) -> Row:
+    row: Row = []
+    for network in networks:
+        speed = f" {network.speed_mbits / 1000:g} Gb/s" if network.speed_mbits else ""
+        addresses = ", ".join(network.addresses[:2])
+        row += [("  " if row else "", "base"), (printable(network.name), "bright"), (f" {addresses}{speed}", "dim")]
+    return row
+
+
+def draw_silent(host: Host, width: int, height: int) -> list[Row]:
+    """Return a machine of which nothing is known, and why."""
+    if host.here or not host.problem:
+        return [headline(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
+    rows: list[Row] = [headline(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
+    rows += [[(line, "bright")] for line in wrapped(f"{host.problem[:1].upper()}{host.problem[1:]}.", width - 2)]
+    rows.append([("It is asked again now and then; ", "dim"), ("r", "key"), (" asks at once.", "dim")])
+    return [cut(row, width) for row in rows[:height]]
+
+
+class Machine(Canvas):
+    """One machine."""
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.host: Host | None = None
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the machine, or that it is being asked, or why it does not answer."""
+        host = self.host
+        if host is None:
+            return [headline(width, [("this machine", "title"), ("  being looked at", "dim")])]
+        if host.inventory is None:
+            return draw_silent(host, width, height)
+        return draw_machine(host.inventory, width, height, name="" if host.here else host.name)
