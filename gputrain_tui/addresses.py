@@ -8,10 +8,8 @@ import random
 import socket
 import sys
 from collections.abc import Iterable
-from pathlib import Path
-from urllib.parse import urlsplit
 
-from gputrain_tui.plan import LocalFacts, Plan, is_local, is_loopback
+from gputrain_tui.plan import LocalFacts, is_loopback
 
 FIRST_PORT, LAST_PORT = 20000, 32767
 """Where free ports are looked for: below those that Linux gives to outgoing connections, so that none of these takes
@@ -105,41 +103,3 @@ def port_holder(port: int) -> str:
             except psutil.Error:
                 return f"pid {entry.pid}"
     return "a process of another user"
-
-
-def meeting_problem(plan: Plan, local: LocalFacts) -> str | None:
-    """Say in one line why the ranks of a plan could not meet, as far as this machine can tell; None when they can."""
-    method = plan.init_method or ""
-    if method.startswith("file://"):
-        return _file_problem(Path(method.removeprefix("file://")))
-    host, port = "", 0
-    if method.startswith("tcp://"):
-        parts = urlsplit(method)
-        host, port = parts.hostname or "", parts.port or 0
-    elif method == "env://":
-        env = plan.nodes[0].env
-        host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
-    if port == 0 or not is_local(plan.nodes[0].host, local) or not is_local(host, local):
-        return None
-    if port < 1024 and os.geteuid() != 0:
-        return f"port {port} needs root; set cluster.port to one above 1023"
-    if is_port_free(port):
-        return None
-    return f"port {port} is in use by {port_holder(port)}; set cluster.port to another one, or end that process"
-
-
-def _file_problem(path: Path) -> str | None:
-    try:
-        if path.is_dir():
-            return f"{path} is a folder; file:// names a file that the ranks create"
-        if path.exists() and path.stat().st_size > 0:
-            return (
-                f"{path} is left from an earlier run, and ranks would wait for it in vain; remove it or name a new one"
-            )
-        if not path.parent.is_dir():
-            return f"{path} cannot be created: there is no folder {path.parent}"
-        if not os.access(path.parent, os.W_OK):
-            return f"{path} cannot be created: {path.parent} is not writable"
-    except OSError as error:
-        return f"{path} cannot be used: {error.strerror}"
-    return None

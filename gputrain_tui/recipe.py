@@ -61,6 +61,9 @@ LONGEST_NAME = 100
 RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
 """What says how many ranks a node has; one of them."""
 
+MOST_RANKS = 1024
+"""Ranks on one machine: more than the cores or GPUs of any, so a larger number is a slip of the finger."""
+
 UUID_STARTS = ("GPU-", "MIG-")
 """How the driver begins the UUID of a device."""
 
@@ -78,10 +81,15 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ]
         | None
     ) = None
-    cpu_ranks: Annotated[int, Meta(ge=1, description="ranks on the CPU, with gloo, instead of GPUs")] | None = None
-    ranks: Annotated[int, Meta(ge=1, description="ranks on GPUs where the machine has any, else on its CPU")] | None = (
-        None
-    )
+    cpu_ranks: (
+        Annotated[int, Meta(ge=1, le=MOST_RANKS, description="ranks on the CPU, with gloo, instead of GPUs")] | None
+    ) = None
+    ranks: (
+        Annotated[
+            int, Meta(ge=1, le=MOST_RANKS, description="ranks on GPUs where the machine has any, else on its CPU")
+        ]
+        | None
+    ) = None
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -325,6 +333,8 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
             words = (word.strip(" \"'") for word in text.strip("[]").split(","))
             value = [int(word) if re.fullmatch(r"\d+", word) else word for word in words if word]
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if value > MOST_RANKS:
+            raise RecipeError(f"{where} is {value}, but one machine has at most {MOST_RANKS} ranks")
         return value
     if isinstance(value, list) and value and all(_is_device(item) for item in value):
         return tuple(value)

@@ -84,6 +84,8 @@ def read(source: str, *, stdin: IO[str] | None = None) -> Source:
         if stdin is None:
             raise RecipeError("the recipe is '-', but there is no standard input to read it from")
         return parse(stdin.read(), name=STDIN)
+    if not source:
+        raise RecipeError("the recipe's name is empty; it is a TOML or JSON file, or - for standard input")
     path = Path(source)
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -116,22 +118,60 @@ def parse(text: str, *, name: str) -> Source:
     try:
         return Source(name=name, text=text, format="toml", data=tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
+        if text.lstrip()[:1] == "[" and _is_json(text):
+            _json(text, name)  # says that a list is no recipe
         message, line = str(error), ""
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
             message, line = match[1], f"{match[2] or text.rstrip().count(chr(10)) + 1}:"
         raise RecipeError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}") from None
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return True
+
+
 def _json(text: str, name: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_object)
+    except _TwiceError as error:
+        found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
+        # The same key in other tables is no mistake; then the line is not known.
+        line = f":{text.count(chr(10), 0, found[1]) + 1}" if len(found) == 2 else ""
+        raise RecipeError(f"{name}{line}: {error.key!r} is there twice in one object; keep one of them") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
     except RecursionError:
         raise RecipeError(f"{name}: is nested too deeply to be a recipe") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{name}: a recipe in JSON is an object in braces, not {type(data).__name__}")
+        raise RecipeError(f"{name}: a recipe in JSON is an object in braces, but this is {_kind(data)}")
     return data
+
+
+class _TwiceError(ValueError):
+    """A JSON object says a key twice, of which ``json`` would silently take the last."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _TwiceError(next(key for index, key in enumerate(keys) if key in keys[:index]))
+    return found
+
+
+def _kind(data: Any) -> str:
+    """Name what a JSON text holds, as a person calls it."""
+    if data is None or isinstance(data, bool):
+        return json.dumps(data)
+    return "a list" if isinstance(data, list) else "a text" if isinstance(data, str) else "a number"
 
 
 _TOKEN = re.compile(

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.addresses import meeting_problem
-from gputrain_tui.plan import Plan, PlannedNode
+from gputrain_tui.plan import LocalFacts, Plan, PlannedNode
 from gputrain_tui.planning import plan_here
-from gputrain_tui.recipe import load
+from gputrain_tui.preflight import Facts, errors, judge
+from gputrain_tui.preflight.look import meeting_facts
+from gputrain_tui.recipe import Recipe, load
+from gputrain_tui.start import endless
 from gputrain_tui.tables import Column, printable, table
 from trainer.errors import ExitCode
 
@@ -41,8 +43,8 @@ def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
     plan, local = plan_here(recipe, remark=lambda line: print(f"gputrain: {line}", file=sys.stderr))
-    problem = meeting_problem(plan, local)
-    for note in (*recipe.notes, *([f"as it is now, this plan cannot start: {problem}"] if problem else [])):
+    problems = [f"as it is now, this plan cannot start: {problem}" for problem in _problems(recipe, plan, local)]
+    for note in (*recipe.notes, *problems):
         print(f"gputrain: {note}", file=sys.stderr)
     if args.json:
         print(msgspec.json.encode(plan).decode())
@@ -55,6 +57,13 @@ def run(args: Namespace) -> int:
     else:
         print(report(plan, recipe.name))
     return ExitCode.FINISHED
+
+
+def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
+    """Say why the ranks would not meet or never end; ``gputrain check`` looks at all the rest."""
+    meeting, port = meeting_facts(plan, local)
+    found = errors(judge(recipe, plan, Facts(meeting=meeting, port=port), local=local))
+    return [problem for problem in (endless(recipe), *(result.line for result in found)) if problem]
 
 
 def report(plan: Plan, name: str) -> str:

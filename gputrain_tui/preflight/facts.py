@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from trainer.node.room import Room
+
 if TYPE_CHECKING:
     from gputrain_tui.inventory import Inventory
 
@@ -80,6 +82,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     save_dir: Folder | None = None
     shm_free_bytes: int | None = None
     """Room in ``/dev/shm``."""
+    room: Room | None = None
+    """How many ranks the kernel's limits allow."""
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     cores: int | None = None

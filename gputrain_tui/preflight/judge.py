@@ -16,6 +16,7 @@ from gputrain_tui.preflight.result import Result, Status
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.recipe_source import dotted
 from gputrain_tui.tables import size
+from trainer.node.room import RANK_BYTES, SCRIPT_BYTES
 from trainer.tasks.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 CPU_RANK_BYTES = 90 * MIB
-"""What a rank on the CPU holds for itself with the smallest model: 92 MiB measured, torch 2.13 from the fork server.
-A real model holds more, so too little memory for this much is certainly too little."""
+"""What a rank on the CPU holds for itself while it trains a small model: 92 MiB measured, torch 2.13 from the fork
+server. Others hold more, so that less memory than this is worth a warning."""
 RECORD_BYTES = 4 * MIB
 """Less room than this takes no record of a run."""
 SCARCE_BYTES = GIB
@@ -59,7 +60,7 @@ def judge(recipe: Recipe, plan: Plan, facts: Facts, *, local: LocalFacts) -> lis
         *_meeting(recipe, facts),
         *_devices(recipe, plan, facts, local),
         *_torch(facts, here),
-        *_processors(facts, here),
+        *_processors(recipe, facts, here),
         *_shared_memory(recipe, plan, facts, here),
         *_open_files(recipe, facts, here),
         *_folders(recipe, facts),
@@ -232,28 +233,27 @@ def _major(version: str) -> int:
     return int(first) if first.isdigit() else 0
 
 
-def _processors(facts: Facts, here: Sequence[PlannedNode]) -> Iterator[Result]:
-    """Memory and cores for the ranks that run on the CPU."""
+def _processors(recipe: Recipe, facts: Facts, here: Sequence[PlannedNode]) -> Iterator[Result]:
+    """Whether all ranks can be here, and memory and cores for those that run on the CPU."""
+    all_here = sum(len(node.ranks) for node in here)
+    rank_bytes = RANK_BYTES if recipe.script is None else SCRIPT_BYTES
+    if facts.room is not None and (refusal := facts.room.refusal(all_here, rank_bytes=rank_bytes)):
+        key = _ranks_key(recipe, max(here, key=lambda node: len(node.ranks)))
+        yield Result(status="error", check="room", what=refusal, fix="ask for fewer ranks", key=key)
+        return
     on_cpu = [node for node in here if "cpu" in node.devices]
     ranks = sum(len(node.ranks) for node in on_cpu)
     if not ranks:
         return
-    key = f"cluster.nodes[{max(on_cpu, key=lambda node: len(node.ranks)).node}].cpu_ranks"
+    key = _ranks_key(recipe, max(on_cpu, key=lambda node: len(node.ranks)))
     said = f"{ranks} CPU rank{'s' * (ranks != 1)}"
-    total, available, need = facts.memory_total_bytes, facts.memory_available_bytes, ranks * CPU_RANK_BYTES
-    if total is not None and need > total:
-        yield Result(
-            status="error",
-            check="memory",
-            what=f"{said} need at least {size(need)}, but this machine has {size(total)}",
-            fix=f"{max(int(total // CPU_RANK_BYTES), 1)} would be the most",
-            key=key,
-        )
-    elif available is not None and need > available:
+    total, available = facts.memory_total_bytes, facts.memory_available_bytes
+    need = ranks * (CPU_RANK_BYTES if recipe.script is None else SCRIPT_BYTES)
+    if available is not None and need > available:
         yield Result(
             status="warning",
             check="memory",
-            what=f"{said} need at least {size(need)}, but {size(available)} of {size(total)} are available",
+            what=f"{said} need {size(need)} or more, but {size(available)} of {size(total)} are available",
             fix="use fewer ranks, or end what holds the memory",
             key=key,
         )

@@ -24,6 +24,7 @@ from gputrain_tui.plan import LocalFacts, Plan, address_of, is_local
 from gputrain_tui.preflight.facts import Facts, Folder, Meeting, Port, Torch, Wrong
 from gputrain_tui.recipe import Recipe
 from trainer.errors import RequestError
+from trainer.node import room
 from trainer.tasks.registry import BUILT_IN, check_data, options_schema
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def look(recipe: Recipe, plan: Plan, local: LocalFacts, *, inventories: Mapping[
         meeting=meeting,
         home=_folder(paths.runs_folder()),
         save_dir=_folder(Path(save_dir), count=True) if save_dir and first else None,
+        room=room.look(),
         shm_free_bytes=_free_bytes(SHM) if SHM.is_dir() else None,
         memory_total_bytes=_meminfo_bytes(meminfo, "MemTotal"),
         memory_available_bytes=_meminfo_bytes(meminfo, "MemAvailable"),

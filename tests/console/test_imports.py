@@ -26,6 +26,8 @@ TORCH_FREE = (
     "trainer.record",
     "trainer.schema",
     "trainer.spawn",
+    "trainer.node",
+    "trainer.node.room",
     "trainer.node.stopping_signals",
     "trainer.tasks",
     "trainer.tasks.options",

@@ -206,7 +206,29 @@ def test_json_errors_name_the_line_too() -> None:
     text = json.dumps({"train": {"task": "mnist", "lrr": 1}, "task": {"data": "d"}}, indent=1)
     assert refusal(text, name="r.json") == "r.json:4: train.lrr is not known; did you mean 'lr'?"
     assert "r.json:1: is not valid JSON" in refusal("[1, 2", name="r.json")
-    assert "a recipe in JSON is an object in braces, not list" in refusal("[1, 2]", name="r.json")
+    assert "a recipe in JSON is an object in braces, but this is a list" in refusal("[1, 2]", name="r.json")
+    assert "a recipe in JSON is an object in braces, but this is a list" in refusal('[{"train": {}}]')
+
+
+def test_a_key_that_a_json_object_says_twice_is_refused_with_its_line() -> None:
+    text = '{\n "train": {"task": "mnist",\n  "lr": 1,\n  "lr": 2}}'
+    assert refusal(text, name="r.json") == "r.json:4: 'lr' is there twice in one object; keep one of them"
+    two = '{"cluster": {"nodes": [{"gpus": 1}, {"gpus": 1, "gpus": 2}]}}'
+    assert refusal(two, name="r.json") == "r.json: 'gpus' is there twice in one object; keep one of them"
+
+
+def test_more_ranks_than_a_machine_can_have_are_a_slip_of_the_finger() -> None:
+    for node, words in (
+        ("cpu_ranks = 100000", "cluster.nodes[0].cpu_ranks is 100000, but must be an integer >= 1 and <= 1024"),
+        ("ranks = 100000", "cluster.nodes[0].ranks is 100000"),
+        ("gpus = 100000", "cluster.nodes[0].gpus is 100000, but one machine has at most 1024 ranks"),
+    ):
+        assert words in refusal(f'[[cluster.nodes]]\n{node}\n[train]\ntask = "mnist"\n[task]\ndata = "d"')
+
+
+def test_an_empty_name_is_no_recipe() -> None:
+    with pytest.raises(RecipeError, match="the recipe's name is empty"):
+        load("")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -21,30 +21,26 @@ def draw_readiness(results: Sequence[Result], problem: str, width: int, height: 
     """
     title = ("preflight", "title")
     if problem:
-        return [
-            headline(width, [title, ("  ✗ the recipe is not right yet", "error")]),
-            _line("✗", problem, "error", width),
-        ][:height]
+        rows = [headline(width, [title, ("  ✗ the recipe is not right yet", "error")])]
+        return [*rows, _line("✗", problem, "error", width)][:height]
     if not results:
         return [headline(width, [title])]
     stopping, doubtful = errors(results), warnings(results)
     state = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
     said = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
-    remark: Row = [(f"{len(results)} check{'s' * (len(results) != 1)}", "dim")]
-    rows = [headline(width, [title, (said, state[1])], [remark])]
-    rows += [_line("✗", _told(result), "error", width) for result in stopping]
-    rows += [_line("!", _told(result), "warning", width) for result in doubtful]
-    if len(rows) > height > 1:
-        more = f" {len(rows) - height} more "
-        rows = rows[:height]
-        rows[-1] = [*cut(rows[-1], width - len(more)), (more, "accent")]
-    return rows[:height]
+    wide = max((len(result.check) for result in (*stopping, *doubtful)), default=0)
+    lines = [_line("✗", _told(result, wide), "error", width) for result in stopping]
+    lines += [_line("!", _told(result, wide), "warning", width) for result in doubtful]
+    remarks: list[Row] = [[(f"{len(results)} check{'s' * (len(results) != 1)}", "dim")]]
+    if len(lines) > height - 1:
+        remarks.insert(0, [(f"{height - 1} of {len(lines)} shown", "accent")])
+    return [headline(width, [title, (said, state[1])], remarks[::-1]), *lines][:height]
 
 
-def _told(result: Result) -> str:
+def _told(result: Result, wide: int) -> str:
     host = f"{result.host}: " if result.host else ""
     fix = f" → {result.fix}" if result.fix else ""
-    return f"{result.key or result.check}  {host}{result.what}{fix}"
+    return f"{result.check:<{wide}}  {host}{result.what}{fix}"
 
 
 def _line(mark: str, text: str, role: str, width: int) -> Row:
