@@ -5,8 +5,13 @@ A row is a list of ``(text, role)``; a widget turns roles into the theme's colou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from math import floor, isfinite, log10
+
+from rich.cells import cell_len, set_cell_size
+
+from gputrain_tui.tables import printable
 
 Row = list[tuple[str, str]]
 """Pieces of one line: text, and the role that decides its colour."""
@@ -16,6 +21,8 @@ EMPTY = "–"
 RULE = "─"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 """Cells filled from the left by so many eighths."""
+_NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u2319\u2500-\u25fc\u2713-\u2717\u23ce\u2800-\u28ff]*").fullmatch
+"""Matches what surely takes one cell a character; for anything else a table is asked, which takes longer."""
 LOWER = " ▁▂▃▄▅▆▇█"
 """Cells filled from below by so many eighths."""
 
@@ -25,20 +32,48 @@ def text_of(row: Row) -> str:
     return "".join(text for text, _ in row)
 
 
+def cells(text: str) -> int:
+    """Return how many cells a text takes: names and messages may be in any script."""
+    return len(text) if _NARROW(text) else cell_len(text)
+
+
+def harmless(text: str) -> str:
+    """Return a text that commands no terminal and has no character without a width of its own, such as a tab."""
+    return printable(text).replace("\t", " ")
+
+
+def cropped(text: str, wide: int) -> str:
+    """Return what fits into so many cells of a text, which ends with a mark where something was left out."""
+    if cells(text) <= wide:
+        return text
+    return (set_cell_size(text, wide - 1) if cells(text) > len(text) else text[: wide - 1]) + "…" if wide > 0 else ""
+
+
+def fitted(text: str, wide: int) -> str:
+    """Return a text in exactly so many cells, left-aligned."""
+    text = cropped(text, wide)
+    return text + " " * (wide - cells(text))
+
+
 def length(row: Row) -> int:
-    """Return the cells of a row; every character that rows use takes one."""
-    return sum(len(text) for text, _ in row)
+    """Return the cells of a row."""
+    return sum(cells(text) for text, _ in row)
 
 
 def cut(row: Row, width: int) -> Row:
-    """Return a row with exactly ``width`` cells: cropped, or filled with blanks."""
+    """Return a row with exactly ``width`` cells: cropped, or filled with blanks; what is in it is harmless."""
     out: Row = []
     left = width
     for text, role in row:
         if left <= 0:
             break
-        out.append((text[:left], role))
-        left -= len(text)
+        if not _NARROW(text):
+            text = harmless(text)
+        wide = cells(text)
+        if wide > left:
+            text = text[:left] if wide == len(text) else set_cell_size(text, left)
+        out.append((text, role))
+        left -= wide
     if left > 0:
         out.append((" " * left, "base"))
     return out
@@ -76,9 +111,11 @@ def headline(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
 
 def message(width: int, height: int, lines: Sequence[str]) -> list[Row]:
     """Return a calm remark in the middle of an empty panel."""
-    lines = [line for line in lines if len(line) <= width][:height]
+    lines = [line for line in lines if cells(line) <= width][:height]
     rows: list[Row] = [[] for _ in range((height - len(lines)) // 2)]
-    rows += [[(line.center(width), "dim")] for line in lines]
+    for line in lines:
+        blank = width - cells(line)
+        rows.append([(" " * (blank // 2 + (blank & width & 1)) + line, "dim")])
     return [cut(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 

@@ -199,8 +199,11 @@ def _details(entry: Entry, width: int) -> list[Row]:
     room = max(width - len(indent) - 10, 20)
     rows: list[Row] = [[(" " * MESSAGE, "base"), (line, "bright")] for line in _message(entry, width)[1:]]
     if entry.evidence:
-        text = "   ".join(f"{name.replace('_', ' ')} {current(value)}" for name, value in entry.evidence)
-        lines = textwrap.wrap(text, room)
+        # A figure and its name stay together: blanks within them do not break.
+        text = "   ".join(
+            f"{name.replace('_', ' ')} {current(value)}".replace(" ", "\xa0") for name, value in entry.evidence
+        )
+        lines = [line.replace("\xa0", " ") for line in textwrap.wrap(text, room)]
         rows += [[(indent, "base"), (("evidence " if not i else "").ljust(10), "dim"), (line, "bright")]
                  for i, line in enumerate(lines)]  # fmt: skip
     for label, text, role in (("said", entry.said, "dim"), ("advice", entry.advice, "accent")):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.console.ramp import Ramp
-from gputrain_tui.console.widgets.drawing import Row, cut, headline, merged
+from gputrain_tui.console.widgets.drawing import Row, cells, cut, fitted, headline, merged
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless import ranks_text
 from gputrain_tui.state import RunState
@@ -80,7 +80,7 @@ def draw_joining(seen: Arrivals, width: int, height: int) -> list[Row]:
     for key, (sign, role, word) in SIGNS.items():
         if key in present:
             legend += [(f"  {sign}", role), (f" {word}", "dim")]
-    name_wide = min(max((len(host) for host, _ in seen.hosts), default=0), 24)
+    name_wide = min(max((cells(host) for host, _ in seen.hosts), default=0), 24)
     hosts = sorted(seen.hosts, key=lambda item: all(sign == "here" for _, sign in item[1]))
     room = height - len(rows) - 2
     for index, (host, ranks) in enumerate(hosts):
@@ -96,11 +96,10 @@ def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: in
     count = sum(sign == "here" for _, sign in ranks)
     span = f"{ranks[0][0]}–{ranks[-1][0]}" if len(ranks) > 1 else f"{ranks[0][0]}"
     name = printable(host)
-    name = name if len(name) <= name_wide else name[: name_wide - 1] + "…"
     word = "ranks" if len(ranks) > 1 else "rank"
     row: Row = [
         ("  ", "base"),
-        (name.ljust(name_wide), "bright" if count < len(ranks) else "dim"),
+        (fitted(name, name_wide), "bright" if count < len(ranks) else "dim"),
         (f"  {word} {span}".ljust(18), "dim"),
         (f"{count:>4}/{len(ranks)}  ", "bright" if count < len(ranks) else "dim"),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL, Axis, Scale, braille_line, tick_label
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, headline, merged, message, nice_step
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, fitted, headline, merged, message, nice_step
 from gputrain_tui.tables import duration, printable
 
 
@@ -116,7 +116,7 @@ def legend(lines: Sequence[Line], width: int) -> list[Row]:
         best = EMPTY if line.best is None else current(line.best)
         row: Row = [
             (f" {index + 1} ━━ ", f"curve-{index}"),
-            (printable(line.name).ljust(names)[:names], "bright"),
+            (fitted(printable(line.name), names), "bright"),
             ("  loss", "dim"),
             (current(line.value).rjust(8), "bright"),
             (" valid", "dim"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gputrain_tui.console.widgets.drawing import EMPTY, figure
+from gputrain_tui.console.widgets.drawing import EMPTY, cells, figure, fitted, harmless
 from gputrain_tui.state import RankView
 
 Value = float | str | None
@@ -43,7 +43,7 @@ class Column:
         value = self.value(view, late)
         if isinstance(value, str):
             value = SHORTER.get(value, value)
-            return value.ljust(wide) if len(value) <= wide else value[: wide - 1] + "…"
+            return fitted(harmless(value), wide)
         if self.digits is None:
             return EMPTY.ljust(wide)
         if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= wide:
@@ -121,7 +121,7 @@ class Place:
 
 def layout(width: int, ranks: int, hosts: Collection[str]) -> list[Place]:
     """Choose the columns that fit and spread them evenly; two cells at the left are left for marks."""
-    longest_host = max(map(len, hosts), default=0)
+    longest_host = max(map(cells, hosts), default=0)
 
     def wide(column: Column) -> int:
         if column.key == "rank":

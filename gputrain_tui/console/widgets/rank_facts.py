@@ -128,7 +128,8 @@ class RankFacts(Panel):
         """Return the facts."""
         rank = self.selected_rank or 0
         view = self.live.state.ranks.get(rank)
-        message = (view.message or "") if view is not None else ""
+        told = view.failure.message if view is not None and view.failure is not None else None
+        message = told or (view.message or "" if view is not None else "")
         where = whereabouts(view) if view is not None else ""
         found = facts(self.live.state, rank, self.live.now())
         return draw_facts(rank, found, width, height, where=where, message=message)

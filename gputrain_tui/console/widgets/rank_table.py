@@ -11,6 +11,7 @@ from gputrain_tui.console.widgets.drawing import message as remark
 from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, Place, layout
 from gputrain_tui.fate import FATES
 from gputrain_tui.state import RankView
+from gputrain_tui.tables import printable
 
 HEAD = 2
 """Lines above the first rank."""
@@ -59,7 +60,7 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     rows = [cut(_head(grid, width, visible), width), cut(_titles(grid, places), width)][:height]
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
-        why = f"no rank matches {grid.filter_text}" if grid.filter_text else "no rank was heard of yet"
+        why = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
         return rows + remark(width, visible, [why])
     thumb = _thumb(grid.top, visible, len(grid.rows)) if scrolls else (0, 0)
     for y, view in enumerate(shown):
@@ -80,7 +81,7 @@ def _head(grid: GridView, width: int, visible: int) -> Row:
         if standings[standing]:
             left += [("  ", "base"), (f"{standings[standing]:,} {standing}", role)]
     if grid.filter_text:
-        left += [("  /", "dim"), (grid.filter_text, "accent"), (f"  {len(grid.rows):,}", "bright")]
+        left += [("  /", "dim"), (printable(grid.filter_text), "accent"), (f"  {len(grid.rows):,}", "bright")]
     rights: list[Row] = []
     if len(grid.rows) > visible:
         last = min(grid.top + visible, len(grid.rows))

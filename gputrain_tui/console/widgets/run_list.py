@@ -9,7 +9,7 @@ from typing import Any
 
 from gputrain_tui.compare import FEWEST, MOST
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, cropped, cut, fitted, headline, message
 from gputrain_tui.console.widgets.run_header import MARKS
 from gputrain_tui.tables import duration, printable
 
@@ -69,17 +69,13 @@ def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened
         ("▸" if opened else " ", "accent"),
         (f" {mark} ", role),
         (f"{entry['state']:<10} ", role if role in ("error", "warning", "accent") else "dim"),
-        (_cut(printable(entry["id"]), room).ljust(room), "bright"),
+        (fitted(printable(entry["id"]), room), "bright"),
     ]
     for column in columns:
-        text = _cut(cells[column], column.wide)
+        text = cropped(cells[column], column.wide)
         shown = "dim" if column in (STARTED, RECIPE, RANKS) or text == EMPTY else "bright"
         row += [("  ", "base"), (text.rjust(column.wide) if column.right else text.ljust(column.wide), shown)]
     return cut(row, width)
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: max(room - 1, 0)] + "…"
 
 
 class RunList(Listing):
