@@ -27,7 +27,8 @@ from trainer.node import child, forkserver, guard, memory
 from trainer.node.assignment import PipeSink, RankAssignment
 from trainer.node.descendants import kill_descendants, reap
 from trainer.node.last_words import error_in
-from trainer.node.node_sampler import Gpus, NodeSampler
+from trainer.node.neighbours import Neighbours
+from trainer.node.node_sampler import NodeSampler, gpus_of
 from trainer.node.scratch import scratch_folder
 from trainer.node.stopping_signals import StopRequested, StopSignals
 from trainer.outcome import (
@@ -190,6 +191,8 @@ class _Node:
         self._oom_kills = memory.oom_kills()
         self._pids: dict[int, int] = {}
         """Of the ranks that run, for the sampler."""
+        self._neighbours: Neighbours | None = None
+        """The ranks of this node that other processes have started, as a launcher has it."""
         self._sampler: NodeSampler | None = None
         """Looks at the machine; None while nothing has been started and without a record."""
 
@@ -215,16 +218,20 @@ class _Node:
             if self._failures:
                 break
         self._signals.interrupt(False)
-        if self._writer.enabled:
-            first = assignments[0]
-            self._sampler = NodeSampler(
-                first.node,
-                first.host,
-                self._pids,
-                writer=self._writer,
-                gpus=_gpus(assignments),
-                interval_s=SAMPLE_S,
-            )
+        first = assignments[0]
+        others = len(assignments) < first.local_world_size
+        if first.run_dir is None or (others and first.local_rank):
+            return  # another process of this node looks at the machine
+        if others:
+            self._neighbours = Neighbours(RunDir(first.run_dir), first.node, first.host, first.local_world_size)
+        self._sampler = NodeSampler(
+            first.node,
+            first.host,
+            self._pids,
+            writer=self._writer,
+            gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
+            interval_s=SAMPLE_S,
+        )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
         log = RunDir(assignment.run_dir).rank_log(assignment.rank) if assignment.run_dir is not None else None
@@ -275,6 +282,8 @@ class _Node:
             if not running or self._act(running, time.monotonic()):
                 return
             if self._sampler is not None:
+                if self._neighbours is not None:
+                    self._pids.update(self._neighbours.look())
                 self._sampler.poll(time.time())
             sources: list[object] = [self._signals.wake]
             for rank in running:
@@ -467,12 +476,6 @@ class _Node:
             saved=next((report.saved for report in stopped if report.saved is not None), None),
             unanswered=self._unanswered,
         )
-
-
-def _gpus(assignments: Sequence[RankAssignment]) -> Gpus | None:
-    """Return the GPUs that the ranks were given, None for CPU ranks."""
-    uuids = {a.rank: uuid for a in assignments if (uuid := a.device.partition(" ")[2]).startswith("GPU-")}
-    return Gpus(uuids) if uuids else None
 
 
 def _torch_context() -> BaseContext:

@@ -19,10 +19,14 @@ from trainer.errors import ExitCode
 from trainer.node import child, guard
 from trainer.node.assignment import RankAssignment
 from trainer.node.descendants import kill_descendants
+from trainer.node.neighbours import Neighbours
+from trainer.node.node_sampler import NodeSampler, gpus_of
 from trainer.node.stopping_signals import AT_ONCE, STOPPING, StopSignals
 from trainer.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
 from trainer.record import EventWriter, Failure, RankState, RunDir
 
+SAMPLE_S = 1.0
+"""Time between two looks at the machine, when a record is kept."""
 FLUSH_S = 0.15
 """A little more than the record's writer may hold events back, before a stopped rank leaves."""
 
@@ -38,6 +42,8 @@ def run_alone(assignment: RankAssignment, *, environ: Mapping[str, str], target:
         if run_dir is not None:
             run_dir.node_result(assignment.node).unlink(missing_ok=True)
             alone.write_spawned()
+            if assignment.local_rank == 0:
+                threading.Thread(target=alone.look_at_the_machine, name="node-sampler", daemon=True).start()
             guard.redirect_output(run_dir.rank_log(assignment.rank))
         # Imports torch, which a fork server would have done for the rank.
         importlib.import_module("trainer.node.preload")
@@ -59,6 +65,8 @@ class _Alone:
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
         self._told = False
+        self._over = threading.Event()
+        """Set when there is nothing left to look at."""
         self._listens = False
         self._asked = False
         self._patience_s = assignment.distributed.stop_grace
@@ -84,6 +92,25 @@ class _Alone:
             )
         )
         writer.close()
+
+    def look_at_the_machine(self) -> None:
+        """Record once a second what the ranks of this node do to the machine; on a thread of its own.
+
+        It waits in the kernel nearly all of the time, and holds the interpreter for less than a thousandth of it. The
+        file is this machine's alone: lines of several writers would not keep apart on a network file system.
+        """
+        assert self._run_dir is not None
+        here = self._assignment
+        neighbours = Neighbours(self._run_dir, here.node, here.host, here.local_world_size)
+        writer = EventWriter(self._run_dir.events / f"machine-{here.host}.ndjson")
+        sampler = NodeSampler(here.node, here.host, neighbours.pids, writer=writer, interval_s=SAMPLE_S)
+        asked_gpus = False
+        while not self._over.wait(SAMPLE_S):
+            neighbours.look()
+            if neighbours.complete and not asked_gpus:
+                sampler.watch_gpus(gpus_of(neighbours.devices))
+                asked_gpus = True
+            sampler.poll(time.time())
 
     def report(self, report: RankReport) -> None:
         """Take the rank's own word, before its teardown, which may never come back."""
@@ -155,6 +182,7 @@ class _Alone:
     ) -> None:
         """Write the node's outcome, where this rank is all of the node, and say what failed or what was kept."""
         self._told = True
+        self._over.set()
         here = self._assignment
         if code == ExitCode.STOPPED:
             said = "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved)

@@ -168,6 +168,16 @@ class Gpus:
             return default
 
 
+def gpus_of(devices: Mapping[int, str]) -> Gpus | None:
+    """Return the GPUs that ranks were given, None for CPU ranks.
+
+    Args:
+        devices: rank to what its device is called in the record, ``cpu`` or ``cuda:<index> <UUID or name>``.
+    """
+    uuids = {rank: uuid for rank, device in devices.items() if (uuid := device.partition(" ")[2]).startswith("GPU-")}
+    return Gpus(uuids) if uuids else None
+
+
 class NodeSampler:
     """Writes a ``node_sample`` event once a second.
 
@@ -241,6 +251,11 @@ class NodeSampler:
             sample.gpus = self._gpus.sample()
         self._writer.write(sample)
         return sample
+
+    def watch_gpus(self, gpus: Gpus | None) -> None:
+        """Look at these from now on: where ranks start one by one, theirs are known only then."""
+        self.close()
+        self._gpus = gpus
 
     def close(self) -> None:
         """Let go of the GPUs."""
