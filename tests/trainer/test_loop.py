@@ -324,3 +324,17 @@ def test_a_resumed_training_that_is_at_its_end_already_is_refused(tmp_path: Path
     assert "nothing is left to train: max_updates 3 reached" in done.output.splitlines()[-1]
     # In its own run directory it is the restart of a run that was killed after its last checkpoint.
     assert train(tmp_path / "first", *flags, "--resume", folder).code == 0
+
+
+def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no_update_is_made(tmp_path: Path) -> None:
+    flags = ("--batch-size", 10, "--save-every-updates", 2)
+    stopped = tmp_path / "first"
+    assert train(stopped, *flags, "--max-updates", 3).code == 0
+    # The checkpoint of update 2 was written before anything was validated.
+    checkpoint = stopped / "checkpoints" / "step_00000002.pt"
+    done = train(tmp_path / "second", *flags, "--max-updates", 2, "--resume", checkpoint)
+    assert done.code == 0, done.output
+    line = "no update is left to make, max_updates 2 reached: its last validation is made now"
+    assert [text for text in done.output.splitlines() if text == line] == [line]
+    assert [event["step"] for event in done.of("validation")] == [2]
+    assert done.of("step") == []
