@@ -65,6 +65,8 @@ def _communication(state: RunState, window: Sequence[Row], usual_ms: float) -> S
     evidence = {"wire_exposed_ms": bare_ms, "step_ms": usual_ms, "wire_share": share}
     evidence["compute_ms"] = middle([row.compute_ms for row in window])
     last = next((view.last for view in state.ranks.values() if view.last is not None), None)
+    # On a GPU nothing waits for a core; of CPU ranks that do not count it, the transfer has it in it.
+    estimate = last is not None and last.core_wait_ms is None and state.ranks[last.rank].device in (None, "cpu")
     if last is not None and last.sync_bytes is not None:
         evidence["sync_bytes"] = float(last.sync_bytes)
     if (bandwidth := state.bus_bytes_per_s) is not None:
@@ -77,7 +79,8 @@ def _communication(state: RunState, window: Sequence[Row], usual_ms: float) -> S
         cause="communication",
         step=window[-1].step,
         message=f"exchanging gradients takes {percent(share)} of a step that nothing hides "
-        f"({bare_ms:.1f} of {usual_ms:.1f} ms), with no rank late",
+        f"({bare_ms:.1f} of {usual_ms:.1f} ms), with no rank late"
+        + (" (at most: waits for a core were not measured and are in it)" if estimate else ""),
         evidence=evidence,
         advice=ADVICE["communication_bound"],
     )

@@ -19,9 +19,9 @@ from gputrain_tui.diagnosis.symptom import Symptom
 LEAST_LEAD = 0.05
 """Share of a step by which one rank must begin its forward pass later than the first one."""
 TOLERANCE = 0.20
-"""Share of that by which a follower's longer forward pass may differ from it."""
+"""Share of that by which a follower's longer forward pass may differ from it, median over the steps."""
 AGREEING = 0.75
-"""Share of the steps in which it must not."""
+"""Share of the steps in which it must be longer by half of it at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,10 @@ class Broadcast:
 
 def _follows(rows: Sequence[Row], index: int, leader: int) -> bool:
     """Tell whether a rank's forward pass is longer than the leader's by just what it began earlier."""
-    agreeing = 0
-    for row in rows:
-        lead = row.before_forward[leader] - row.before_forward[index]
-        longer = row.cycles[index].forward - row.cycles[leader].forward
-        agreeing += lead > 0.0 and abs(longer - lead) <= TOLERANCE * lead
-    return agreeing >= AGREEING * len(rows)
+    leads = [row.before_forward[leader] - row.before_forward[index] for row in rows]
+    longer = [row.cycles[index].forward - row.cycles[leader].forward for row in rows]
+    usual = middle(leads)
+    apart = middle([long - lead for long, lead in zip(longer, leads, strict=True)])
+    if usual <= 0.0 or abs(apart) > TOLERANCE * usual:
+        return False
+    return sum(long >= usual / 2 for long in longer) >= AGREEING * len(rows)

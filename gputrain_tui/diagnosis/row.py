@@ -32,6 +32,8 @@ class Cycle(NamedTuple):
     """All of the above."""
     core_wait: float
     """Ready to run and without a core, over the whole cycle."""
+    core_wait_before: float
+    """Of that, what came before the forward pass."""
     gc: float
     """In Python's garbage collector; lies within the other parts."""
     exposed: float | None
@@ -43,8 +45,8 @@ class Cycle(NamedTuple):
 
     @property
     def before_forward(self) -> float:
-        """All that comes before the forward pass."""
-        return self.optimizer + self.other + self.data + self.h2d
+        """All that comes before the forward pass, by the clock: whoever waits there waits for all of it."""
+        return self.optimizer + self.other + self.data + self.h2d + self.core_wait_before
 
 
 class Row:

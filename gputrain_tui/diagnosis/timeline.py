@@ -43,8 +43,8 @@ class Lane:
         """Last step that was reported."""
         self.taken = 0
         """Step events taken up, of all that the rank ever reported."""
-        self._tail: tuple[float, float] | None = None
-        """Optimizer and other times of the last step: they belong to the synchronisation after it."""
+        self._tail: tuple[float, float, float] | None = None
+        """Of the last step, optimizer, other and their waits for a core: what belongs to the next synchronisation."""
 
     def take_up(self, view: RankView) -> bool:
         """Take up a rank's new events; False where some were missed or the rank began anew."""
@@ -66,19 +66,20 @@ class Lane:
         if first > self.reach + 1:
             self._tail = None
         loss = event.loss if event.loss is not None and math.isfinite(event.loss) else None
-        cycle = _cycle(event)
+        cycle, end_wait = _cycle(event)
         if cycle is None:
             self._tail = None
             self.stretches.append(Stretch(first, event.step, None, loss))
         else:
-            tail, end = self._tail, (cycle.optimizer, cycle.other)
+            tail, end = self._tail, (cycle.optimizer, cycle.other, end_wait)
             # A wait that was not measured lies in the rest of its step, and must not count as work of the next.
             self._tail = end if cycle.exposed is not None else None
             begins = first
             if tail is not None and tail != end:
-                optimizer, other = tail
+                optimizer, other, waited = tail
                 own = cycle.own - cycle.optimizer - cycle.other + optimizer + other
-                start = cycle._replace(optimizer=optimizer, other=other, own=own)
+                before = cycle.core_wait_before - end_wait + waited
+                start = cycle._replace(optimizer=optimizer, other=other, own=own, core_wait_before=before)
                 self.stretches.append(Stretch(first, first, start, loss))
                 begins = first + 1
             if begins <= event.step:
@@ -197,20 +198,26 @@ def _covered(views: Sequence[RankView]) -> int:
     return fewest
 
 
-def _cycle(event: Step) -> Cycle | None:
-    """Return what an event tells of a step, with the end of that very step; None where its parts were not measured."""
+def _cycle(event: Step) -> tuple[Cycle | None, float]:
+    """Return what an event tells of a step, with the end of that very step, and the waits for a core at that end, ms.
+
+    None where its parts were not measured.
+    """
     step_ms, forward_ms, backward_ms = event.step_ms, event.forward_ms, event.backward_ms
     if step_ms is None or forward_ms is None:
-        return None
+        return None, 0.0
     data, h2d = event.data_ms or 0.0, event.h2d_ms or 0.0
     backward, optimizer = backward_ms or 0.0, event.optimizer_ms or 0.0
     # Where the exposed synchronisation is not known, neither is the backward pass without it: both are in the rest.
     exposed = event.sync_exposed_ms if backward_ms is not None else None
-    forward, wire, core_wait = forward_ms, exposed, 0.0
+    forward, wire = forward_ms, exposed
+    core_wait = core_wait_before = end_wait = 0.0
     other = max(0.0, step_ms - data - h2d - forward - backward - optimizer - (exposed or 0.0))
     if event.core_wait_ms:
         waits = event.core_wait_ms
         core_wait = sum(waits.values())
+        end_wait = waits.get("optimizer", 0.0) + waits.get("other", 0.0)
+        core_wait_before = waits.get("data", 0.0) + waits.get("h2d", 0.0) + end_wait
         data = max(0.0, data - waits.get("data", 0.0))
         h2d = max(0.0, h2d - waits.get("h2d", 0.0))
         forward = max(0.0, forward - waits.get("forward", 0.0))
@@ -221,4 +228,6 @@ def _cycle(event: Step) -> Cycle | None:
             wire = max(0.0, exposed - waits.get("sync", 0.0))
     own = data + h2d + forward + backward + optimizer + other
     gc = event.gc_ms or 0.0
-    return Cycle(data, h2d, forward, backward, optimizer, other, own, core_wait, gc, exposed, wire, step_ms)
+    return Cycle(
+        data, h2d, forward, backward, optimizer, other, own, core_wait, core_wait_before, gc, exposed, wire, step_ms
+    ), end_wait

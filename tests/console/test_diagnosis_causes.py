@@ -237,3 +237,27 @@ def test_a_straggler_is_cleared_when_the_synchronisation_is_no_longer_measured()
     run = Run(3)
     assert told(run.steps(80, late(1, forward=40.0))) == [("straggler", "raised", 1, "forward")]
     assert told(unmeasured(run, 20, late(1, forward=40.0))) == [("straggler", "cleared", 1, "forward")]
+
+
+@pytest.mark.parametrize(("device", "estimated"), [("cpu", True), ("cuda:0", False)])
+def test_a_transfer_that_may_hold_waits_for_cores_is_told_as_an_estimate(device: str, estimated: bool) -> None:
+    """Without the comm hook (``sync_detail_every = 0``) ranks on CPU do not tell what they waited for a core."""
+    run = Run(wire_ms=60.0, device=device)
+    found = []
+    for _ in range(80):
+        run.step += 1
+        for event in run._one(late(0, first=10**6), 2.0):
+            event.core_wait_ms = None
+            run.state.apply(event)
+        found += run.look()
+    assert told(found) == [("communication_bound", "raised", None, "communication")]
+    assert ("waits for a core were not measured" in found[0].message) == estimated
+    assert "not measured" not in Run(wire_ms=60.0).steps(80)[0].message
+
+
+def test_who_waits_in_an_earlier_synchronisation_of_the_step_is_not_blamed() -> None:
+    """Of several synchronisations in a step the last one is measured; the others are part of the backward pass."""
+    earlier: Slow = lambda step, rank: {"data": 30.0} if rank == 1 else {"backward": 30.0}  # noqa: E731
+    run = Run(3)
+    run.steps(60)
+    assert run.steps(100, earlier) == []

@@ -22,6 +22,8 @@ class FaultOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``WHERE:RANK:FROM:UNTIL`` (forward, backward, data or optimizer; steps from 1, the last one excluded), with
     commas between several; empty for a balanced run."""
     delay_ms: float = 30.0
+    batch_norm: bool = False
+    """Whether layers keep running means, which are buffers."""
 
 
 class FaultTask(Task):
@@ -43,7 +45,8 @@ class FaultTask(Task):
 
     def model(self) -> nn.Module:
         width = self.options.width
-        layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(self.options.layers)]
+        norm = nn.BatchNorm1d if self.options.batch_norm else nn.Identity
+        layers = [nn.Sequential(nn.Linear(width, width), norm(width), nn.Tanh()) for _ in range(self.options.layers)]
         return nn.Sequential(*layers, nn.Linear(width, 1))
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -26,9 +27,12 @@ batch_size = 192
 max_updates = {updates}
 save_every_epochs = 0
 threads = 1
+broadcast_buffers = {batch_norm}
 
 [task]
 faults = "{faults}"
+batch_norm = {batch_norm}
+samples = {samples}
 """
 
 BALANCED = 60
@@ -65,10 +69,26 @@ class Record:
         return max(event.step for event in self.events if isinstance(event, Step) and event.time <= moment)
 
 
-def train(folder: Path, *, ranks: int, updates: int, faults: Sequence[Fault] = (), timeout: float = 300) -> Record:
+def train(
+    folder: Path,
+    *,
+    ranks: int,
+    updates: int,
+    faults: Sequence[Fault] = (),
+    batch_norm: bool = False,
+    timeout: float = 300,
+) -> Record:
     recipe = folder / "recipe.toml"
     task = Path(__file__).with_name("fault_task.py")
-    recipe.write_text(RECIPE.format(ranks=ranks, updates=updates, task=task, faults=",".join(map(str, faults))))
+    words = {
+        "ranks": ranks,
+        "updates": updates,
+        "task": task,
+        "faults": ",".join(map(str, faults)),
+        "batch_norm": str(batch_norm).lower(),
+        "samples": 192 * 24 if batch_norm else 4096,  # a batch norm takes no batch of one, as the last one may be
+    }
+    recipe.write_text(RECIPE.format(**words))
     home = folder / "home"
     done = subprocess.run(
         [sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
@@ -141,6 +161,23 @@ def test_the_right_rank_and_part_are_named_twenty_times_out_of_twenty(tmp_path: 
         if not (right and soon):
             wrong.append((ranks, fault, told))
     assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 0), (3, 1)])
+def test_ranks_that_wait_for_another_s_buffers_in_their_forward_pass_are_not_blamed(
+    tmp_path: Path, ranks: int, slow: int
+) -> None:
+    fault = Fault("data", rank=slow)
+    record = train(tmp_path, ranks=ranks, updates=BALANCED + SOON + 10, faults=[fault], batch_norm=True)
+    steps = [event for event in record.events if isinstance(event, Step) and event.step > fault.first]
+    forward = {r: median(step.forward_ms or 0.0 for step in steps if step.rank == r) for r in range(ranks)}
+    print(f"rank {slow} of {ranks} held up before its forward pass: forward {forward}")
+    neighbour = 1 if slow == 0 else 0
+    assert forward[neighbour] - forward[slow] == pytest.approx(30.0, rel=0.4), "it waits in its forward pass"
+    print([finding.message for finding in record.findings])
+    assert [(f.kind, f.rank, f.cause) for f in record.findings] == [("straggler", slow, "data")]
+    assert "buffers that DDP broadcasts" in record.findings[0].message
 
 
 @pytest.mark.slow
