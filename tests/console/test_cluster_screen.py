@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 from run_dirs import run_dir
 from screens_at_rest import in_loop, quiet_app, seen, settle, show
 
+from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.hosts import Host, Ours, due, gives, nodes_of, others, ours_on, plans_of, wants
 from gputrain_tui.console.screens.cluster import ClusterScreen
 from gputrain_tui.console.widgets.drawing import text_of
@@ -22,6 +26,7 @@ from gputrain_tui.recipe import Gpus, Node
 from gputrain_tui.remote.survey import Sighting
 
 GIB = 1 << 30
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -373,3 +378,20 @@ async def test_leaving_waits_for_no_host() -> None:
             await pilot.pause()
     assert not left.is_set()
     left.set()
+
+
+@in_loop
+async def test_a_console_with_a_hostfile_opens_on_its_machines() -> None:
+    app = GputrainApp(clocked=False, runs=list, hosts=(HostLine(host="127.0.0.1"),), hostfile="hosts")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert app.place == "cluster"
+        assert "hosts named in hosts" in seen(app)
+
+
+def test_a_wrong_hostfile_is_one_line_before_the_console_starts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("gpu1 slots=none\n")
+    words = [sys.executable, "-m", "gputrain_tui", "--hostfile", "hosts"]
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr == b"gputrain: hosts:1: slots is 'none', but must be a whole number from 1 to 4096\n"
