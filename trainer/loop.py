@@ -249,11 +249,14 @@ class Loop:
             torch._foreach_mul_(gradients, denominator / true_count)
         self._count_estimate = true_count
 
-    def nothing_left(self) -> str:
-        """Say why a resumed training would do nothing: it is at its end and validated. Empty when there is work."""
-        if "valid" in self.splits and self._validated_at != self.updates:
-            return ""
+    def at_its_end(self) -> str:
+        """Say why a resumed training will make no update; empty when it will."""
         return self._end()
+
+    @property
+    def validation_missing(self) -> bool:
+        """Whether the last update has not been validated, which every training does before it is finished."""
+        return "valid" in self.splits and self._validated_at != self.updates
 
     def _end(self) -> str:
         if self._time_is_up:

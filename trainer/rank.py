@@ -149,6 +149,15 @@ class _Rank:
         )
 
     def _resume(self, loop: Loop, options: Training) -> None:
+        """Continue from a checkpoint, if there is something to continue.
+
+        Nothing ends with exit code 0 without having trained. A training whose updates are all made, but that was
+        stopped before its last validation, is not finished, though: that validation, and the test where one is asked
+        for, are what it lacks. They are made and the output says that no update is.
+
+        Raises:
+            RequestError: no checkpoint, one of something else, or of a training that is finished.
+        """
         if not options.resume:
             return
         path = Path(options.resume)
@@ -160,10 +169,16 @@ class _Rank:
         else:
             source, state = path, load(path)
         loop.load_state_dict(state, source=str(source))
+        reason = loop.at_its_end()
+        if not reason:
+            return
         # A run that is started again after its last checkpoint has trained; another one would end without having.
         again = self.run_dir is not None and source.resolve().is_relative_to(self.run_dir.path.resolve())
-        if not again and (reason := loop.nothing_left()):
+        if not again and not loop.validation_missing:
             raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
+        if self.assignment.rank == 0:
+            missing = "its last validation is made now" if loop.validation_missing else "it is finished"
+            _say(f"no update is left to make, {reason}: {missing}")
 
     def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
