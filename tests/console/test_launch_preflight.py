@@ -1,0 +1,170 @@
+"""The preflight on the launch screen: beside its field while somebody types, and in the way of a launch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from screens_at_rest import in_loop, quiet_app, seen, settle, show
+from test_launch_screen import TEXT, opened
+
+from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.form import draw_field
+from gputrain_tui.console.widgets.readiness import draw_readiness
+from gputrain_tui.draft import Draft, Remark, remarks_of
+from gputrain_tui.preflight import Result
+from gputrain_tui.runs import list_runs
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "tiny.toml").write_text(TEXT)
+    (tmp_path / "text.txt").write_text("to be or not to be " * 200)
+    return tmp_path
+
+
+def result(status: str, key: str = "", what: str = "found", fix: str = "") -> Result:
+    return Result(status=status, check="data", what=what, fix=fix, key=key)  # type: ignore[arg-type]
+
+
+def rows(results: Sequence[Result], *, problem: str = "", width: int = 60, height: int = 3) -> list[str]:
+    return [text_of(row).rstrip() for row in draw_readiness(results, problem, width, height)]
+
+
+# Drawing
+
+
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        (["ok", "note"], "✓ ready"),
+        (["ok", "warning"], "! ready, 1 warning"),
+        (["error", "warning", "warning"], "✗ 1 error, 2 warnings"),
+    ],
+)
+def test_the_headline_says_whether_it_could_start(statuses: list[str], said: str) -> None:
+    head = rows([result(status) for status in statuses])[0]
+    assert head.startswith(f"preflight  {said} ")
+    assert head.endswith(f"{len(statuses)} checks")
+
+
+def test_errors_come_first_and_what_there_is_no_room_for_is_counted() -> None:
+    found = [result("warning", what="slow"), *(result("error", what=f"bad {index}", fix="mend it") for index in (1, 2))]
+    drawn = rows(found)
+    assert drawn[1:] == ["  ✗ data  bad 1 → mend it", "  ✗ data  bad 2 → mend it"]
+    assert "2 of 3 shown" in drawn[0]
+    assert rows(found, height=4)[3] == "  ! data  slow"
+
+
+def test_a_recipe_that_is_wrong_is_not_called_ready() -> None:
+    assert rows([], problem="train.lr is 0")[1] == "  ✗ train.lr is 0"
+    assert rows([]) == [rows([])[0]]
+    assert "ready" not in rows([])[0]
+
+
+def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
+    fields = Draft(TEXT, name="tiny.toml").fields()
+    found = [
+        result("warning", "task.data", "slow"),
+        result("error", "task.data", "gone", "look for it"),
+        result("ok", "train.task"),
+        result("note", "cluster.nodes[0].cpu_ranks", "many"),
+        result("error", "", "of no field"),
+    ]
+    assert remarks_of(fields, found) == {
+        "task.data": Remark("gone; look for it", "error"),
+        "cluster.nodes[0].cpu_ranks": Remark("many", "note"),
+    }
+
+
+@pytest.mark.parametrize(("status", "mark"), [("error", "!"), ("warning", "!"), ("note", " ")])
+def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
+    field = next(field for field in Draft(TEXT, name="tiny.toml").fields() if field.key == "task.data")
+    text = text_of(draw_field(field, 100, Remark("gone", status)))  # type: ignore[arg-type]
+    assert text[0] == mark
+    assert text.rstrip().endswith("gone")
+
+
+# The screen
+
+
+@in_loop
+async def test_missing_data_is_said_while_its_name_is_typed_and_goes_away_with_it() -> None:
+    app = quiet_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        screen = opened()
+        await show(pilot, screen)
+        assert "preflight  ✓ ready" in seen(app)
+        screen.form.focus()
+        screen.form.go_to("task.data")
+        await pilot.press("enter", "x")
+        await settle(pilot)
+        assert "x does not exist; set task.data to where it lies" in seen(app)
+        assert "preflight  ✓ ready" in seen(app), "what is being typed is not the recipe yet"
+        assert screen.draft is not None
+        assert not screen.draft.changes
+        await pilot.press("backspace")
+        await settle(pilot)
+        assert "does not exist" not in seen(app)
+
+
+@in_loop
+async def test_an_error_blocks_the_launch_with_its_line() -> None:
+    app = quiet_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        screen = opened()
+        await show(pilot, screen)
+        assert screen.draft is not None
+        screen.draft.set("task.data", "nowhere.bin")
+        screen._changed()
+        await settle(pilot)
+        field = next(row for row in seen(app).splitlines() if "! data" in row)
+        assert "nowhere.bin does not exist" in field
+        assert "preflight  ✗ 1 error" in seen(app)
+        assert "2 ranks on 1 node" in seen(app), "the plan can be seen all the same"
+        await pilot.press("L")
+        await settle(pilot)
+        assert app.place == "launch"
+        assert any("nowhere.bin does not exist" in toast.message for toast in app._notifications)
+        assert list_runs() == []
+
+
+@in_loop
+async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for() -> None:
+    app = quiet_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        screen = opened()
+        await show(pilot, screen)
+        assert screen.draft is not None
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            screen.draft.set("cluster.port", str(taken.getsockname()[1]))
+            screen._changed()
+            await settle(pilot)
+            taken.listen()
+            await pilot.press("L")
+            await settle(pilot)
+        assert app.place == "launch"
+        assert any("is in use by" in toast.message for toast in app._notifications)
+
+
+@in_loop
+async def test_a_warning_does_not_block_the_launch(folder: Path) -> None:
+    (folder / "kept").mkdir()
+    (folder / "kept" / "step_00000001.pt").touch()
+    app = quiet_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        screen = opened()
+        await show(pilot, screen)
+        assert screen.draft is not None
+        screen.draft.set("train.save_dir", "kept")
+        screen._changed()
+        await settle(pilot)
+        assert "preflight  ! ready, 1 warning" in seen(app)
+        assert screen._found is not None
+        assert screen._found.prepared is not None
