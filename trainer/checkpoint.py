@@ -251,7 +251,7 @@ class CheckpointWriter:
                 self._queue.busy = True
             try:
                 self._write(job)
-            except (OSError, RuntimeError, MemoryError) as error:
+            except Exception as error:  # noqa: BLE001 - a thread that ended here would keep nothing from then on
                 self._on_failed(job.step, f"checkpoint of step {job.step} was not written: {error}")
             finally:
                 del job  # the copy's memory is free while the thread waits

@@ -337,6 +337,24 @@ def test_a_folder_that_vanishes_is_reported_and_training_goes_on(
     assert "checkpoint of step 1 was not written" in capsys.readouterr().err
 
 
+def test_a_fault_in_telling_of_one_checkpoint_does_not_cost_the_next(tmp_path: Path) -> None:
+    told: list[int] = []
+    failed: list[int] = []
+
+    def tell(saved: Saved) -> None:
+        told.append(saved.step)
+        if saved.step == 1:
+            raise ValueError("surrogates not allowed")
+
+    writer = CheckpointWriter(tmp_path, keep_last=2, on_saved=tell, on_failed=lambda step, _: failed.append(step))
+    for step in (1, 2):
+        writer.save({"step": step}, step=step)
+        writer.wait()
+    writer.close()
+    assert (told, failed) == ([1, 2], [1])
+    assert names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
+
+
 @pytest.mark.parametrize("name", ["file/checkpoints", "file"])
 def test_a_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path, log: Log, name: str) -> None:
     (tmp_path / "file").touch()

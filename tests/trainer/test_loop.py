@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import newest
+from trainer.checkpoint import newest, write_file
 
 TASK = f"{Path(__file__).with_name('tiny_task.py')}:TinyTask"
 
@@ -327,14 +327,15 @@ def test_a_resumed_training_that_is_at_its_end_already_is_refused(tmp_path: Path
 
 
 def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no_update_is_made(tmp_path: Path) -> None:
-    flags = ("--batch-size", 10, "--save-every-updates", 2)
-    stopped = tmp_path / "first"
-    assert train(stopped, *flags, "--max-updates", 3).code == 0
-    # The checkpoint of update 2 was written before anything was validated.
-    checkpoint = stopped / "checkpoints" / "step_00000002.pt"
-    done = train(tmp_path / "second", *flags, "--max-updates", 2, "--resume", checkpoint)
+    flags = ("--batch-size", 10, "--max-updates", 3)
+    assert train(tmp_path / "first", *flags).code == 0
+    found = newest(tmp_path / "first" / "checkpoints")
+    assert found is not None
+    # As it is after a stop in the middle of the validation.
+    write_file(tmp_path / "stopped.pt", {**found[1], "validated_at": -1})
+    done = train(tmp_path / "second", *flags, "--resume", tmp_path / "stopped.pt")
     assert done.code == 0, done.output
-    line = "no update is left to make, max_updates 2 reached: its last validation is made now"
+    line = "no update is left to make, max_updates 3 reached: its last validation is made now"
     assert line in (tmp_path / "second" / "logs" / "0.log").read_text().splitlines()
-    assert [event["step"] for event in done.of("validation")] == [2]
+    assert [event["step"] for event in done.of("validation")] == [3]
     assert done.of("step") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,7 +82,10 @@ class RankAssignment:
 
     def stopped(self, step: int | None, saved: Path | None) -> None:
         """Say, before the teardown, where the rank stopped and what it has saved."""
-        self.report(RankReport(stopped=True, step=step, saved=None if saved is None else str(saved)))
+        path = (
+            None if saved is None else os.fsencode(saved).decode(errors="backslashreplace")
+        )  # names need not be UTF-8
+        self.report(RankReport(stopped=True, step=step, saved=path))
 
     def finished(self) -> None:
         """Say, before the teardown, that the training is complete: from here on exit codes do not matter."""

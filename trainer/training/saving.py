@@ -5,6 +5,7 @@ How a file gets onto the disk whole is ``trainer.checkpoint``'s business.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,14 +72,14 @@ class Saving:
 
     def _saved(self, saved: Saved) -> None:
         self._on_disk = saved
+        path = os.fsencode(saved.path).decode(errors="backslashreplace")  # a name need not be UTF-8, the record is
         self._here.writer.write(
-            record.Checkpoint(
-                time=time.time(), step=saved.step, path=str(saved.path), bytes=saved.bytes, write_ms=saved.write_ms
-            )
+            record.Checkpoint(time=time.time(), step=saved.step, path=path, bytes=saved.bytes, write_ms=saved.write_ms)
         )
 
     def _failed(self, step: int, why: str) -> None:
         """A full disk costs the checkpoint, not the training; the record says so."""
+        why = why.encode(errors="backslashreplace").decode()  # it may hold the path
         self._here.say(why)
         self._here.writer.write(
             record.Finding(
