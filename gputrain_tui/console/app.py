@@ -19,8 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual.app import App, SystemCommand
+from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
+from textual.widget import AwaitMount
 
 from gputrain_tui.console import settings, stderr_guard
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
@@ -222,6 +224,17 @@ class GputrainApp(App[int]):
         if before is not None:
             before.close()
             await self.remove_mode(left)
+
+    def switch_mode(self, mode: str) -> AwaitMount:
+        """Go to a mode; a question or the palette is not left behind, where a late click would find it."""
+        if mode != self.current_mode:
+            while isinstance(self.screen, ModalScreen):
+                self.pop_screen()
+        return super().switch_mode(mode)
+
+    def pop_screen(self) -> AwaitComplete:
+        """Leave the screen on top; a mode's own screen stays, whatever was still on its way to one that is gone."""
+        return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
 
     def action_help(self) -> None:
         """Show the keys of this screen."""

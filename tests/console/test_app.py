@@ -102,6 +102,26 @@ async def test_the_palette_has_the_actions_of_the_screen(home: Path) -> None:
 
 
 @played
+async def test_a_palette_is_not_left_behind_when_the_screen_changes(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for action in (app.action_command_palette, app.action_help):
+            action()
+            await pilot.pause()
+            above = app.screen
+            assert not isinstance(above, RunScreen)
+            await app.action_go("history")
+            await pilot.pause()
+            assert type(app.screen).__name__ == "HistoryScreen"
+            assert not above.is_attached
+            await app.pop_screen()  # what a click that was on its way to it does
+            await app.action_go("run")
+            await pilot.pause()
+            assert isinstance(app.screen, RunScreen)
+
+
+@played
 async def test_a_theme_is_kept_for_the_next_start() -> None:
     app = console(None)
     async with app.run_test(size=(80, 24)) as pilot:
