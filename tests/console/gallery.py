@@ -200,6 +200,18 @@ async def cluster(pilot: Pilot[Any]) -> None:
     await show(pilot, ClusterScreen(take=lambda: machine(*gpus), runs=list, clocked=False))
 
 
+async def cluster_hosts(pilot: Pilot[Any]) -> None:
+    from test_cluster_frames import several
+
+    with tempfile.TemporaryDirectory() as folder:
+        await several(pilot, Path(folder))
+
+
+async def cluster_silent(pilot: Pilot[Any]) -> None:
+    await cluster_hosts(pilot)
+    await pilot.press("end")
+
+
 async def cluster_without_gpus(pilot: Pilot[Any]) -> None:
     from test_cluster_screen import machine
 
@@ -245,6 +257,8 @@ SCENES: dict[str, Scene] = {
     "history_empty": Scene(no_history),
     "compare": Scene(comparison),
     "cluster": Scene(cluster),
+    "cluster_hosts": Scene(cluster_hosts),
+    "cluster_silent": Scene(cluster_silent),
     "cluster_without_gpus": Scene(cluster_without_gpus),
     "launch": Scene(launch),
 }
