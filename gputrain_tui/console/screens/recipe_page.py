@@ -228,9 +228,9 @@ class RecipePage(Page):
         self.query_one(Detail).show(field, remark)
 
     def _try_soon(self, field: Field, typed: str) -> None:
-        """Look at the recipe as it would be with what is being typed."""
+        """Look at the recipe as it would be with what is being typed; other machines are not asked at every key."""
         draft = self.draft
-        if draft is not None:
+        if draft is not None and not any(node.get("host") for node in draft.nodes()):
             settings = draft.settings_with(field.key, typed)
             self._soon("typed", lambda: self._look(draft, draft.text, draft.name, settings, draft.task))
 
