@@ -170,15 +170,17 @@ def socket_folder(environ: Mapping[str, str]) -> Path:
     """Return a folder that only this person can enter, with a short name.
 
     Raises:
-        RequestError: somebody else holds the place.
+        RequestError: it cannot be made, or somebody else holds the place.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     folder = Path(runtime) / "gputrain-ssh"
     if not Path(runtime).is_dir() or not runtime or len(bytes(folder)) > LONGEST_FOLDER:
         folder = Path(f"/tmp/gputrain-ssh-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be made for connections of ssh: {error.strerror}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RequestError(f"{folder} must be a folder that only you can enter (mode 0700); remove it")
     return folder

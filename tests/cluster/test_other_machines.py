@@ -183,6 +183,10 @@ def test_sockets_lie_in_a_folder_that_only_this_person_enters(tmp_path_factory: 
         folder.chmod(0o755)
         with pytest.raises(RequestError, match="only you can enter"):
             socket_folder({"XDG_RUNTIME_DIR": runtime})
+        folder.rmdir()
+        folder.write_text("in the way")
+        with pytest.raises(RequestError, match="cannot be made for connections of ssh: File exists"):
+            socket_folder({"XDG_RUNTIME_DIR": runtime})
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
