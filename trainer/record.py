@@ -380,8 +380,21 @@ class EventWriter:
     """Events held in memory while the disk does not take them."""
     lines_per_write = 1000
 
-    def __init__(self, path: Path | None, *, rank: int | None = None, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        rank: int | None = None,
+        now: Callable[[], float] = time.time,
+        shared: bool = False,
+    ) -> None:
         """Open the file and start the thread; a last line that another process left torn is ended first.
+
+        Args:
+            path: Of the file; None to record nothing.
+            rank: For the events that the writer makes itself.
+            now: Unix seconds.
+            shared: Whether other processes append to the file as well. Then no digest is kept, which counts in bytes.
 
         Raises:
             OSError: the file cannot be opened.
@@ -409,7 +422,7 @@ class EventWriter:
             if _is_torn(path):
                 self._pending.append(b"\n")
                 size += 1
-            if path.parent.name == "events":
+            if path.parent.name == "events" and not shared:
                 from trainer.digest import Digest  # it is made of the events above
 
                 self._digest = Digest(path.parent.with_name("digest"), path.stem, size)

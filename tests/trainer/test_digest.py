@@ -113,3 +113,14 @@ def test_events_outside_a_run_directory_have_no_digest(tmp_path: Path) -> None:
     writer.write(step(1))
     writer.close()
     assert [path.name for path in tmp_path.iterdir()] == ["0.ndjson"]
+
+
+def test_a_file_with_several_writers_has_no_digest_that_would_count_bytes_wrong(run: RunDir) -> None:
+    one, other = (EventWriter(run.node_events(0), shared=True) for _ in range(2))
+    for number in range(1, 41):
+        one.write(step(number))
+        other.write(step(number))
+    one.close()
+    other.close()
+    assert len(run.node_events(0).read_bytes().splitlines()) == 80
+    assert not run.digest.exists()

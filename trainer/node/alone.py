@@ -78,7 +78,7 @@ class _Alone:
         """Record that the rank exists."""
         assert self._run_dir is not None
         here = self._assignment
-        writer = EventWriter(self._run_dir.node_events(here.node))
+        writer = EventWriter(self._run_dir.node_events(here.node), shared=True)
         writer.write(
             RankState(
                 time=time.time(),
