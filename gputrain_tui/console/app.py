@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from textual.app import App, SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
+from textual.events import Event, MouseEvent
 from textual.screen import ModalScreen, Screen
 from textual.widget import AwaitMount
 
@@ -235,6 +236,11 @@ class GputrainApp(App[int]):
     def pop_screen(self) -> AwaitComplete:
         """Leave the screen on top; a mode's own screen stays, whatever was still on its way to one that is gone."""
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
+
+    async def on_event(self, event: Event) -> None:
+        """Take in an event; a click that was made before the terminal became smaller has nothing under it."""
+        if not isinstance(event, MouseEvent) or self.size.region.contains(int(event.screen_x), int(event.screen_y)):
+            await super().on_event(event)
 
     def action_help(self) -> None:
         """Show the keys of this screen."""

@@ -311,3 +311,19 @@ async def test_charts_change_their_axis_window_and_smoothing(tmp_path: Path) -> 
         text = "\n".join(rows(app))
         assert "last 100" in text
         assert "smooth 0.6" in text
+
+
+@played
+async def test_ranks_can_be_sorted_while_the_table_is_not_to_be_seen(tmp_path: Path) -> None:
+    app = console(two_ranks(tmp_path))
+    async with app.run_test(size=(20, 5)) as pilot:
+        await settle(pilot)
+        grid = app.screen.query_one(RankGrid)
+        await press(pilot, "h", "z")
+        assert not grid.display
+        before = grid.sort_key
+        await press(pilot, "s", "r")
+        assert grid.sort_key != before
+        await pilot.resize_terminal(80, 24)
+        await press(pilot, "z")
+        assert grid.display

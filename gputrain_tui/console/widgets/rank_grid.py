@@ -129,7 +129,7 @@ class RankGrid(Panel, can_focus=True):
 
     def sort_next(self, step: int = 1) -> None:
         """Sort by the next visible column, or the one before."""
-        keys = [place.column.key for place in self._places()]
+        keys = [place.column.key for place in self._places()] or list(BY_KEY)  # none is seen while it is hidden
         index = keys.index(self._sort_key) + step if self._sort_key in keys else 0
         self.sort_by(keys[index % len(keys)], descending=BY_KEY[keys[index % len(keys)]].descending)
 
