@@ -17,15 +17,13 @@ from screen_frames import console, press, settle
 from screens_at_rest import in_loop, quiet_app, show
 from screens_at_rest import settle as rest
 from test_cluster_frames import several
+from test_launch_frames import examined
 from textual.pilot import Pilot
 
 from gputrain_tui import paths
-from gputrain_tui import recipe as recipes
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.examine import Examined
 from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.screens.launch import LaunchScreen
-from gputrain_tui.plan import LocalFacts, plan
 
 PICTURES = Path(__file__).parent / "pictures"
 SIZE = (150, 44)
@@ -63,12 +61,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "two_nodes.toml").write_text(RECIPE)
     return tmp_path
-
-
-def examined(text: str, *, name: str, settings: list[str], task: str = "") -> Examined:
-    recipe = recipes.build(text, name=name, overrides=settings)
-    planned = plan(recipe, {}, local=LocalFacts(free_port=29600, names=frozenset({"10.0.0.1"})))
-    return Examined(settings=tuple(settings), recipe=recipe, plan=planned)
 
 
 async def a_run(take: Callable[[Pilot[Any]], Awaitable[None]], folder: Path) -> None:

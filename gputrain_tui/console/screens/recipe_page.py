@@ -171,7 +171,9 @@ class RecipePage(Page):
         """Give the plan and the preflight their shares."""
         self.set_class(self.size.width < 100, "-narrow")
         self.query_one(PlanView).styles.height = max(self.size.height // 3 - 2, 6)
-        self.query_one(Readiness).most = 2 if self.size.height < 32 else 4
+        tall = self.size.height >= 32
+        self.set_class(tall, "-tall")
+        self.query_one(Readiness).most = 4 if tall else 2
 
     def _launch_is_near(self) -> None:
         """Have torch loaded by the time that the run is to start."""
