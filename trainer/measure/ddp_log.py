@@ -1,7 +1,8 @@
 """What DistributedDataParallel's own logger knows about the gradient synchronisation of the step just done.
 
-Of several synchronisations in one step it knows the last. Costs some 20 µs a step on CPU ranks. It is a private interface: each piece is asked for, and without it the
-values are absent. On CUDA reading it at every step would make the host wait for the device, so it is not used there.
+Of several synchronisations in one step it knows the last. Costs some 20 µs a step on CPU ranks. It is a private
+interface: each piece is asked for, and without it the values are absent. On CUDA reading it at every step would make
+the host wait for the device, so it is not used there.
 """
 
 from __future__ import annotations
