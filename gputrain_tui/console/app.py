@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from textual.app import App, SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
-from textual.events import Event, MouseEvent
 from textual.screen import ModalScreen, Screen
 from textual.widget import AwaitMount
 
@@ -29,6 +28,7 @@ from gputrain_tui.console import settings, stderr_guard
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.desk import Desk
 from gputrain_tui.console.live import LiveRun
+from gputrain_tui.console.palette import Palette
 from gputrain_tui.runs import ENDED, Run, find, list_runs
 from gputrain_tui.warm import WarmStart
 from trainer.errors import ExitCode, RequestError
@@ -237,10 +237,10 @@ class GputrainApp(App[int]):
         """Leave the screen on top; a mode's own screen stays, whatever was still on its way to one that is gone."""
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
 
-    async def on_event(self, event: Event) -> None:
-        """Take in an event; a click that was made before the terminal became smaller has nothing under it."""
-        if not isinstance(event, MouseEvent) or self.size.region.contains(int(event.screen_x), int(event.screen_y)):
-            await super().on_event(event)
+    def action_command_palette(self) -> None:
+        """Show the palette."""
+        if not isinstance(self.screen, Palette):
+            self.push_screen(Palette(id="--command-palette"))
 
     def action_help(self) -> None:
         """Show the keys of this screen."""
