@@ -150,14 +150,15 @@ class RunScreen(ChartScreen):
         state = self.live.state
         card = self.query_one(CulpritCard)
         culprit = card.culprit()
+        joining = all(view.last is None for view in state.ranks.values()) and not self.live.over
         most = max(size.height // 3, 5) if size.height < 44 else 14
         return Wish(
             ranks=len(state.ranks),
             panel=self.wish.panel,
             right=self._right or ("findings" if state.past_findings or state.failures else "log"),
             zoomed=self.wish.zoomed,
-            joining=all(view.last is None for view in state.ranks.values()) and not self.live.over,
-            hosts=len({view.host for view in state.ranks.values()}),
+            joining=joining,
+            hosts=len({view.host for view in state.ranks.values()}) if joining else 1,
             card=culprit_height(culprit, size.width, most) if culprit is not None else 0,
             has=self.wish.has,
         )

@@ -67,11 +67,15 @@ def cut(row: Row, width: int) -> Row:
     for text, role in row:
         if left <= 0:
             break
-        if not _NARROW(text):
+        if _NARROW(text):
+            wide = len(text)
+            if wide > left:
+                text = text[:left]
+        else:
             text = harmless(text)
-        wide = cells(text)
-        if wide > left:
-            text = text[:left] if wide == len(text) else set_cell_size(text, left)
+            wide = cells(text)
+            if wide > left:
+                text = set_cell_size(text, left)
         out.append((text, role))
         left -= wide
     if left > 0:

@@ -211,6 +211,6 @@ class LatenessMap(Panel):
             step_ms=series.latest["step_ms"].middle,
             slowest=state.slowest(),
             selected=self.selected_rank,
-            failed={rank for rank, view in state.ranks.items() if view.standing == "failed"},
+            failed={rank for rank, view in state.ranks.items() if view.standing == "failed"} if state.failures else (),
         )
         return draw_heat(heat, width, height, symbols=ramp.symbols)

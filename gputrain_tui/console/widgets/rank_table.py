@@ -76,8 +76,8 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
 
 def _head(grid: GridView, width: int, visible: int) -> Row:
     left: Row = [("ranks", "title"), (" ", "base"), (f"{grid.ranks:,}", "bright")]
-    standings = Counter(view.standing for view in grid.rows)
-    for standing, role in (("failed", "error"), *((word, "victim") for word in FATES if grid.failing)):
+    standings = Counter(view.standing for view in grid.rows) if grid.failing else Counter()
+    for standing, role in (("failed", "error"), *((word, "victim") for word in FATES)):
         if standings[standing]:
             left += [("  ", "base"), (f"{standings[standing]:,} {standing}", role)]
     if grid.filter_text:

@@ -29,6 +29,7 @@ def grid(views: list[RankView] | None = None, **changes: object) -> GridView:
         "warned": {5},
         "cursor": 2,
         "hosts": HOSTS,
+        "failing": True,
         **changes,
     }
     return GridView(**settings)  # type: ignore[arg-type]
