@@ -17,7 +17,8 @@ TIMEOUT_S = 120.0
 class Gang:
     """``run`` calls a module-level function on every rank and returns the results in rank order."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._members = []
@@ -33,7 +34,7 @@ class Gang:
             connection.send((function, arguments))
         answers = []
         for rank, (_, connection) in enumerate(self._members):
-            assert connection.poll(TIMEOUT_S), f"rank {rank} does not answer"
+            assert connection.poll(self._timeout_s), f"rank {rank} does not answer"
             answers.append(connection.recv())
         failures = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
         assert not failures, "\n".join(failures)
