@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from gputrain_tui.draft import shown
+from gputrain_tui.reading.series import Series
 from gputrain_tui.recipe import LAUNCH_OPTIONS, Recipe
-from gputrain_tui.series import Series
-from gputrain_tui.task_options import task_schema
+from gputrain_tui.recipes.draft import shown
+from gputrain_tui.recipes.task_options import task_schema
 from trainer.record import AnyEvent, RunStarted, Step, Validation
 from trainer.schema import describe
 from trainer.tasks.registry import BUILT_IN

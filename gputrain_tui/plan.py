@@ -18,8 +18,8 @@ from trainer.options import Distributed
 from trainer.schema import to_flags
 
 if TYPE_CHECKING:
-    from gputrain_tui.devices import Share
     from gputrain_tui.inventory import Inventory
+    from gputrain_tui.machines.devices import Share
     from gputrain_tui.recipe import Recipe
 
 THIS_MACHINE = "localhost"
@@ -112,7 +112,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     Raises:
         RequestError: the machines cannot do what the recipe asks for, or it contradicts itself.
     """
-    from gputrain_tui.devices import Devices
+    from gputrain_tui.machines.devices import Devices
 
     devices = Devices(inventories, share=recipe.launch.share_devices, cuda_visible_devices=local.cuda_visible_devices)
     machines, shares = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gputrain_tui.addresses import local_facts
+from gputrain_tui.machines.addresses import local_facts
 from gputrain_tui.plan import THIS_MACHINE, LocalFacts, Plan, is_local, plan
 from gputrain_tui.recipe import Node, Recipe
 from trainer.errors import RequestError

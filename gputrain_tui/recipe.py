@@ -14,8 +14,8 @@ from typing import IO, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from gputrain_tui.pytext import is_pytext, translate
-from gputrain_tui.recipe_source import Key, RecipeError, Source, override, parse, read
+from gputrain_tui.recipes.pytext import is_pytext, translate
+from gputrain_tui.recipes.source import Key, RecipeError, Source, override, parse, read
 from trainer.errors import RequestError, nearest
 from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe
@@ -30,7 +30,6 @@ __all__ = [
     "RecipeError",
     "Script",
     "build",
-    "dump_toml",
     "load",
     "parse_gpus",
     "train_options",
@@ -181,13 +180,6 @@ def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: the recipe says something impossible.
     """
     return _build(parse(text, name=name), overrides)
-
-
-def dump_toml(recipe: Recipe) -> str:
-    """Return the recipe as TOML that loads to the same recipe, with the comments of its text where it was TOML."""
-    from gputrain_tui.recipe_dump import dumped  # tomlkit is needed only by what writes recipes
-
-    return dumped(recipe)
 
 
 def _build(source: Source, overrides: Sequence[str]) -> Recipe:
@@ -410,7 +402,7 @@ def _task_options(source: Source, task: str) -> dict[str, Any]:
                 f"{source.where(('task',))} is for a task, but train.script runs a script; use train.args"
             )
         return {}
-    from gputrain_tui.task_options import task_schema
+    from gputrain_tui.recipes.task_options import task_schema
 
     try:
         schema = task_schema(task)

@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.processes import ProcessIdentity, identify, is_alive
-from gputrain_tui.tail import Follower
+from gputrain_tui.reading.tail import Follower
+from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
 from trainer.errors import RequestError, nearest
 from trainer.record import AnyEvent, RunDir, RunEnded, RunStatusName, Step, decode_events, write_atomically
 

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from gputrain_tui import leftovers, outcome
-from gputrain_tui.descendants import adopt_orphans, sweep
 from gputrain_tui.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.plan import Plan, stop_grace
-from gputrain_tui.processes import ProcessIdentity, identify
+from gputrain_tui.running import leftovers, outcome
+from gputrain_tui.running.descendants import adopt_orphans, sweep
+from gputrain_tui.running.processes import ProcessIdentity, identify
 from gputrain_tui.runs import Status, last_step, read_status, write_status
 from trainer.errors import ExitCode, RequestError
 from trainer.outcome import SAVE_S, exit_code_of
@@ -39,7 +39,7 @@ from trainer.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted
 
 if TYPE_CHECKING:
     from gputrain_tui.diagnosis.watch import Watch
-    from gputrain_tui.standby import Spare
+    from gputrain_tui.running.standby import Spare
 
 STOP_GRACE_S = 5.0
 """How long the nodes may take to leave when they are stopped at once; when asked in order, besides what the ranks may
@@ -153,7 +153,7 @@ class Supervisor:
         except RequestError as error:
             return Ended(status="failed", failure=self._failure("request", str(error)))
         if self._spare is not None and plan.launcher == "local":
-            from gputrain_tui.standby import SpareFirst
+            from gputrain_tui.running.standby import SpareFirst
 
             way = SpareFirst(self._spare, way, plan.nodes)
         env = self._environment()
@@ -167,7 +167,7 @@ class Supervisor:
             ended = self._judge(attempt)
             if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
                 return ended
-            from gputrain_tui import restart  # a healthy run does not wait for it
+            from gputrain_tui.running import restart  # a healthy run does not wait for it
 
             restarts = restart.max_restarts(self.dir) if restarts is None else restarts
             if not restarts or self._stop_reason is not None or self._sweep():
@@ -428,7 +428,7 @@ def main() -> int:
     words = sys.argv[1:]
     if words[0] != "--warm":
         return _supervise(words)
-    from gputrain_tui import standby
+    from gputrain_tui.running import standby
 
     asked = standby.wait_for_run(float(words[1]))
     if asked is None:

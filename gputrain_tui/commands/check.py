@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui import start
 from gputrain_tui.preflight import NotReadyError, Result, summary
 from gputrain_tui.recipe import load
+from gputrain_tui.running import start
 from gputrain_tui.tables import printable, width
 from trainer.errors import ExitCode
 

@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
         inventory = take_inventory()
         print(to_json(inventory) if args.json else report(inventory))
         return ExitCode.FINISHED
-    from gputrain_tui.hostfile import parse_list, read_hostfile
+    from gputrain_tui.machines.hostfile import parse_list, read_hostfile
     from gputrain_tui.remote.survey import ask_all
 
     hosts = parse_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from gputrain_tui.reading.tail import AppendedFile, Follower, by_rank
 from gputrain_tui.runs import Run, find, is_over
 from gputrain_tui.tables import printable
-from gputrain_tui.tail import AppendedFile, Follower, by_rank
 from trainer.errors import ExitCode, RequestError
 
 NAME = "logs"

@@ -14,7 +14,7 @@ from gputrain_tui.planning import plan_here
 from gputrain_tui.preflight import Facts, errors, judge
 from gputrain_tui.preflight.look import meeting_facts
 from gputrain_tui.recipe import Recipe, load
-from gputrain_tui.start import endless
+from gputrain_tui.running.start import endless
 from gputrain_tui.tables import Column, printable, table
 from trainer.errors import ExitCode
 

@@ -7,9 +7,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from gputrain_tui import start
-from gputrain_tui.interrupts import Interrupts
 from gputrain_tui.preflight import NotReadyError, warnings
+from gputrain_tui.running import start
+from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.tables import printable
 from trainer.errors import ExitCode
 
@@ -47,7 +47,8 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
     with Interrupts().caught() as interrupts:
         # The supervisor starts first: what shows the run is imported while it is on its way.
         started, supervisor = start.launch(prepared, leased=True)
-        from gputrain_tui import foreground, headless
+        from gputrain_tui import headless
+        from gputrain_tui.running import foreground
         from gputrain_tui.state import RunState
 
         train, world_size = prepared.recipe.train, prepared.plan.world_size

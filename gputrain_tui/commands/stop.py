@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import msgspec
 
-from gputrain_tui import outcome, start
-from gputrain_tui.leftovers import end, processes_of
 from gputrain_tui.plan import Plan, stop_grace
-from gputrain_tui.processes import ProcessIdentity, is_alive
+from gputrain_tui.running import outcome, start
+from gputrain_tui.running.leftovers import end, processes_of
+from gputrain_tui.running.processes import ProcessIdentity, is_alive
 from gputrain_tui.runs import ENDED, Run, find, open_run
 from trainer.errors import ExitCode, RequestError
 from trainer.outcome import SAVE_S

@@ -29,13 +29,13 @@ from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.desk import Desk
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.palette import Palette
+from gputrain_tui.running.warm import WarmStart
 from gputrain_tui.runs import ENDED, Run, find, list_runs
-from gputrain_tui.warm import WarmStart
 from trainer.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
-    from gputrain_tui.hostfile import HostLine
-    from gputrain_tui.start import Prepared
+    from gputrain_tui.machines.hostfile import HostLine
+    from gputrain_tui.running.start import Prepared
 
 FPS = 10
 """Paints a second, where ``--fps`` says nothing else."""
@@ -287,7 +287,8 @@ class GputrainApp(App[int]):
         self.say("preparing the demo")
 
     def _prepare_demo(self) -> None:
-        from gputrain_tui import demo, start
+        from gputrain_tui import demo
+        from gputrain_tui.running import start
 
         try:
             prepared = start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
@@ -305,7 +306,7 @@ class GputrainApp(App[int]):
         It is started here and not by a worker: what a process is told of its parent's death comes when the thread
         that started it ends.
         """
-        from gputrain_tui import start
+        from gputrain_tui.running import start
 
         try:
             run, supervisor = start.launch(prepared, leased=False, warm=self.warm)
@@ -318,7 +319,7 @@ class GputrainApp(App[int]):
         await self.open_run(run)
 
     def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
-        from gputrain_tui import start
+        from gputrain_tui.running import start
 
         try:
             start.await_supervisor(run, supervisor, was=run.status.supervisor)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gputrain_tui.hostfile import HostLine
+    from gputrain_tui.machines.hostfile import HostLine
     from gputrain_tui.recipe import Recipe
 
 

@@ -17,7 +17,7 @@ from gputrain_tui.commands import attach
 from trainer.errors import RequestError
 
 if TYPE_CHECKING:
-    from gputrain_tui.hostfile import HostLine
+    from gputrain_tui.machines.hostfile import HostLine
     from gputrain_tui.runs import Run
 
 TEXTUAL_FPS = "TEXTUAL_FPS"
@@ -56,7 +56,7 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     """
     hosts: tuple[HostLine, ...] = ()
     if hostfile is not None:
-        from gputrain_tui.hostfile import read_hostfile
+        from gputrain_tui.machines.hostfile import read_hostfile
 
         hosts = read_hostfile(Path(hostfile))
     before = os.environ.get(TEXTUAL_FPS)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui import start
-from gputrain_tui.draft import key_of
 from gputrain_tui.plan import Plan
 from gputrain_tui.preflight import NotReadyError, Result
 from gputrain_tui.recipe import Recipe
-from gputrain_tui.task_options import task_schema
+from gputrain_tui.recipes.draft import key_of
+from gputrain_tui.recipes.task_options import task_schema
+from gputrain_tui.running import start
 from trainer.errors import RequestError
 from trainer.tasks.registry import BUILT_IN
 

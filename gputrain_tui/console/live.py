@@ -11,10 +11,10 @@ from typing import Protocol
 import msgspec
 
 from gputrain_tui.console.skim import WORTH_BYTES, Skim, take
-from gputrain_tui.past import past
 from gputrain_tui.plan import Plan
+from gputrain_tui.reading.past import past
+from gputrain_tui.reading.series import Series
 from gputrain_tui.runs import ENDED, Run, RunReader, Status, open_run, read_status, state_of
-from gputrain_tui.series import Series
 from gputrain_tui.state import RunState
 from trainer.record import AnyEvent, RunEnded
 

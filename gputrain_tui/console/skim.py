@@ -11,8 +11,8 @@ from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 
+from gputrain_tui.reading.series import Series
 from gputrain_tui.runs import RunReader
-from gputrain_tui.series import Series
 from gputrain_tui.state import RunState
 from trainer.digest import Block
 from trainer.record import AnyEvent, RunDir, Step, decode_events

@@ -7,7 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
-from gputrain_tui.leftovers import processes_of
+from gputrain_tui.running.leftovers import processes_of
 from gputrain_tui.state import RankView
 from trainer.errors import RequestError
 from trainer.record import RunDir

@@ -10,7 +10,7 @@ from trainer.errors import RequestError, nearest
 
 if TYPE_CHECKING:
     from gputrain_tui.plan import PlannedNode
-    from gputrain_tui.processes import ProcessIdentity
+    from gputrain_tui.running.processes import ProcessIdentity
     from trainer.record import RunDir
 
 LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.launchers.local", "LocalLauncher")}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.processes import ProcessIdentity, identify, is_alive
+from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
 from trainer.errors import ExitCode
 from trainer.node.stopping_signals import AT_ONCE
 from trainer.outcome import NodeOutcome

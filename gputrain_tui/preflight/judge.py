@@ -14,7 +14,7 @@ from gputrain_tui.plan import THIS_MACHINE, LocalFacts, Plan, PlannedNode, is_lo
 from gputrain_tui.preflight.facts import Facts, Folder, Wrong
 from gputrain_tui.preflight.result import Result, Status
 from gputrain_tui.recipe import Recipe
-from gputrain_tui.recipe_source import dotted
+from gputrain_tui.recipes.source import dotted
 from gputrain_tui.tables import size
 from trainer.node.room import RANK_BYTES, SCRIPT_BYTES
 from trainer.tasks.registry import BUILT_IN

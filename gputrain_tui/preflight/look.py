@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.addresses import is_port_free, port_holder
+from gputrain_tui.machines.addresses import is_port_free, port_holder
 from gputrain_tui.plan import LocalFacts, Plan, address_of, is_local
 from gputrain_tui.preflight.facts import Facts, Folder, Meeting, Port, Torch, Wrong
 from gputrain_tui.recipe import Recipe

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gputrain_tui.fate import fate
+from gputrain_tui.running.fate import fate
 from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
 from gputrain_tui.state.synchronisation import (

@@ -17,7 +17,7 @@ import synthetic_run
 from pty_harness import Terminal
 
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.past import past
+from gputrain_tui.reading.past import past
 from gputrain_tui.runs import Run
 
 pytestmark = pytest.mark.benchmark

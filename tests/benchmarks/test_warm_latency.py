@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.console.examine import examined
-from gputrain_tui.start import launch
-from gputrain_tui.warm import WarmStart
+from gputrain_tui.running.start import launch
+from gputrain_tui.running.warm import WarmStart
 from trainer.record import RunDir, Step, decode_events
 
 pytestmark = pytest.mark.benchmark

@@ -17,7 +17,7 @@ from test_other_machines import with_gpus
 
 from gputrain_tui.console.screens.cluster import ClusterScreen
 from gputrain_tui.console.screens.launch import LaunchScreen
-from gputrain_tui.hostfile import HostLine
+from gputrain_tui.machines.hostfile import HostLine
 
 RECIPE = '[[cluster.nodes]]\ncpu_ranks = 2\n\n[train]\ntask = "lm"\nmax_updates = 2\n\n[task]\ndata = "stdlib"\n'
 

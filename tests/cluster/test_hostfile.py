@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.hostfile import HostLine, parse_hosts, parse_list, read_hostfile
+from gputrain_tui.machines.hostfile import HostLine, parse_hosts, parse_list, read_hostfile
 from gputrain_tui.plan import address_of
 from gputrain_tui.recipe import Node
 from gputrain_tui.remote.failure import why_not

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from gputrain_tui import VERSION, cli
-from gputrain_tui.processes import identify
+from gputrain_tui.running.processes import identify
 from gputrain_tui.runs import Run, create, write_status
 
 ROOT = Path(__file__).parents[2]

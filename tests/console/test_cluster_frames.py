@@ -17,8 +17,8 @@ from textual.pilot import Pilot
 from gputrain_tui import recipe as recipes
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.hostfile import parse_hosts
 from gputrain_tui.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
+from gputrain_tui.machines.hostfile import parse_hosts
 from gputrain_tui.plan import Plan, PlannedNode
 from gputrain_tui.remote.survey import Sighting
 from gputrain_tui.runs import Run

@@ -19,8 +19,8 @@ from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.gauges import bar
 from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
 from gputrain_tui.console.widgets.machine import draw_machine
-from gputrain_tui.hostfile import HostLine
 from gputrain_tui.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
+from gputrain_tui.machines.hostfile import HostLine
 from gputrain_tui.plan import LocalFacts, Plan, PlannedNode, is_local
 from gputrain_tui.recipe import Gpus, Node
 from gputrain_tui.remote.survey import Sighting

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui.draft import Draft, Field, field_of, key_of, without_place
-from gputrain_tui.recipe_files import recipe_files
+from gputrain_tui.recipes.draft import Draft, Field, field_of, key_of, without_place
+from gputrain_tui.recipes.dump import dump_toml
+from gputrain_tui.recipes.files import recipe_files
 from trainer.errors import RequestError
 
 TEXT = """# What it is for.
@@ -53,7 +54,7 @@ def test_a_change_is_what_set_says_and_keeps_comments() -> None:
     assert field(one, "train.lr").changed
     recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
     assert (recipe.train.lr, recipe.task_options["dim"]) == (0.5, 64)
-    saved = recipes.dump_toml(recipe)
+    saved = dump_toml(recipe)
     assert "# What it is for." in saved
     assert "# two of them" in saved
     one.saved(saved, name="two.toml")

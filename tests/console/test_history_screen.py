@@ -12,7 +12,7 @@ from gputrain_tui.console.screens.compare import CompareScreen
 from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.run_list import RunList, draw_run
-from gputrain_tui.delete import delete_run
+from gputrain_tui.running.delete import delete_run
 from gputrain_tui.runs import Run, list_runs
 from trainer.errors import RequestError
 

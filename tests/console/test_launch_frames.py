@@ -13,10 +13,10 @@ from gputrain_tui import paths
 from gputrain_tui import recipe as recipes
 from gputrain_tui.console.examine import Examined
 from gputrain_tui.console.screens.launch import LaunchScreen
-from gputrain_tui.draft import key_of
 from gputrain_tui.plan import LocalFacts, plan
 from gputrain_tui.preflight import Facts, judge
 from gputrain_tui.preflight.facts import Folder, Port, Wrong
+from gputrain_tui.recipes.draft import key_of
 from trainer.errors import RequestError
 
 SIZED = pytest.mark.parametrize("size", SIZES)

@@ -13,8 +13,8 @@ from test_launch_screen import TEXT, opened
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.readiness import draw_readiness
-from gputrain_tui.draft import Draft, Remark, remarks_of
 from gputrain_tui.preflight import Result
+from gputrain_tui.recipes.draft import Draft, Remark, remarks_of
 from gputrain_tui.runs import list_runs
 
 

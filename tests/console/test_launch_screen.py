@@ -11,8 +11,8 @@ from gputrain_tui.console.screens.launch import LaunchScreen
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.form import Form, lines_of
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrapped
-from gputrain_tui.draft import Draft
 from gputrain_tui.plan import Plan, PlannedNode
+from gputrain_tui.recipes.draft import Draft
 from gputrain_tui.runs import find
 
 TEXT = """# A recipe with a comment.

@@ -10,7 +10,7 @@ import synthetic
 from gputrain_tui.console import live as live_module
 from gputrain_tui.console import skim
 from gputrain_tui.console.live import QUIET_S, LiveRun
-from gputrain_tui.processes import identify
+from gputrain_tui.running.processes import identify
 from gputrain_tui.runs import write_status
 from gputrain_tui.state import RunState
 from trainer.record import AnyEvent, RunEnded, Step

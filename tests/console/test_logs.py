@@ -12,7 +12,7 @@ import pytest
 
 from gputrain_tui.commands.logs import dressed, follow_logs, prefix, print_logs
 from gputrain_tui.commands.runs import describe, report
-from gputrain_tui.processes import ProcessIdentity, identify
+from gputrain_tui.running.processes import ProcessIdentity, identify
 from gputrain_tui.runs import Run, create, find, open_run, write_status
 from trainer.record import EventWriter, Step
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from gputrain_tui import past as pasts
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.past import past
+from gputrain_tui.reading import past as pasts
+from gputrain_tui.reading.past import past
+from gputrain_tui.reading.series import Series
 from gputrain_tui.runs import Run
-from gputrain_tui.series import Series
 from trainer.digest import block_file
 from trainer.record import EventWriter, RankState, RunDir, Step, Validation
 

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gputrain_tui.addresses import free_port, is_port_free, local_facts, own_addresses, port_holder
 from gputrain_tui.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory
+from gputrain_tui.machines.addresses import free_port, is_port_free, local_facts, own_addresses, port_holder
 from gputrain_tui.plan import DEFAULT_PORT, LocalFacts, Plan, plan, task_flags, with_run_dir
 from gputrain_tui.recipe import build, load
-from gputrain_tui.restart import again
+from gputrain_tui.running.restart import again
 from gputrain_tui.sbatch import script
 from trainer.dispatch import decide
 from trainer.errors import RequestError

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui import start
 from gputrain_tui.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory
 from gputrain_tui.plan import LocalFacts, Plan, plan
 from gputrain_tui.preflight import Facts, NotReadyError, Result, errors, judge, look, summary, warnings
 from gputrain_tui.preflight.facts import Folder, Meeting, Port, Torch, Wrong
 from gputrain_tui.preflight.look import torch_here
 from gputrain_tui.recipe import Recipe
+from gputrain_tui.running import start
 from trainer.node.room import Room
 
 GIB = 1 << 30

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui.pytext import DEFAULTS
-from gputrain_tui.recipe import Cluster, Node, Recipe, RecipeError, build, dump_toml, load, parse_gpus, train_options
-from gputrain_tui.recipe_source import key_lines, override
-from gputrain_tui.task_options import schema_of, task_schema
+from gputrain_tui.recipe import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
+from gputrain_tui.recipes.dump import dump_toml
+from gputrain_tui.recipes.pytext import DEFAULTS
+from gputrain_tui.recipes.source import key_lines, override
+from gputrain_tui.recipes.task_options import schema_of, task_schema
 from trainer.errors import RequestError
 from trainer.schema import describe
 from trainer.tasks.options import DocNNOptions, LmOptions, MaskedLmOptions, MnistOptions

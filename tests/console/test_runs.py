@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from gputrain_tui import runs
-from gputrain_tui.processes import ProcessIdentity, identify, is_alive
+from gputrain_tui.reading.tail import AppendedFile, Follower
+from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
 from gputrain_tui.runs import RunReader, Status, create, find, follow, list_runs, run_id, write_status
-from gputrain_tui.tail import AppendedFile, Follower
 from trainer.errors import RequestError
 from trainer.record import EventWriter, RankState, RunDir, RunEnded, RunStarted, Step, encode_event
 

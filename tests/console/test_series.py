@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-import gputrain_tui.series
-from gputrain_tui.pyramid import KEPT, Band, BandPyramid
-from gputrain_tui.series import Series, smooth
+import gputrain_tui.reading.series
+from gputrain_tui.reading.pyramid import KEPT, Band, BandPyramid
+from gputrain_tui.reading.series import Series, smooth
 from trainer.record import Step
 
 
@@ -188,7 +188,7 @@ def test_a_history_of_samples_gives_the_bands_of_all_ranks() -> None:
 
 
 def test_a_rank_that_never_reports_does_not_hold_memory_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gputrain_tui.series, "OPEN_EVENTS", 2048)
+    monkeypatch.setattr(gputrain_tui.reading.series, "OPEN_EVENTS", 2048)
     series = Series(2)
     steps = 2000
     for number in range(1, steps + 1):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gputrain_tui import leftovers
+from gputrain_tui.running import leftovers
 from gputrain_tui.runs import Run, last_step, list_runs
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gputrain_tui import leftovers
 from gputrain_tui.plan import Plan, PlannedNode, with_run_dir
+from gputrain_tui.running import leftovers
+from gputrain_tui.running.start import adopt, start_supervisor
 from gputrain_tui.runs import Run, RunReader, create, open_run, read_status
-from gputrain_tui.start import adopt, start_supervisor
 from gputrain_tui.state import RunState
 from trainer.record import Event, Failure, RunEnded, RunStarted
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gputrain_tui import leftovers, recipe, start
+from gputrain_tui import recipe
+from gputrain_tui.running import leftovers, start
+from gputrain_tui.running.standby import Spare
+from gputrain_tui.running.warm import WarmStart
 from gputrain_tui.runs import Run, last_step, open_run
-from gputrain_tui.standby import Spare
-from gputrain_tui.warm import WarmStart
 from trainer.record import RunDir, decode_events
 
 RECIPE = """\
@@ -52,8 +53,9 @@ class Telling(LanguageModel):
 """
 HOLDER = """\
 import sys, time
-from gputrain_tui import recipe, start
-from gputrain_tui.warm import WarmStart
+from gputrain_tui import recipe
+from gputrain_tui.running import start
+from gputrain_tui.running.warm import WarmStart
 warm = WarmStart()
 warm.open()
 assert warm.wait(120)

@@ -22,7 +22,6 @@ from textual.containers import Vertical
 from textual.events import Resize
 from textual.message import Message
 
-from gputrain_tui.addresses import local_facts
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.hosts import Host, due, gives, others, ours_on, plans_of, wants
 from gputrain_tui.console.screens.page import Page
@@ -32,6 +31,7 @@ from gputrain_tui.console.widgets.gpu_processes import Processes
 from gputrain_tui.console.widgets.gpu_table import GpuTable
 from gputrain_tui.console.widgets.machine import Machine
 from gputrain_tui.inventory import Inventory, take_inventory
+from gputrain_tui.machines.addresses import local_facts
 from gputrain_tui.plan import THIS_MACHINE, LocalFacts, Plan, is_local
 from gputrain_tui.recipe import Node
 from gputrain_tui.remote.survey import AT_ONCE, Asking, Sighting

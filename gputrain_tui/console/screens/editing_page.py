@@ -11,7 +11,7 @@ from textual.widgets import Input
 from gputrain_tui.console.screens.recipe_page import RecipePage
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.draft import Field, shown
+from gputrain_tui.recipes.draft import Field, shown
 
 
 class EditingPage(RecipePage):

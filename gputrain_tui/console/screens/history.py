@@ -14,7 +14,6 @@ from textual.containers import Vertical
 from textual.events import Resize
 from textual.message import Message
 
-from gputrain_tui import start
 from gputrain_tui.commands.runs import describe
 from gputrain_tui.compare import FEWEST, MOST
 from gputrain_tui.console.actions import bindings
@@ -22,7 +21,8 @@ from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
-from gputrain_tui.delete import delete_run
+from gputrain_tui.running import start
+from gputrain_tui.running.delete import delete_run
 from gputrain_tui.runs import ENDED, Run, list_runs
 from trainer.errors import RequestError
 

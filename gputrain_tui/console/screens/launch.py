@@ -19,9 +19,9 @@ from gputrain_tui.console.screens.recipe_page import SETTLE_S
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.preflight import errors
-from gputrain_tui.recipe import dump_toml
-from gputrain_tui.recipe_files import recipe_files
-from gputrain_tui.start import Prepared
+from gputrain_tui.recipes.dump import dump_toml
+from gputrain_tui.recipes.files import recipe_files
+from gputrain_tui.running.start import Prepared
 from trainer.record import write_atomically
 
 

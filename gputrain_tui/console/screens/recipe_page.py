@@ -13,7 +13,6 @@ from textual.message import Message
 from textual.widgets import Input
 
 from gputrain_tui import paths
-from gputrain_tui.addresses import local_facts
 from gputrain_tui.console.examine import Examined, examined
 from gputrain_tui.console.hosts import nodes_of
 from gputrain_tui.console.screens.page import Page
@@ -21,9 +20,10 @@ from gputrain_tui.console.widgets.form import Detail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.readiness import Readiness
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.draft import Draft, Field, Remark, field_of, remarks_of, without_place
+from gputrain_tui.machines.addresses import local_facts
 from gputrain_tui.plan import THIS_MACHINE, is_local, is_loopback
-from gputrain_tui.recipe_files import recipe_files
+from gputrain_tui.recipes.draft import Draft, Field, Remark, field_of, remarks_of, without_place
+from gputrain_tui.recipes.files import recipe_files
 from trainer.errors import RequestError
 
 SETTLE_S = 0.15

@@ -21,7 +21,7 @@ from gputrain_tui.console.widgets.drawing import (
     short,
 )
 from gputrain_tui.console.widgets.panel import Live, Panel
-from gputrain_tui.series import BandMetric, Window, smooth
+from gputrain_tui.reading.series import BandMetric, Window, smooth
 
 Scale = Literal["linear", "log"]
 

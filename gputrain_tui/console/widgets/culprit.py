@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, cut, headline
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.fate import LOST_PEER, STOPPED
 from gputrain_tui.headless import ranks_text
-from gputrain_tui.outcome import last_lines
+from gputrain_tui.running.fate import LOST_PEER, STOPPED
+from gputrain_tui.running.outcome import last_lines
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
 from trainer.record import Failure

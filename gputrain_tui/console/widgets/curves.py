@@ -9,8 +9,8 @@ from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Line, Overlay, draw_overlay, legend
+from gputrain_tui.reading.series import smooth
 from gputrain_tui.runs import ENDED, Run, RunReader
-from gputrain_tui.series import smooth
 
 PORTION_BYTES = 128 << 10
 """What is read at a time, so that a budget is kept."""

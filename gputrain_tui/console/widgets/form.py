@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
-from gputrain_tui.draft import Field, Remark, shown
+from gputrain_tui.recipes.draft import Field, Remark, shown
 from gputrain_tui.tables import printable
 
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}

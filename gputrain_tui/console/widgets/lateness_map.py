@@ -12,7 +12,7 @@ from gputrain_tui.console.ramp import HEAT_LEVELS, Ramp
 from gputrain_tui.console.widgets.band_chart import LABEL, steps_row
 from gputrain_tui.console.widgets.drawing import Row, current, cut, headline, length, merged, message, nice_floor
 from gputrain_tui.console.widgets.panel import Live, Panel
-from gputrain_tui.series import METRICS, Series
+from gputrain_tui.reading.series import METRICS, Series
 
 SHAPES = "·:-=+*%#"
 """Heat levels where colours cannot tell."""

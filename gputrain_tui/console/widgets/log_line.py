@@ -12,7 +12,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from gputrain_tui.commands.logs import ESCAPES
-from gputrain_tui.log_buffer import Level, Line, level_of
+from gputrain_tui.reading.log_buffer import Level, Line, level_of
 from gputrain_tui.tables import printable
 
 TAB = 8

@@ -19,8 +19,8 @@ from textual.widgets import Input
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
 from gputrain_tui.console.widgets.log_line import line_strip, prefix
-from gputrain_tui.log_buffer import Level, LogBuffer
-from gputrain_tui.tail import Follower
+from gputrain_tui.reading.log_buffer import Level, LogBuffer
+from gputrain_tui.reading.tail import Follower
 from trainer.record import RunDir
 
 BUDGET_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from textual.widget import Widget
 from gputrain_tui.console.ramp import PARTS, Ramp, pair, ramp_for
 from gputrain_tui.console.widgets.abstract import Abstract
 from gputrain_tui.console.widgets.drawing import Row
-from gputrain_tui.series import Series
+from gputrain_tui.reading.series import Series
 from gputrain_tui.state import RunState
 
 

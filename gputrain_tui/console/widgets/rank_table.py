@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, merged
 from gputrain_tui.console.widgets.drawing import message as remark
 from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, Place, layout
-from gputrain_tui.fate import FATES
+from gputrain_tui.running.fate import FATES
 from gputrain_tui.state import RankView
 from gputrain_tui.tables import printable
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gputrain_tui.console.widgets.drawing import Row, text_of
-from gputrain_tui.series import Series
+from gputrain_tui.reading.series import Series
 from gputrain_tui.state import RunState
 from trainer.record import AnyEvent, Finding, GpuSample, NodeSample, RankState, Step
 

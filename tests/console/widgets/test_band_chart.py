@@ -8,7 +8,7 @@ from frames import SyntheticRun, assert_frame, synthetic_run
 
 from gputrain_tui.console.widgets.band_chart import Curve, Scale, chart_columns, draw_curve
 from gputrain_tui.console.widgets.drawing import Row, text_of
-from gputrain_tui.series import Window
+from gputrain_tui.reading.series import Window
 
 RUN = synthetic_run()
 

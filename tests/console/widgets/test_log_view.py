@@ -12,8 +12,8 @@ from textual.app import App, ComposeResult
 
 from gputrain_tui.console.widgets.log_line import decoded, line_strip, prefix
 from gputrain_tui.console.widgets.log_view import LogView
-from gputrain_tui.log_buffer import LINE_BYTES, Level, Line, LogBuffer, level_of, newest_version
-from gputrain_tui.tail import Follower
+from gputrain_tui.reading.log_buffer import LINE_BYTES, Level, Line, LogBuffer, level_of, newest_version
+from gputrain_tui.reading.tail import Follower
 from trainer.record import RunDir
 
 STYLES = {role: Style.null() for role in ("base", "dim", "prefix", "warning", "error", "match", "current")} | {

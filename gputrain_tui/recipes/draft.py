@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gputrain_tui import recipe as recipes
 from gputrain_tui.recipe import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script
-from gputrain_tui.recipe_source import override, parse
-from gputrain_tui.task_options import task_schema
+from gputrain_tui.recipes.source import override, parse
+from gputrain_tui.recipes.task_options import task_schema
 from trainer.errors import RequestError
 from trainer.options import Distributed, Training
 from trainer.schema import Option, check, describe

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui import leftovers
 from gputrain_tui.launchers.local import LocalProcess
+from gputrain_tui.running import leftovers
 from trainer.node.stopping_signals import LEASE
 from trainer.node.warm_request import FOLDER, Request
 from trainer.record import RunDir
@@ -30,7 +30,7 @@ from trainer.record import RunDir
 if TYPE_CHECKING:
     from gputrain_tui.launchers import Launcher, NodeProcess
     from gputrain_tui.plan import PlannedNode
-    from gputrain_tui.processes import ProcessIdentity
+    from gputrain_tui.running.processes import ProcessIdentity
 
 HARMLESS = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"}
 """Environment of a node that is in time after torch has been loaded."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gputrain_tui.recipe_source import Key, RecipeError, Source
+from gputrain_tui.recipes.source import Key, RecipeError, Source
 from trainer.errors import nearest
 
 OWN_TABLES = ("name", "cluster", "train", "task")

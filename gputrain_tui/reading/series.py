@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Literal
 
-from gputrain_tui.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
+from gputrain_tui.reading.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
 from trainer.digest import Block
 from trainer.record import Step
 

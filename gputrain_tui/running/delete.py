@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 
-from gputrain_tui.leftovers import processes_of
+from gputrain_tui.running.leftovers import processes_of
 from gputrain_tui.runs import ENDED, Run, open_run
 from trainer.errors import RequestError
 

@@ -15,13 +15,13 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui.addresses import local_facts
 from gputrain_tui.launchers import launcher
+from gputrain_tui.machines.addresses import local_facts
 from gputrain_tui.plan import LocalFacts, Plan, plan, with_run_dir
 from gputrain_tui.planning import inventories_for
 from gputrain_tui.preflight import NotReadyError, Result, errors, judge, look
-from gputrain_tui.processes import ProcessIdentity
 from gputrain_tui.recipe import Recipe
+from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.runs import Run, create, find, open_run, read_status
 from trainer.errors import RequestError
 from trainer.record import RunDir
@@ -29,7 +29,7 @@ from trainer.training.stopping import require_an_end
 
 if TYPE_CHECKING:
     from gputrain_tui.inventory import Inventory
-    from gputrain_tui.warm import WarmStart
+    from gputrain_tui.running.warm import WarmStart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def planned(recipe: Recipe) -> Planned:
         NotReadyError: a machine does not have the devices.
         RequestError: the recipe contradicts itself.
     """
-    from gputrain_tui.devices import LackingError
+    from gputrain_tui.machines.devices import LackingError
 
     facts, remarks = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
     inventories = inventories_for(recipe, facts, remark=remarks.append)
@@ -229,4 +229,8 @@ def _kept(recipe: Recipe) -> str:
     """The recipe as the run keeps it: loading it again gives the same run."""
     source = recipe.origin
     as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data
-    return recipe.text if as_written else recipes.dump_toml(recipe)
+    if as_written:
+        return recipe.text
+    from gputrain_tui.recipes.dump import dump_toml  # tomlkit is needed only by what writes recipes
+
+    return dump_toml(recipe)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.tail import by_rank
+from gputrain_tui.reading.tail import by_rank
 from trainer.digest import LEVELS, Block, Note, block_file, note_file
 from trainer.record import AnyEvent, RunDir, decode_events
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import BinaryIO, Protocol
 
-from gputrain_tui import headless, outcome
-from gputrain_tui.interrupts import Interrupts
+from gputrain_tui import headless
+from gputrain_tui.reading.tail import Follower
+from gputrain_tui.running import outcome
+from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.runs import Run, RunReader, Status, read_status
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
-from gputrain_tui.tail import Follower
 from trainer.errors import ExitCode, RequestError
 from trainer.record import AnyEvent, RunEnded, decode_events
 

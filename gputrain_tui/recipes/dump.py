@@ -14,8 +14,8 @@ from gputrain_tui.recipe import CLUSTER_KEYS, LAUNCH_OPTIONS, Recipe
 from trainer.options import Distributed, Training
 
 
-def dumped(recipe: Recipe) -> str:
-    """Return TOML that loads to the same recipe."""
+def dump_toml(recipe: Recipe) -> str:
+    """Return the recipe as TOML that loads to the same recipe, with the comments of its text where it was TOML."""
     wanted = contents(recipe)
     if recipe.origin.format == "json":
         return tomlkit.dumps(_document(wanted))

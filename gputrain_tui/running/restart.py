@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gputrain_tui.addresses import free_port
+from gputrain_tui.machines.addresses import free_port
 from gputrain_tui.plan import Plan, is_loopback, with_flags
 from trainer.record import RunDir
 
