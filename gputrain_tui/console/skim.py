@@ -14,8 +14,8 @@ from pathlib import Path
 from gputrain_tui.reading.series import Series
 from gputrain_tui.runs import RunReader
 from gputrain_tui.state import RunState
-from trainer.digest import Block
 from trainer.record import AnyEvent, RunDir, Step, decode_events
+from trainer.record.digest import Block
 
 WORTH_BYTES = 16 << 20
 """A record shorter than this is read through at once."""

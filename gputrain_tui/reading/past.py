@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.reading.tail import by_rank
-from trainer.digest import LEVELS, Block, Note, block_file, note_file
 from trainer.record import AnyEvent, RunDir, decode_events
+from trainer.record.digest import LEVELS, Block, Note, block_file, note_file
 
 WHOLE_BYTES = 40 << 20
 """A record that is no longer than this is read whole: it takes less than a second."""

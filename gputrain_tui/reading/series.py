@@ -12,8 +12,8 @@ from math import isfinite, nan
 from typing import Literal
 
 from gputrain_tui.reading.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
-from trainer.digest import Block
 from trainer.record import Step
+from trainer.record.digest import Block
 
 BandMetric = Literal["loss", "sync_exposed_ms", "step_ms"]
 Metric = Literal["loss", "sync_exposed_ms", "step_ms", "late_ms"]

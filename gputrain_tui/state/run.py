@@ -17,7 +17,6 @@ from gputrain_tui.state.synchronisation import (
     sync_share,
     wire_ms,
 )
-from trainer.digest import Block
 from trainer.outcome import root_cause
 from trainer.record import (
     AnyEvent,
@@ -38,6 +37,7 @@ from trainer.record import (
     TrainingPlan,
     Validation,
 )
+from trainer.record.digest import Block
 
 KEPT = 1000
 """Validations, checkpoints and failures kept."""

@@ -18,7 +18,6 @@ import msgspec
 
 from gputrain_tui.plan import Plan, PlannedNode
 from gputrain_tui.runs import Run, create, open_run, write_status
-from trainer.digest import Digest
 from trainer.record import (
     Finding,
     GpuSample,
@@ -33,6 +32,7 @@ from trainer.record import (
     Validation,
     encode_event,
 )
+from trainer.record.digest import Digest
 
 NOISE = 4096
 """Random numbers that are drawn once and used again: drawing takes longer than writing."""

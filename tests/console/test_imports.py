@@ -18,7 +18,7 @@ TORCH_FREE = (
     "trainer.__main__",
     "trainer.placement.decision",
     "trainer.placement.devices",
-    "trainer.digest",
+    "trainer.record.digest",
     "trainer.dispatch",
     "trainer.errors",
     "trainer.options",

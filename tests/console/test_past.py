@@ -11,8 +11,8 @@ from gputrain_tui.reading import past as pasts
 from gputrain_tui.reading.past import past
 from gputrain_tui.reading.series import Series
 from gputrain_tui.runs import Run
-from trainer.digest import block_file
 from trainer.record import EventWriter, RankState, RunDir, Step, Validation
+from trainer.record.digest import block_file
 
 RANKS = 3
 STEPS = 1500

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trainer.digest import LEVELS, Block, Note, block_file, note_file
 from trainer.record import EventWriter, NodeSample, RankState, RunDir, Step
+from trainer.record.digest import LEVELS, Block, Note, block_file, note_file
 
 
 def step(number: int, *, steps: int = 1, loss: float = 1.0, exposed: float | None = None) -> Step:

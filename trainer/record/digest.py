@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.record import AnyEvent, Event, NodeSample, Step
+from trainer.record.events import AnyEvent, Event, NodeSample, Step
 
 LEVELS = (16, 64, 256, 1024, 4096)
 """Steps of a block, per file; times the steps of an event where events cover several."""

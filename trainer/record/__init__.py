@@ -1,0 +1,65 @@
+"""The record of a run: event schema, event writer and the layout of the run directory.
+
+Torch-free, because the console reads with the same definitions that the ranks write with.
+"""
+
+from __future__ import annotations
+
+from trainer.record.events import (
+    STATES,
+    AnyEvent,
+    Checkpoint,
+    Checksum,
+    Doing,
+    Event,
+    Failure,
+    Finding,
+    GpuSample,
+    Joining,
+    Lost,
+    NodeSample,
+    RankSample,
+    RankState,
+    RankStateName,
+    RunEnded,
+    RunStarted,
+    RunStatusName,
+    Sample,
+    Step,
+    TrainingPlan,
+    Validation,
+    decode_events,
+    encode_event,
+)
+from trainer.record.run_dir import RunDir, write_atomically
+from trainer.record.writer import EventWriter
+
+__all__ = [
+    "STATES",
+    "AnyEvent",
+    "Checkpoint",
+    "Checksum",
+    "Doing",
+    "Event",
+    "EventWriter",
+    "Failure",
+    "Finding",
+    "GpuSample",
+    "Joining",
+    "Lost",
+    "NodeSample",
+    "RankSample",
+    "RankState",
+    "RankStateName",
+    "RunDir",
+    "RunEnded",
+    "RunStarted",
+    "RunStatusName",
+    "Sample",
+    "Step",
+    "TrainingPlan",
+    "Validation",
+    "decode_events",
+    "encode_event",
+    "write_atomically",
+]
