@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gputrain_tui.commands import attach
 from trainer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,10 +30,30 @@ def main(argv: Sequence[str] = ()) -> int:
         RequestError: there is no terminal, or a flag or a hostfile is wrong.
     """
     parser = _Parser(prog="gputrain", add_help=False, allow_abbrev=False)
-    attach.add_fps(parser)
+    add_fps(parser)
     parser.add_argument("--hostfile", metavar="FILE")
     args = parser.parse_args(list(argv))
     return show(None, fps=args.fps, hostfile=args.hostfile)
+
+
+def add_fps(parser: ArgumentParser) -> None:
+    """Declare the flag of the console itself."""
+    parser.add_argument(
+        "--fps",
+        type=_paints,
+        metavar="N",
+        help="paints a second at most, 0.2 to 30; default 10, less for slow links",
+    )
+
+
+def _paints(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.2 <= value <= 30:
+        raise ArgumentTypeError(f"{text!r} is not a number from 0.2 to 30")
+    return value
 
 
 class _Parser(ArgumentParser):
