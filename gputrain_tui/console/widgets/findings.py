@@ -27,7 +27,11 @@ MARKS = {"critical": ("✗", "error"), "warning": ("▲", "warning"), "info": ("
 """Mark and role per severity."""
 
 MESSAGE = 23
-"""Cells before the message."""
+"""Cells before a message that stands beside time and rank."""
+NARROW = 56
+"""Cells below which messages stand on lines of their own, where there are lines for it."""
+INDENT = 3
+"""Cells before what stands below time and rank."""
 NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
 
 
@@ -85,7 +89,7 @@ def _raised(finding: Finding, *, cleared: bool) -> Entry:
 
 
 def _failed(failure: Failure) -> Entry:
-    at = (("at step", float(failure.step)),) if failure.step is not None else ()
+    at = f" at step {failure.step:,}" if failure.step is not None else ""
     return Entry(
         key=(failure.kind, failure.rank, failure.time),
         time=failure.time,
@@ -93,8 +97,7 @@ def _failed(failure: Failure) -> Entry:
         cleared=False,
         rank=failure.rank,
         where=failure.host or "",
-        message=f"{failure.kind.replace('_', ' ')}: {printable(failure.message)}",
-        evidence=at,
+        message=f"{failure.kind.replace('_', ' ')}{at}: {printable(failure.message)}",
         said=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
     )
 
@@ -149,31 +152,39 @@ def draw_findings(
     if not found:
         what = "nothing to report: no rank stands out" if watching else "nothing was found"
         return rows + remark(width, height - 1, [what])
-    # Where there is room it stands open: nobody has to ask for what fits.
-    more = len(_details(found[cursor], width))
-    fits = more > 0 and len(found) + more < height
-    body: list[tuple[int, Row]] = []
-    for index, entry in enumerate(found):
-        here = index == cursor
-        body.append((index, _line(entry, width, here=here and focused, whole=here and (opened or fits))))
-        if here and (opened or fits):
-            body += [(index, row) for row in _details(entry, width) or [NO_MORE]]
-    first, last = (next(i for i, (of, _) in enumerate(body) if of == cursor),
-                   max(i for i, (of, _) in enumerate(body) if of == cursor))  # fmt: skip
-    visible = height - 1
-    top = min(max(0, last - visible + 1), first) if last >= visible else 0
-    rows += [cut(row, width) for _, row in body[top : top + visible]]
+    rows += [cut(row, width) for _, row in _shown(found, width, height - 1, cursor, opened=opened, focused=focused)]
     return rows + [cut([], width) for _ in range(height - len(rows))]
 
 
-def _message(entry: Entry, width: int) -> list[str]:
-    """Return the message in lines that fit beside time and rank."""
-    return textwrap.wrap(entry.message, max(width - MESSAGE - 2 - (9 if entry.cleared else 0), 8)) or [""]
+def _shown(
+    found: Sequence[Entry], width: int, height: int, cursor: int, *, opened: bool, focused: bool
+) -> list[tuple[int, Row]]:
+    """Return the lines below the title, each with its entry's index: as much as there is room for."""
+
+    def body(*, whole: bool, details: bool) -> list[tuple[int, Row]]:
+        lines: list[tuple[int, Row]] = []
+        for index, entry in enumerate(found):
+            here = index == cursor
+            told = whole or (here and details)
+            lines += [(index, row) for row in _line(entry, width, here=here and focused, whole=told)]
+            if here and details:
+                lines += [(index, row) for row in _details(entry, width) or ([NO_MORE] if opened else [])]
+        return lines
+
+    # Nobody has to ask for what fits.
+    forms = [(True, True), (False, True)] if opened else [(True, True), (True, False), (False, True), (False, False)]
+    for whole, details in forms:
+        lines = body(whole=whole, details=details)
+        if len(lines) <= height:
+            return lines
+    first = next(i for i, (of, _) in enumerate(lines) if of == cursor)
+    last = max(i for i, (of, _) in enumerate(lines) if of == cursor)
+    top = min(max(0, last - height + 1), first) if last >= height else 0
+    return lines[top : top + height]
 
 
-def _line(entry: Entry, width: int, *, here: bool, whole: bool) -> Row:
-    """Return an entry's line; ``whole``: what it cuts off the message stands below it."""
-    first, *rest = _message(entry, width)
+def _line(entry: Entry, width: int, *, here: bool, whole: bool) -> list[Row]:
+    """Return an entry in one line, its message cut where it must be, or ``whole``, in as many as that takes."""
     mark, role = MARKS.get(entry.severity, MARKS["warning"])
     at = time.strftime("%H:%M:%S", time.localtime(entry.time))
     who = f"rank {entry.rank}" if entry.rank is not None else "run"
@@ -182,36 +193,46 @@ def _line(entry: Entry, width: int, *, here: bool, whole: bool) -> Row:
         ("▸" if here else " ", "accent"),
         (f"{'✓' if entry.cleared else mark} ", "dim" if entry.cleared else role),
         (f"{at}  ", "dim"),
-        (who.ljust(9), text_role),
-        (" ", "base"),
-        (f"{first} …" if rest and not whole else first, text_role),
     ]
-    if entry.cleared:
-        row.append(("  cleared", "dim"))
+    cleared: Row = [("  cleared", "dim")] if entry.cleared else []
+    if whole and width < NARROW:
+        row += [(who, text_role), *cleared]
+        return [row, *_indented(entry.message, text_role, width, INDENT)]
+    first, *rest = _wrapped(entry.message, width - MESSAGE - 2 - (9 if entry.cleared else 0))
+    row += [(who.ljust(9), text_role), (" ", "base"), (f"{first} …" if rest and not whole else first, text_role)]
+    rows = [row, *([(" " * MESSAGE, "base"), (line, text_role)] for line in rest if whole)]
+    rows[-1] += cleared
     if entry.where and sum(len(text) for text, _ in row) + len(entry.where) + 3 <= width:
         row.append((f"  {printable(entry.where)}", "dim"))
-    return row
+    return rows
 
 
 def _details(entry: Entry, width: int) -> list[Row]:
     """Return what opens below a finding."""
-    indent = " " * 3
-    room = max(width - len(indent) - 10, 20)
-    rows: list[Row] = [[(" " * MESSAGE, "base"), (line, "bright")] for line in _message(entry, width)[1:]]
-    if entry.evidence:
-        # A figure and its name stay together: blanks within them do not break.
-        text = "   ".join(
-            f"{name.replace('_', ' ')} {current(value)}".replace(" ", "\xa0") for name, value in entry.evidence
-        )
-        lines = [line.replace("\xa0", " ") for line in textwrap.wrap(text, room)]
-        rows += [[(indent, "base"), (("evidence " if not i else "").ljust(10), "dim"), (line, "bright")]
-                 for i, line in enumerate(lines)]  # fmt: skip
-    for label, text, role in (("said", entry.said, "dim"), ("advice", entry.advice, "accent")):
-        rows += [
-            [(indent, "base"), ((f"{label} " if not i else "").ljust(10), "dim"), (line, role)]
-            for i, line in enumerate(textwrap.wrap(text, room))
-        ]
+    # A figure and its name stay together: blanks within them do not break.
+    figures = "   ".join(
+        f"{name.replace('_', ' ')} {current(value)}".replace(" ", "\xa0") for name, value in entry.evidence
+    )
+    rows: list[Row] = []
+    for label, text, role in (
+        ("evidence", figures, "bright"),
+        ("said", entry.said, "dim"),
+        ("advice", entry.advice, "accent"),
+    ):
+        if text and width < NARROW:
+            rows += _indented(text, role, width, INDENT)
+        elif text:
+            for number, line in enumerate(_wrapped(text, max(width - INDENT - 10, 20))):
+                rows.append([(" " * INDENT, "base"), (("" if number else label).ljust(10), "dim"), (line, role)])
     return rows
+
+
+def _indented(text: str, role: str, width: int, indent: int) -> list[Row]:
+    return [[(" " * indent, "base"), (line, role)] for line in _wrapped(text, width - indent)]
+
+
+def _wrapped(text: str, room: int) -> list[str]:
+    return [line.replace("\xa0", " ") for line in textwrap.wrap(text, max(room, 8))] or [""]
 
 
 class Findings(Panel, can_focus=True):
@@ -281,10 +302,16 @@ class Findings(Panel, can_focus=True):
         """Take the finding under the pointer; a second click opens it."""
         _, y = event.get_content_offset_capture(self)
         found = entries(self.live.state)
-        if self._opened or not 1 <= y <= len(found) or y - 1 == self._index(found):
+        cursor = self._index(found)
+        shown = _shown(
+            found, self.size.width, self.size.height - 1, cursor, opened=self._opened, focused=self.has_focus
+        )
+        of = shown[y - 1][0] if 1 <= y <= len(shown) else cursor
+        if of == cursor:
             self.action_open()
         else:
-            self._take(found, y - 1)
+            self._opened = False
+            self._take(found, of)
 
     def on_focus(self) -> None:
         """Show where the keys go."""
