@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except RequestError as error:
-        print(f"gputrain: {error}", file=sys.stderr)
+        from gputrain_tui.tables import printable
+
+        print(f"gputrain: {printable(str(error))}", file=sys.stderr)  # it may quote anything
         return ExitCode.BAD_REQUEST
     except KeyboardInterrupt:
         return ExitCode.STOPPED

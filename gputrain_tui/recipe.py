@@ -194,7 +194,7 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     for key in data:
         if key not in TABLES:
             raise RecipeError(f"{source.where((key,))} is not known{_belongs(key)}")
-    _refuse_unfinite(source, data, ())
+    _refuse_unusable(source, data, ())
     train, launch, script = _train(source)
     return Recipe(
         name=_name(source),
@@ -219,13 +219,16 @@ def _belongs(key: str) -> str:
     return nearest(key, TABLES) or f"; known are {', '.join(TABLES)}"
 
 
-def _refuse_unfinite(source: Source, value: Any, key: Key) -> None:
+def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
+    """Refuse what no option takes and no command line can carry."""
     if isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
+    if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
+        raise RecipeError(f"{source.where(key)} is {value!r}, but must be text in UTF-8 without a zero character")
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for part, item in items:
-            _refuse_unfinite(source, item, (*key, part))
+            _refuse_unusable(source, item, (*key, part))
 
 
 def _name(source: Source) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from gputrain_tui.recipe import Gpus, Node, RecipeError, parse_gpus
 from trainer.errors import RequestError, nearest
 
+MOST_BYTES = 1 << 20
+"""Of a file: forty thousand hosts with their settings."""
 KEYS = ("slots", "max_slots", "gpus", "port")
 HOST = re.compile(r"(?P<host>(?:[\w.+-]+@)?(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w][\w.-]*))(?::(?P<slots>.*))?")
 ADDRESS_6 = re.compile(r"(?:[\w.+-]+@)?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(?:%[\w.-]+)?")
@@ -38,10 +40,14 @@ def read_hostfile(path: Path) -> tuple[HostLine, ...]:
         RequestError: it cannot be read, names no host, or a line is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise RequestError(f"{path} cannot be read: {reason}; name a file with one host a line") from None
+    if len(content) > MOST_BYTES:
+        raise RequestError(f"{path} is longer than {MOST_BYTES >> 20} MiB; name a file with one host a line")
     return parse_hosts(text, name=str(path))
 
 

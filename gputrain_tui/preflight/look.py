@@ -92,6 +92,8 @@ def _refused(options: Any) -> str:
         check_data(options)
     except RequestError as error:
         return str(error)
+    except OSError as error:  # a folder on the way that this person cannot enter, a name that is too long
+        return f"{error.filename} cannot be read: {error.strerror}; see its rights"
     return ""
 
 
@@ -111,10 +113,10 @@ def _script(recipe: Recipe) -> Wrong | None:
     if recipe.script is None:
         return None
     path = Path(recipe.script.script)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else f"does not exist in {Path.cwd()}"
-        return Wrong(key="train.script", what=f"{path} {what}", fix="name a Python file")
     try:
+        if not path.is_file():
+            what = "is no file" if path.exists() else f"does not exist in {Path.cwd()}"
+            return Wrong(key="train.script", what=f"{path} {what}", fix="name a Python file")
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
         return Wrong(key="train.script", what=f"{path} cannot be read: {error.strerror}", fix="see its rights")
@@ -129,10 +131,13 @@ def _resume(recipe: Recipe) -> Wrong | None:
     if not recipe.train.resume:
         return None
     path = Path(recipe.train.resume)
-    if not path.exists():
-        return Wrong(key="train.resume", what=f"{path} does not exist", fix="name a checkpoint or a folder of them")
-    if path.is_dir() and not any(path.glob("*.pt")):
-        return Wrong(key="train.resume", what=f"{path} holds no checkpoint", fix="name another folder")
+    try:
+        if not path.exists():
+            return Wrong(key="train.resume", what=f"{path} does not exist", fix="name a checkpoint or a folder of them")
+        if path.is_dir() and not any(path.glob("*.pt")):
+            return Wrong(key="train.resume", what=f"{path} holds no checkpoint", fix="name another folder")
+    except OSError as error:
+        return Wrong(key="train.resume", what=f"{path} cannot be read: {error.strerror}", fix="see its rights")
     return None
 
 

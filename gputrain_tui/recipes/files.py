@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,11 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 from gputrain_tui.recipe import TABLES
+from gputrain_tui.recipes.source import MOST_BYTES
 
 MOST_FILES = 200
 """Files that are looked into, per folder."""
-MOST_BYTES = 1 << 20
-"""A larger file is no recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +48,15 @@ def _tomls(folder: Path) -> Iterable[Path]:
 def recipe_name(path: Path) -> str | None:
     """Return a recipe's name; None for a file that is none, such as ``pyproject.toml``."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            return None
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+            return None  # opening a pipe would wait for somebody who writes into it
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return None
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         # A recipe with a slip is shown, and what is wrong with it when it is opened.
         return path.stem if "[train]" in text else None
     if not isinstance(data.get("train"), dict) or not set(data) <= set(TABLES):

@@ -22,6 +22,15 @@ Key = tuple[str | int, ...]
 STDIN = "stdin"
 """How messages name a recipe that was read from standard input."""
 
+MOST_BYTES = 1 << 20
+"""A larger file is no recipe."""
+
+MOST_DEPTH = 32
+"""Tables and lists within each other; a recipe has five."""
+
+
+TOO_MANY_DIGITS = "holds a number with more digits than a number can have"
+
 
 class RecipeError(RequestError):
     """A recipe says something impossible. One line: file, line, key, what was found, what is allowed."""
@@ -83,26 +92,42 @@ def read(source: str, *, stdin: IO[str] | None = None) -> Source:
     if source == "-":
         if stdin is None:
             raise RecipeError("the recipe is '-', but there is no standard input to read it from")
-        return parse(stdin.read(), name=STDIN)
+        return parse(_decoded(_bytes_of(stdin), STDIN), name=STDIN)
     if not source:
         raise RecipeError("the recipe's name is empty; it is a TOML or JSON file, or - for standard input")
     path = Path(source)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise RecipeError(f"{source}: there is no such file{_neighbour(path)}") from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{source} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise RecipeError(f"{source} cannot be read: {error.strerror}") from None
-    return parse(text, name=source)
+    return parse(_decoded(content, source), name=source)
+
+
+def _bytes_of(stdin: IO[str]) -> bytes:
+    """Read standard input as it is: a recipe is UTF-8 also where the locale is not."""
+    binary = getattr(stdin, "buffer", None)
+    content = stdin.read(MOST_BYTES + 1) if binary is None else binary.read(MOST_BYTES + 1)
+    return content if isinstance(content, bytes) else str(content).encode("utf-8", "surrogateescape")
+
+
+def _decoded(content: bytes, name: str) -> str:
+    if len(content) > MOST_BYTES:
+        raise RecipeError(f"{name} is longer than {MOST_BYTES >> 20} MiB, so it is no recipe")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{name} is not UTF-8 text (byte {error.start})") from None
 
 
 def _neighbour(path: Path) -> str:
     """Name the recipe beside ``path`` that it resembles."""
-    if not path.parent.is_dir():
+    try:
+        found = {entry.name for entry in path.parent.iterdir() if entry.suffix in (".toml", ".json")}
+    except OSError:
         return ""
-    found = {entry.name for entry in path.parent.iterdir() if entry.suffix in (".toml", ".json")}
     return nearest(path.name, found) or nearest(path.name + ".toml", found)
 
 
@@ -113,10 +138,34 @@ def parse(text: str, *, name: str) -> Source:
         RecipeError: the text is not valid, with the line.
     """
     text = text.replace("\r\n", "\n")
-    if text.lstrip()[:1] == "{" or name.endswith(".json"):
-        return Source(name=name, text=text, format="json", data=_json(text, name))
+    json_like = text.lstrip()[:1] == "{" or name.endswith(".json")
     try:
-        return Source(name=name, text=text, format="toml", data=tomllib.loads(text))
+        data = _json(text, name) if json_like else _toml(text, name)
+    except RecursionError:
+        raise RecipeError(f"{name}: is nested too deeply to be a recipe") from None
+    except RecipeError:
+        raise
+    except ValueError:  # of int(), which the parsers pass on
+        raise RecipeError(f"{name}: {TOO_MANY_DIGITS}") from None
+    if is_too_deep(data):
+        raise RecipeError(f"{name}: is nested too deeply to be a recipe")
+    return Source(name=name, text=text, format="json" if json_like else "toml", data=data)
+
+
+def is_too_deep(data: Any) -> bool:
+    """Whether values stand within more tables and lists than what walks over them later can follow."""
+    level = [data]
+    for _ in range(MOST_DEPTH):
+        within = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        level = [item for item in within if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _toml(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         if text.lstrip()[:1] == "[" and _is_json(text):
             _json(text, name)  # says that a list is no recipe
@@ -144,8 +193,6 @@ def _json(text: str, name: str) -> dict[str, Any]:
         raise RecipeError(f"{name}{line}: {error.key!r} is there twice in one object; keep one of them") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
-    except RecursionError:
-        raise RecipeError(f"{name}: is nested too deeply to be a recipe") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{name}: a recipe in JSON is an object in braces, but this is {_kind(data)}")
     return data
@@ -325,7 +372,10 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
         parts = [part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", name.strip()).split(".")]
         if not equals or not all(parts):
             raise RecipeError(f"--set {setting} is not KEY=VALUE, such as --set train.lr=0.5")
-        keys.add(_assign(result, parts, _set_value(text.strip()), name.strip()))
+        value = _set_value(text.strip(), name.strip())
+        if len(parts) > MOST_DEPTH or is_too_deep([value]):
+            raise RecipeError(f"--set {parts[0]}: is nested too deeply to be a recipe")
+        keys.add(_assign(result, parts, value, name.strip()))
     return result, frozenset(keys)
 
 
@@ -335,7 +385,7 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
     for position, part in enumerate(parts):
         last = position == len(parts) - 1
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
+            if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
                 known = f"0 to {len(node) - 1}" if node else "none: the list is empty"
                 raise RecipeError(f"--set {name}: {dotted(key)} has no entry {part!r} (entries: {known})")
             step: str | int = int(part)
@@ -353,13 +403,17 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
     return key
 
 
-def _set_value(text: str) -> Any:
+def _set_value(text: str, name: str) -> Any:
     if "\n" in text:
         return text
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError:
+        raise RecipeError(f"--set {name}: is nested too deeply to be a recipe") from None
+    except ValueError:
+        raise RecipeError(f"--set {name}: {TOO_MANY_DIGITS}") from None
     return value if isinstance(value, bool | int | float | str | list | dict) else text
 
 

@@ -7,6 +7,7 @@ file and modification time.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -127,13 +128,13 @@ def task_file(task: str) -> Path | None:
     module = task.rpartition(":")[0]
     if module.endswith(".py"):
         path = Path(module).expanduser()
-        return path if path.is_file() else None
+        return path if os.path.isfile(path) else None  # noqa: PTH113 - also where the name is too long to ask
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         return None
     relative = Path(*module.split("."))
     for folder in (Path.cwd(), *(Path(entry) for entry in sys.path if entry)):
         for candidate in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
-            if candidate.is_file():
+            if os.path.isfile(candidate):  # noqa: PTH113 - a folder of sys.path that may not be entered is none
                 return candidate
     return None
 
@@ -147,7 +148,9 @@ def _ask(task: str) -> list[Option]:
         raise RequestError(f"it took longer than {DESCRIBE_SECONDS:.0f} s to import") from None
     if answer.returncode != 0:
         said = answer.stderr.decode(errors="replace").strip().splitlines()
-        raise RequestError(said[-1] if said else f"describing it ended with exit code {answer.returncode}")
+        raise RequestError(
+            said[-1].removeprefix("trainer: ") if said else f"describing it ended with exit code {answer.returncode}"
+        )
     try:
         return msgspec.json.decode(answer.stdout, type=list[Option])
     except msgspec.DecodeError as error:

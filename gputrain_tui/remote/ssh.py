@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import shlex
 import signal
 import stat
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Literal
 
 from trainer.errors import RequestError
 
@@ -25,6 +28,8 @@ CONNECT_S = 5
 """For the connection, the server's greeting and the exchange of keys."""
 PERSIST_S = 60
 """How long a connection waits for the next question."""
+LOOK_S = 0.2
+"""Time between two looks at how much a host has said as errors."""
 LONGEST_FOLDER = 40
 """Bytes of the folder of the sockets: ssh adds up to 66, and a socket's path ends at 108."""
 
@@ -51,6 +56,8 @@ class Answer:
     stderr: str = ""
     late: bool = False
     """Whether it was ended because its time was over."""
+    flooded: bool = False
+    """Whether it was ended because it said more than somebody listens to."""
 
 
 class Ssh:
@@ -88,18 +95,20 @@ class Ssh:
         name = hashlib.sha256("\0".join((*self._command, host)).encode()).hexdigest()[:8]
         return f"{self._folder}/{name}-%C"
 
-    def call(self, host: str, *command: str, stdin: bytes = b"", limit_s: float) -> Answer:
-        """Run a command on a host to its end, or for so many seconds.
+    def call(self, host: str, *command: str, stdin: bytes = b"", limit_s: float, most_bytes: int) -> Answer:
+        """Run a command on a host to its end, or for so many seconds, or bytes of what it says.
 
         Raises:
             RequestError: there is no such program as ``ssh`` here.
         """
         # The connection that stays may hold standard error open, so it is a file and nobody waits for its end.
-        with tempfile.TemporaryFile() as said:
+        with os.fdopen(os.memfd_create("question"), "wb") as asked, tempfile.TemporaryFile() as said:
+            asked.write(stdin)
+            asked.seek(0)
             try:
                 process = subprocess.Popen(
                     self.words(host, *command),
-                    stdin=subprocess.PIPE,
+                    stdin=asked,
                     stdout=subprocess.PIPE,
                     stderr=said,
                     start_new_session=True,  # no terminal to ask a password at, and no Ctrl-C either
@@ -111,13 +120,11 @@ class Ssh:
                 closed = self._closed
             if closed:
                 end(process)
-            late = False
             try:
-                stdout, _ = process.communicate(stdin, timeout=limit_s)
-            except subprocess.TimeoutExpired:
-                late = True
-                end(process)
-                stdout, _ = process.communicate()
+                stdout, ended = listen(process, said, limit_s=limit_s, most_bytes=most_bytes)
+                if process.returncode is None:
+                    end(process)
+                    process.wait()
             except BaseException:
                 end(process)
                 process.wait()
@@ -127,7 +134,13 @@ class Ssh:
                     self._going.discard(process)
             said.seek(0)
             stderr = said.read(1 << 16).decode("utf-8", "replace")
-        return Answer(code=process.returncode, stdout=stdout, stderr=stderr, late=late)
+        return Answer(
+            code=process.returncode,
+            stdout=stdout,
+            stderr=stderr,
+            late=ended == "late",
+            flooded=ended == "flooded",
+        )
 
     @property
     def going(self) -> int:
@@ -152,6 +165,39 @@ class Ssh:
             timeout=CONNECT_S,
             check=False,  # there may be none
         )
+
+
+def listen(
+    process: subprocess.Popen[bytes], stderr: IO[bytes], *, limit_s: float, most_bytes: int
+) -> tuple[bytes, Literal["over", "late", "flooded"]]:
+    """Return what a process says, and why nobody listens any longer: it has ended, or said too much, or took too long.
+
+    Args:
+        process: its standard output is a pipe.
+        stderr: the file that is its standard error.
+        limit_s: how long to listen.
+        most_bytes: how much it may say.
+    """
+    assert process.stdout is not None
+    until = time.monotonic() + limit_s
+    said = bytearray()
+    with process.stdout as pipe:
+        while True:
+            left = until - time.monotonic()
+            if left <= 0:
+                return bytes(said), "late"
+            ready, _, _ = select.select([pipe], [], [], min(left, LOOK_S))
+            part = os.read(pipe.fileno(), 1 << 16) if ready else b""
+            said += part
+            if len(said) + os.fstat(stderr.fileno()).st_size > most_bytes:
+                return bytes(said), "flooded"
+            if ready and not part:
+                break
+    try:
+        process.wait(max(until - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+        return bytes(said), "late"
+    return bytes(said), "over"
 
 
 def bare(host: str) -> str:

@@ -43,13 +43,17 @@ def ask(host: str, ssh: Ssh, *, limit_s: float = LIMIT_S) -> Sighting:
     # Start-up files may print, and so may what greets a login: only what follows this word counts.
     frame = f"gputrain-{secrets.token_hex(8)}:"
     try:
-        answer = ssh.call(host, "python3", "-", frame, stdin=inventory_program(), limit_s=limit_s)
+        answer = ssh.call(
+            host, "python3", "-", frame, stdin=inventory_program(), limit_s=limit_s, most_bytes=LONGEST_ANSWER
+        )
     except RequestError as error:
         return Sighting(host=host, problem=str(error))
     took = time.monotonic() - begin
     found, problem = None, ""
     if answer.late:
         problem = f"it did not answer within {limit_s:g} s"
+    elif answer.flooded:
+        problem = f"it says more than {LONGEST_ANSWER >> 20} MiB, and no inventory"
     elif answer.code != 0:
         problem = why_not(host, answer.code, answer.stderr)
     else:
@@ -60,7 +64,7 @@ def ask(host: str, ssh: Ssh, *, limit_s: float = LIMIT_S) -> Sighting:
 
 def framed(stdout: bytes, frame: str) -> Inventory | None:
     """Find the inventory between whatever else was printed."""
-    _, found, rest = stdout[:LONGEST_ANSWER].rpartition(frame.encode())
+    _, found, rest = stdout.rpartition(frame.encode())
     if not found:
         return None
     try:

@@ -155,6 +155,14 @@ def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ss
     assert problem(name, ssh) == line
 
 
+@pytest.mark.parametrize("flood", ["exec yes", "exec yes >&2"])
+def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: Ssh, flood: str) -> None:
+    found = ask(server.shell(f"flood-{len(flood)}", flood), ssh, limit_s=60)
+    assert found.problem == "it says more than 4 MiB, and no inventory"
+    assert found.took_s < 30
+    assert ssh.going == 0
+
+
 def test_leaving_ends_the_questions_that_nobody_answers(environ: dict[str, str], silent_port: int) -> None:
     connections = Ssh({**environ, "GPUTRAIN_SSH": "ssh -F /dev/null"})
     found: list[Sighting] = []
