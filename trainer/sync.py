@@ -136,6 +136,8 @@ class StepMeter:
             # On CPU ranks our own hook measures all there is; without it, or around another one, DDP's logger does.
             if not self._cuda and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
                 self._log = DdpLog(ddp)
+        self._fault: str | None = None
+        """Why steps are not measured any more; None while they are."""
         self._told: set[str] = set()
         self._layout: tuple[int, ...] = ()
         self._count = 0
@@ -309,9 +311,18 @@ class StepMeter:
 
     def _complete_next(self) -> bool:
         """Turn the oldest step into an event, if the device has finished it; the caller holds the lock."""
-        if not self._pending or not self._clock.ready(self._pending[0].all_marks()):
+        try:
+            if not self._pending or not self._clock.ready(self._pending[0].all_marks()):
+                return False
+            step = self._finish(self._pending.popleft())
+        except RuntimeError as error:
+            # A device that failed says so to whoever asks it next. That must not be the end of the writer's thread,
+            # which is to record the failure, nor hide the script's own exception in ``close``.
+            self._pending.clear()
+            reason = (str(error).splitlines() or [""])[0]
+            self._fault = f"reading a step's times failed, later ones may be missing: {type(error).__name__}: {reason}"
             return False
-        self._latest = step = self._finish(self._pending.popleft())
+        self._latest = step
         self._longest_s = max(0.9 * self._longest_s, (step.step_ms or 0.0) * 1e-3)
         self._merger.add(step)
         return True
@@ -429,16 +440,17 @@ class StepMeter:
 
     def _tell(self) -> None:
         """Say once why something is not measured."""
-        for source in (self._log, self._hook):
-            if source is not None and source.fault is not None and source.fault not in self._told:
-                self._told.add(source.fault)
+        faults = [self._fault, *(source.fault for source in (self._log, self._hook) if source is not None)]
+        for fault in faults:
+            if fault is not None and fault not in self._told:
+                self._told.add(fault)
                 self._writer.write(
                     Finding(
                         time=self._now(),
                         kind="not_measured",
                         severity="info",
                         rank=self._rank,
-                        message=source.fault,
+                        message=fault,
                     )
                 )
 

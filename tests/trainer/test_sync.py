@@ -4,6 +4,7 @@ import contextlib
 import gc
 import inspect
 import itertools
+import json
 import math
 import re
 import statistics
@@ -25,7 +26,7 @@ from trainer.measure.bucket_hook import BucketHook
 from trainer.measure.clocks import CudaClock, HostClock, core_waits
 from trainer.measure.ddp_log import DdpLog, sync_times
 from trainer.measure.step_events import StepMerger, merge
-from trainer.record import Doing, EventWriter, Finding, Step, decode_events
+from trainer.record import Doing, EventWriter, Failure, Finding, Step, decode_events
 from trainer.sync import StepMeter
 
 CPU = torch.device("cpu")
@@ -361,7 +362,7 @@ class Event:
         self.device = device
         self.at = math.inf
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.device.queued += 1
         self.at = self.device.queued
 
@@ -376,7 +377,7 @@ def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
-    monkeypatch.setattr("trainer.sync.CudaClock", lambda where: CudaClock(where, device.event))
+    monkeypatch.setattr("trainer.sync.CudaClock", lambda where: CudaClock(where, device.event, lambda: None))
     writer = EventWriter(tmp_path / "0.ndjson")
     moment = itertools.count(1000)
     meter = StepMeter(
@@ -405,7 +406,7 @@ def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
 
 
 def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.sync.CudaClock", lambda where: CudaClock(where, Device().event))
+    monkeypatch.setattr("trainer.sync.CudaClock", lambda where: CudaClock(where, Device().event, lambda: None))
     writer = EventWriter(tmp_path / "0.ndjson")
     meter = StepMeter(nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0)
     meter.start()
@@ -413,6 +414,38 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
     meter.close(timeout_s=0.01)
     writer.close()
     assert _events(tmp_path) == []
+
+
+def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", asked.append)
+    CudaClock(torch.device("cuda", 1), Device().event).mark()
+    assert asked == [torch.device("cuda", 1)]
+
+
+def test_a_device_that_failed_ends_the_measuring_and_not_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+
+    class Failed(Event):
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
+
+    monkeypatch.setattr("trainer.sync.CudaClock", lambda where: CudaClock(where, lambda: Failed(device), lambda: None))
+    writer = EventWriter(tmp_path / "0.ndjson")
+    meter = StepMeter(nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0)
+    meter.start()
+    for step in range(1, 4):
+        meter.end(step=step, epoch=1, samples=1)
+        assert writer.flush(), "the writer's thread goes on"
+    meter.close()
+    writer.write(Failure(time=0.0, kind="exception", message="what the script raised", rank=0))
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "0.ndjson").read_text().splitlines()]
+    assert [line["type"] for line in lines] == ["finding", "failure"]
+    assert lines[0]["kind"] == "not_measured"
+    assert lines[0]["message"].endswith("RuntimeError: CUDA error: device-side assert triggered")
 
 
 def test_the_step_path_never_waits_for_the_device() -> None:

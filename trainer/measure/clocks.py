@@ -151,16 +151,23 @@ class CudaClock:
     idle. Nothing here waits for the device; an event is reused, never destroyed, since destroying one can block.
     """
 
-    def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, event: Callable[[], Any] | None = None, stream: Callable[[], Any] | None = None
+    ) -> None:
         self._device = device
+        # Of this device, which need not be the current one: scripts may never have called ``set_device``.
+        self._stream = stream or (lambda: torch.cuda.current_stream(device))
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._events: list[Any] = []
         self._pinned: list[Tensor] = []
 
     def mark(self, *, waits: bool = True) -> Any:
-        """Record an event on the current stream."""
-        event = self._events.pop() if self._events else self._event()
-        event.record()
+        """Record an event on the device's current stream."""
+        try:
+            event = self._events.pop()
+        except IndexError:  # asked for and not foreseen: a callback on another thread may take the last one
+            event = self._event()
+        event.record(self._stream())
         return event
 
     def ready(self, marks: Iterable[Any]) -> bool:
@@ -195,7 +202,7 @@ class CudaClock:
         if not queued:
             return lambda: numbers
         pinned = self._take_pinned(len(queued))
-        stacked = torch.stack([value.detach().to(torch.float32).reshape(()) for value in queued])
+        stacked = torch.stack([value.detach().to(self._device, torch.float32, True).reshape(()) for value in queued])
         pinned[: len(queued)].copy_(stacked, non_blocking=True)
 
         def read() -> list[float | None]:
