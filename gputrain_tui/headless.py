@@ -21,6 +21,8 @@ REDRAW_S = 0.1
 """Shortest time between two drawings of the progress line."""
 PLAIN_S = 5.0
 """Time between two plain lines."""
+UNTOLD_S = 15.0
+"""How long a start may take before a log tells of it: a refusal that only ranks can give stands alone till then."""
 TABLE_RANKS = 32
 """Ranks that the closing table lists; of more, those that the others waited for most."""
 FINDINGS = 10
@@ -379,7 +381,7 @@ class Headless:
             if now - self._drawn_at >= REDRAW_S:
                 self._drawn_at = now
                 self._draw(paint(progress_line(self._state, self._width() - 1, now=now), colour=self._colour))
-        elif now - self._said_at >= PLAIN_S:
+        elif now - self._said_at >= (PLAIN_S if self._lead is None else UNTOLD_S):
             self._said_at = now
             self.say([(plain_line(self._state, now=now), "")])
 

@@ -350,6 +350,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, self._on_signal)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # who started it held them back
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._ask_to_stop(f"stopped by {signal.Signals(number).name}", 1 if self._stop_reason is None else 3)

@@ -5,6 +5,7 @@ What can be known to be wrong is found here, before there is a run directory.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -15,11 +16,11 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui.launchers import launcher
 from gputrain_tui.machines.addresses import local_facts
 from gputrain_tui.plan import LocalFacts, Plan, plan, with_run_dir
 from gputrain_tui.planning import inventories_for
 from gputrain_tui.preflight import NotReadyError, Result, errors, judge, look
+from gputrain_tui.preflight.reach import launching
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.runs import Run, create, find, open_run, read_status
@@ -127,13 +128,13 @@ def checked(recipe: Recipe, planned: Planned) -> Prepared:
 
     Raises:
         NotReadyError: a check says that the machines are not ready.
-        RequestError: the launcher is not installed, or nothing would end the training.
+        RequestError: nothing would end the training.
     """
-    launcher(planned.plan.launcher)
     if problem := endless(recipe):
         raise RequestError(problem)
     found = look(recipe, planned.plan, planned.local, inventories=planned.inventories)
-    results = judge(recipe, planned.plan, found, local=planned.local)
+    results = launching(recipe, planned.plan, planned.local)
+    results += judge(recipe, planned.plan, found, local=planned.local)
     results += [Result(status="warning", check="other hosts", what=remark) for remark in planned.remarks]
     if errors(results):
         raise NotReadyError(results, plan=planned.plan)
@@ -178,14 +179,19 @@ def start_supervisor(
     words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
     if warm is not None and (waiting := warm.launch(words)) is not None:
         return waiting
-    with (run_dir.logs / "supervisor.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "gputrain_tui.supervisor", *words],
-            stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    # It inherits the mask and lifts it once it has handlers: a Ctrl-C while its modules load waits, and kills nobody.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        with (run_dir.logs / "supervisor.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "gputrain_tui.supervisor", *words],
+                stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def adopt(run: Run) -> Run:

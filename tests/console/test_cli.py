@@ -184,3 +184,18 @@ def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
     said = capsys.readouterr().err
     assert said.startswith(f"gputrain: --resume last: {run.id} has finished, nothing is left to train; ")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_modules_load_stops_the_command_without_a_word(number: signal.Signals) -> None:
+    code = (
+        "import os, runpy, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == 'gputrain_tui.cli': os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Interrupted)\n"
+        "sys.argv = ['gputrain', 'runs']\n"
+        "runpy.run_module('gputrain_tui', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

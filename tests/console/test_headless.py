@@ -321,3 +321,16 @@ def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
     assert stream.getvalue().splitlines() == shown
     screen.say([("said", "")])
     assert stream.getvalue().splitlines() == ["run 1", "said"]
+
+
+def test_a_log_tells_of_a_start_only_when_it_takes_long() -> None:
+    clock = [1000.0]
+    told = io.StringIO()
+    view = Headless(RunState(world_size=2), told, live=False, colour=False, width=lambda: 80, now=lambda: clock[0])
+    view.introduce([("run one", "")])
+    clock[0] += 14.0  # torch loads on a slow machine; a rank may still refuse
+    view.update([])
+    assert told.getvalue() == ""
+    clock[0] += 2.0
+    view.update([])
+    assert told.getvalue().splitlines() == ["run one", "starting 2 ranks"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gputrain_tui.running import leftovers
+from gputrain_tui.running import leftovers, start
 from gputrain_tui.runs import Run, last_step, list_runs
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
@@ -279,6 +279,18 @@ def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
     assert done.returncode == 0, done.stderr
     steps = [event for line in done.stdout.splitlines() if (event := json.loads(line))["type"] == "step"]
     assert min(event["step"] - event["steps"] for event in steps) == int(kept[1])
+
+
+def test_ctrl_c_while_the_supervisor_loads_its_modules_stops_the_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(bench.folder / "home"))
+    recipe = start.load(str(bench.recipe(FOR_EVER)), overrides=[], resume=None, stdin=None)
+    run, supervisor = start.launch(start.prepare(recipe), leased=False)
+    supervisor.send_signal(signal.SIGINT)  # its interpreter has not even begun
+    assert supervisor.wait(30) == 130
+    assert bench.runs()[0].state == "stopped"
+    assert leftovers.processes_of(run.dir.path) == []
 
 
 def test_what_only_the_ranks_can_refuse_leaves_no_run_behind(bench: Bench) -> None:
