@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.preflight import NotReadyError, Result, summary
 from gputrain_tui.recipe import load
 from gputrain_tui.running import start
@@ -34,15 +35,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe in TOML or JSON; - reads standard input")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="overrides",
-        action="append",
-        default=[],
-        help="change a key of the recipe, such as train.lr=0.5; may be repeated",
-    )
+    add_recipe(parser)
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
 
 

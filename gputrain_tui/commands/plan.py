@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.plan import LocalFacts, Plan, PlannedNode
 from gputrain_tui.planning import plan_here
 from gputrain_tui.preflight import Facts, errors, judge
@@ -24,15 +25,7 @@ HELP = "show the command of every node; start nothing"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe in TOML or JSON; - reads standard input")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="overrides",
-        action="append",
-        default=[],
-        help="change a key of the recipe, such as train.lr=0.5; may be repeated",
-    )
+    add_recipe(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     form.add_argument("--shell", action="store_true", help="print the commands, ready to copy into a shell per node")

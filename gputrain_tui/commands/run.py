@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
+from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.running import start
 from gputrain_tui.running.interrupts import Interrupts
@@ -19,10 +20,7 @@ HELP = "train a recipe to the end, in the foreground or detached"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="TOML or JSON file, or - for standard input")
-    parser.add_argument(
-        "--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help="override a key of the recipe"
-    )
+    add_recipe(parser, optional=True)
     parser.add_argument("--resume", metavar="RUN", help="continue from the last checkpoint of a stopped or failed run")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print every event as a line of JSON, and nothing else")
