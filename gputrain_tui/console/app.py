@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from textual import events
 from textual.app import App, SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
@@ -95,6 +97,10 @@ class GputrainApp(App[int]):
         """What the screens hand to each other."""
         self.warm = warm
         """What waits for a launch."""
+        self.quiet_s = math.inf
+        """How long there was no key before the last one, s; a click has no such key before it."""
+        self._key_time = -math.inf
+        """When the last key came, on the clock of events."""
         self._first = run
         self._fps = fps
         self._runs = runs
@@ -137,6 +143,14 @@ class GputrainApp(App[int]):
             await self.switch_mode(self._page("history"))
         else:
             await self.open_run(runs[0])
+
+    async def on_event(self, event: events.Event) -> None:
+        """Take the time between two keys, before anybody answers them."""
+        if isinstance(event, events.Key) and not event.is_forwarded:
+            self.quiet_s, self._key_time = event.time - self._key_time, event.time
+        elif isinstance(event, events.MouseDown) and not event.is_forwarded:
+            self.quiet_s = math.inf
+        await super().on_event(event)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ from screens_at_rest import in_loop, quiet_app, seen, settle, show
 from gputrain_tui import paths
 from gputrain_tui.commands.runs import describe
 from gputrain_tui.console.screens.compare import CompareScreen
+from gputrain_tui.console.screens.confirm import QUIET_S
 from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.run_list import RunList, draw_run
@@ -81,7 +82,9 @@ async def test_a_run_is_deleted_only_after_a_yes(three: list[Run]) -> None:
         await pilot.press("x", "n")
         await settle(pilot)
         assert len(list_runs()) == 3
-        await pilot.press("x", "y")
+        await pilot.press("x")
+        await pilot.pause(QUIET_S)
+        await pilot.press("y")
         await settle(pilot)
         assert [run.id for run in list_runs()] == [three[1].id, three[0].id]
         assert three[2].id not in seen(app)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -10,9 +10,19 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
+if TYPE_CHECKING:
+    from gputrain_tui.console.app import GputrainApp
+
+QUIET_S = 0.1
+"""A yes counts so long after the key before it, s: the keys that a paste passes for come closer to each other."""
+
 
 class Confirm(ModalScreen[bool]):
-    """Asks yes or no; the answer that changes nothing has the keys."""
+    """Asks yes or no; the answer that changes nothing has the keys.
+
+    Yes is taken only after a moment without keys: pasted text that ends a bracketed paste early arrives as keys, and
+    must not both ask and answer.
+    """
 
     PLACE = "confirm"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -42,8 +52,12 @@ class Confirm(ModalScreen[bool]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """Take the answer."""
-        self.dismiss(event.button.id == "yes")
+        self.action_answer(event.button.id == "yes")
 
     def action_answer(self, yes: bool) -> None:
-        """Take the answer by key."""
-        self.dismiss(yes)
+        """Take the answer, unless it is a yes among keys that nobody types so fast."""
+        console = cast("GputrainApp", self.app)
+        if yes and console.quiet_s < QUIET_S:
+            console.say("nothing was done: that answer came too fast to be meant; give it once more")
+        else:
+            self.dismiss(yes)

@@ -1,0 +1,57 @@
+"""A question is answered by a person: what arrives faster than anybody types is no yes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import synthetic
+from screen_frames import console, played, settle
+from textual import events
+from textual.pilot import Pilot
+
+from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.confirm import QUIET_S, Confirm
+
+
+async def burst(pilot: Pilot[int], text: str) -> None:
+    """Send keys as the terminal's reader does with a paste that passes for keys: at once."""
+    for character in text:
+        pilot.app.post_message(events.Key(character, character))
+    await settle(pilot)
+
+
+async def ask(pilot: Pilot[int], text: str) -> GputrainApp:
+    await settle(pilot)
+    await burst(pilot, text)
+    app = pilot.app
+    assert isinstance(app, GputrainApp)
+    return app
+
+
+@played
+async def test_pasted_text_that_passes_for_keys_asks_but_does_not_answer(tmp_path: Path) -> None:
+    for text in ("Sy", "Syyyyy"):
+        app = console(synthetic.run(tmp_path, name="one"))
+        stopped: list[str] = []
+        app._stop = lambda run, stopped=stopped: stopped.append(run.id)  # type: ignore[method-assign,misc]
+        async with app.run_test(size=(80, 24)) as pilot:
+            await ask(pilot, text)
+            assert isinstance(app.screen, Confirm), text
+            assert any("too fast" in toast.message for toast in app._notifications)
+            assert stopped == []
+
+
+@played
+async def test_after_a_moment_the_answer_counts_and_a_no_always_does(tmp_path: Path) -> None:
+    app = console(synthetic.run(tmp_path, name="one"))
+    stopped: list[str] = []
+    app._stop = lambda run: stopped.append(run.id)  # type: ignore[method-assign]
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ask(pilot, "Sn")
+        assert not isinstance(app.screen, Confirm)
+        await ask(pilot, "Sy")
+        await asyncio.sleep(QUIET_S)  # the time without keys is what is tested
+        await burst(pilot, "y")
+        await app.workers.wait_for_complete()
+        assert len(stopped) == 1
