@@ -168,3 +168,25 @@ async def test_a_warning_does_not_block_the_launch(folder: Path) -> None:
         assert "preflight  ! ready, 1 warning" in seen(app)
         assert screen._found is not None
         assert screen._found.prepared is not None
+
+
+@in_loop
+async def test_nodes_elsewhere_are_told_beside_their_host_and_their_commands_are_copied(folder: Path) -> None:
+    (folder / "recipes" / "tiny.toml").write_text(
+        TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "192.0.2.7"')
+    )
+    app = quiet_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        screen = opened()
+        await show(pilot, screen)
+        screen.form.go_to("cluster.nodes[0].host")
+        await settle(pilot)
+        field = next((row for row in seen(app).splitlines() if "! host" in row), seen(app))
+        assert "192.0.2.7 is another machine" in field
+        assert "preflight  ✗ 1 error" in seen(app)
+        await pilot.press("L")
+        await settle(pilot)
+        assert any("`gputrain plan recipes/tiny.toml --shell` prints" in toast.message for toast in app._notifications)
+        assert list_runs() == []
+        await pilot.press("c")
+        assert "# node 0, 192.0.2.7" in app.clipboard

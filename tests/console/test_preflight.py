@@ -20,6 +20,7 @@ from gputrain_tui.plan import LocalFacts, Plan, plan
 from gputrain_tui.preflight import Facts, NotReadyError, Result, errors, judge, look, summary, warnings
 from gputrain_tui.preflight.facts import Folder, Meeting, Port, Torch, Wrong
 from gputrain_tui.preflight.look import torch_here
+from gputrain_tui.preflight.reach import launching
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.running import start
 from trainer.node.room import Room
@@ -351,6 +352,27 @@ def test_gpus_that_are_missing_are_the_machines_fault() -> None:
         start.prepare(recipe("gpus = 64"))
     (result,) = refused.value.results
     assert (result.key, result.check) == ("cluster.nodes[0].gpus", "GPUs")
+
+
+@pytest.mark.parametrize(
+    ("host", "launcher", "key", "words"),
+    [
+        ("far", "auto", "cluster.nodes[0].host", "far is another machine, and ranks are started from here on this"),
+        ("far", "ssh", "cluster.launcher", "`gputrain plan one.toml --shell` prints them"),
+        ("far", "slurm", "cluster.launcher", "`gputrain plan one.toml --sbatch` prints"),
+        ("localhost", "ssh", "cluster.launcher", "all nodes are this machine: use local or auto"),
+    ],
+)
+def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launcher: str, key: str, words: str) -> None:
+    wanted = recipe(f'host = "{host}"\ncpu_ranks = 1', cluster=f'launcher = "{launcher}"')
+    (result,) = launching(wanted, plan(wanted, {}, local=HERE), HERE)
+    assert (result.status, result.key) == ("error", key)
+    assert result.where.endswith(f": {key}")
+    assert words in result.line
+
+
+def test_what_is_started_here_needs_no_word() -> None:
+    assert launching(recipe(), plan(recipe(), {}, local=HERE), HERE) == []
 
 
 def check(*words: str) -> subprocess.CompletedProcess[str]:
