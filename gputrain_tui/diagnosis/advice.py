@@ -30,10 +30,10 @@ ADVICE = {
     "(num_workers) hide reading behind computing",
     "h2d": "check the PCIe link of its GPU (nvidia-smi -q: width and generation), that memory is pinned, and what "
     "else uses the bus",
-    "forward": "compare its GPU, its input sizes and what else runs there with the other ranks; code that only this "
-    "rank runs is a usual reason",
-    "backward": "compare its GPU, its input sizes and what else runs there with the other ranks; hooks that only this "
-    "rank runs are a usual reason",
+    "forward": "compare its device, its input sizes and what else runs there with the other ranks; code that only "
+    "this rank runs is a usual reason",
+    "backward": "compare its device, its input sizes and what else runs there with the other ranks; hooks that only "
+    "this rank runs are a usual reason",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
     "garbage_collection": "collect at chosen moments on all ranks together (gc.disable, gc.collect every some hundred "
     "steps) and call gc.freeze before training",
@@ -53,8 +53,8 @@ ADVICE = {
     "non_finite": "stop and resume from the last checkpoint with a lower learning rate or gradient clipping "
     "(clip_norm); look at the batch of this step",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
-    "stalled_behind": "gputrain stacks shows where it hangs; a rank that leaves the common path waits for nobody and "
-    "everybody waits for it",
-    "stalled_together": "gputrain stacks shows where every rank hangs; an unequal number of synchronisations and a "
-    "dead network are the usual reasons",
+    "stalled_behind": "in the console (gputrain attach), k on the rank's page prints where its Python code hangs; a "
+    "rank that leaves the common path waits for nobody and everybody waits for it",
+    "stalled_together": "in the console (gputrain attach), k on a rank's page prints where its Python code hangs; an "
+    "unequal number of synchronisations and a dead network are the usual reasons",
 }

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
 from test_diagnosis import Run, Slow, busy_machine, late, told
 
+from gputrain_tui.cli import COMMANDS
+from gputrain_tui.console.actions import ACTIONS
+from gputrain_tui.diagnosis.advice import ADVICE
 from trainer.record import Checkpoint, Finding, GpuSample, NodeSample, RankState, Validation
 
 SLOW_DEVICE: Slow = lambda step, rank: {"forward": 12.0, "backward": 24.0} if rank == 3 and step > 60 else {}  # noqa: E731
@@ -261,3 +265,11 @@ def test_who_waits_in_an_earlier_synchronisation_of_the_step_is_not_blamed() -> 
     run = Run(3)
     run.steps(60)
     assert run.steps(100, earlier) == []
+
+
+@pytest.mark.parametrize("about", sorted(ADVICE))
+def test_advice_names_only_commands_and_keys_that_there_are(about: str) -> None:
+    for name in re.findall(r"gputrain (\w+)", ADVICE[about]):
+        assert name in COMMANDS
+    for key in re.findall(r"\b(\w) on (?:the|a) rank's page", ADVICE[about]):
+        assert any(action.name == "stack" and key in action.keys for action in ACTIONS)
