@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -97,7 +96,7 @@ def create(
     """
     folder = paths.runs_folder() if root is None else root
     started = now()
-    hidden = folder / f".new-{secrets.token_hex(8)}"
+    hidden = folder / f".new-{os.urandom(8).hex()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:

@@ -6,7 +6,6 @@ file and modification time.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
@@ -98,6 +97,8 @@ def _described(task: str) -> list[Option]:
     file = task_file(task)
     if file is None:
         return _ask(task)
+    import hashlib  # loads OpenSSL, which a built-in task does without
+
     mtime_ns = file.stat().st_mtime_ns
     digest = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
     kept = cache_folder() / "tasks" / f"{digest}.json"
@@ -116,7 +117,7 @@ def _keep(path: Path, described: Described) -> None:
     """Keep a description; a cache that cannot be written only costs asking again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{hashlib.sha256(str(id(described)).encode()).hexdigest()[:8]}.tmp")
+        draft = path.with_suffix(f".{os.urandom(4).hex()}.tmp")
         draft.write_bytes(msgspec.json.encode(described))
         draft.replace(path)
     except OSError:
