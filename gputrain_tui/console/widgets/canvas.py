@@ -57,6 +57,7 @@ class Canvas(Widget, metaclass=Abstract):
     Canvas > .canvas--accent { color: $text-accent; }
     Canvas > .canvas--warning { color: $text-warning; }
     Canvas > .canvas--error { color: $text-error; text-style: bold; }
+    Canvas:nocolor > .canvas--error { color: $foreground; }
     Canvas > .canvas--good { color: $text-success; }
     Canvas > .canvas--bar { color: $primary 80%; }
     Canvas > .canvas--key { color: $text-accent; text-style: bold; }

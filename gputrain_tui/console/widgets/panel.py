@@ -74,6 +74,7 @@ class Panel(Widget, metaclass=Abstract):
     Panel > .panel--median-on-band { color: $foreground; background: $primary 38%; }
     Panel > .panel--rank { color: $text-accent; }
     Panel > .panel--rank-on-band { color: $text-accent; background: $primary 38%; }
+    Panel:nocolor > .panel--error { color: $foreground; }
     Panel:ansi > .panel--dim, Panel:ansi > .panel--axis { text-style: dim; }
     Panel:ansi > .panel--rule { color: ansi_bright_black; }
     Panel:ansi > .panel--victim { color: ansi_red; text-style: dim; }
