@@ -14,7 +14,6 @@ from gputrain_tui.commands.stop import stop
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.screens.welcome import WelcomeScreen
-from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.demo import recipe_path
 from gputrain_tui.recipe import load
 from gputrain_tui.runs import list_runs
@@ -176,7 +175,9 @@ async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.Monke
         await settle(pilot)
         assert app.no_color
         assert_screen("run_no_color", app)
-        for panel in app.screen.query(Panel):  # red without its colour is a grey that says less than the text beside it
+        panels = app.screen.query("Panel")
+        assert panels
+        for panel in panels:  # red without its colour is a grey that says less than the text beside it
             styles = [panel.get_component_rich_style(f"panel--{name}", partial=True) for name in ("error", "bright")]
             assert styles[0].bold
             assert styles[0].color == styles[1].color
