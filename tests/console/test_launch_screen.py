@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -92,7 +93,8 @@ async def test_a_recipe_its_form_and_its_plan_are_seen_at_every_size(size: tuple
         text = seen(app)
         for part in ("tiny", "recipes/tiny.toml", "names the run", "2 ranks on 1 node", "0–1", "CPU × 2"):
             assert part in text, part
-        assert "-m trainer" in text
+        # The command begins with this interpreter, whose path may fill the one line that a small screen has for it.
+        assert (sys.executable[:20] if size == (80, 24) else "-m trainer") in text
 
 
 @in_loop

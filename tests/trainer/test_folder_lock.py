@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,7 +84,7 @@ def test_a_run_that_starts_again_waits_for_its_own_process_to_leave(
         waits.append(seconds)
         let_go(other)
 
-    monkeypatch.setattr(folder_lock.time, "sleep", wait)
+    monkeypatch.setattr(folder_lock, "time", SimpleNamespace(sleep=wait, monotonic=time.monotonic))
     FolderLock(tmp_path, run_id="same").release()
     assert len(waits) == 1
 
