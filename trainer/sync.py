@@ -2,8 +2,7 @@
 
 The loop says where a part ends; everything else (clocks, DDP's logger, the bucket hook, merging, the record) is
 here and in the modules this one wires. Nothing here waits for a device, and with no record nothing is measured.
-The training thread only takes readings; the writer's thread makes events of them, some at a time, which costs a
-third of what it would cost between two steps, where nothing of it is in the processor's caches.
+The training thread only takes readings; ``StepMaker`` makes events of them elsewhere.
 """
 
 from __future__ import annotations
@@ -11,24 +10,21 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.measure.bucket_hook import BucketHook, Buckets, CommHook
+from trainer.measure.bucket_hook import BucketHook, CommHook
 from trainer.measure.clocks import Clock, CudaClock, HostClock, Mark, Scalar, core_waits
-from trainer.measure.ddp_log import DdpLog, SyncTimes
-from trainer.measure.step_events import StepMerger
+from trainer.measure.ddp_log import DdpLog
+from trainer.measure.step_maker import WARM_UP, Part, Readings, StepMaker
 from trainer.record import Doing, EventWriter, Finding, Step
 
-Part = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
-"""What a step's time goes into; ``other`` is in ``step_ms`` only."""
+__all__ = ["Part", "StepMeter", "ddp_of"]
 
 NEXT: dict[Part | None, Part] = {
     None: "data",
@@ -43,40 +39,6 @@ NEXT: dict[Part | None, Part] = {
 LONG_S = 5.0
 """From when on a part that does not end is told: this, and so many times the longest step of late."""
 LONG_STEPS = 4.0
-WARM_UP = 2
-"""Synchronisations before bucket times mean anything: DDP starts with one bucket and arranges them after the first."""
-
-
-class _Taken(msgspec.Struct, kw_only=True):
-    """A step that is over for the host, and perhaps not yet for the device."""
-
-    time: float
-    step: int
-    epoch: int
-    samples: int
-    tokens: int | None
-    lr: float | None
-    gc_s: float
-    marks: list[Mark]
-    parts: list[Part]
-    """What lies between two consecutive marks; after the last part there is one more interval, of no part."""
-    numbers: Callable[[], list[float | None]]
-    """Loss, gradient norm and, at sampled steps, the local gradient norm."""
-    grad_scale: float
-    log: SyncTimes | None
-    syncs: Sequence[Buckets]
-    """The synchronisations that the comm hook measured: one, or several where each backward pass makes one."""
-    count: int
-    """Steps measured before this one."""
-
-    @property
-    def bucket_bytes(self) -> tuple[int, ...]:
-        return tuple(size for buckets in self.syncs for size in buckets.sizes)
-
-    def all_marks(self) -> Iterator[Mark]:
-        yield from self.marks
-        for buckets in self.syncs:
-            yield from buckets.marks()
 
 
 class StepMeter:
@@ -109,48 +71,41 @@ class StepMeter:
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
     ) -> None:
-        self._latest: Step | None = None
         self._on = writer.enabled
         self._now = now
         self._rank = rank
         self._writer = writer
         self._detail_every = detail_every
-        self._wire_ratio = wire_ratio
         self._hook: BucketHook | None = None
         self._log: DdpLog | None = None
         ddp = ddp_of(model)
-        self._synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
-        if ddp is not None and comm_hook is not None and not (self._on and self._synchronised):
+        synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
+        if ddp is not None and comm_hook is not None and not (self._on and synchronised):
             ddp.register_comm_hook(*comm_hook)
         if not self._on:
             return
 
-        self._cuda = device.type == "cuda"
-        self._clock: Clock = CudaClock(device) if self._cuda else HostClock(clock, core_waits())
-        if ddp is not None and self._synchronised:
+        on_gpu = device.type == "cuda"
+        self._clock: Clock = CudaClock(device) if on_gpu else HostClock(clock, core_waits())
+        self._maker = StepMaker(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
+        if ddp is not None and synchronised:
             if detail_every or comm_hook:
                 state, inner = comm_hook or (None, None)
                 self._hook = BucketHook(
-                    ddp, self._clock, inner=inner, state=state, waits=not self._cuda, meanwhile=self._catch_up
+                    ddp, self._clock, inner=inner, state=state, waits=not on_gpu, meanwhile=self._maker.make_one
                 )
             # On CPU ranks our own hook measures all there is; without it, or around another one, DDP's logger does.
-            if not self._cuda and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
+            if not on_gpu and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
                 self._log = DdpLog(ddp)
-        self._fault: str | None = None
-        """Why steps are not measured any more; None while they are."""
         self._told: set[str] = set()
-        self._layout: tuple[int, ...] = ()
+        """Faults that were recorded."""
+        self._telling = threading.Lock()
         self._count = 0
         self._marks: list[Mark] = []
         self._parts: list[Part] = []
-        self._pending: deque[_Taken] = deque()
-        self._merger = StepMerger(writer)
-        self._lock = threading.Lock()
-        """Held by whoever makes events of pending steps."""
         self._step = 0
         self._moved: float | None = None
         """When the step last went on, by the host's clock; None between steps, and once it was told."""
-        self._longest_s = 0.0
         writer.before_each_write(self._hand_over)
         self._gc_started = 0.0
         self._gc_s = 0.0
@@ -168,7 +123,7 @@ class StepMeter:
         if not self._on:
             return
         # The old mark is not released: it is also the end of the last step, which may still be under way.
-        self._marks = [self._clock.mark()]
+        self._marks = [self._clock.mark("start")]
         self._parts = []
         self._gc_s = 0.0
         self._moved = self._host_clock()
@@ -178,7 +133,7 @@ class StepMeter:
         if not self._on:
             return
         self._parts.append(part)
-        self._marks.append(self._clock.mark())
+        self._marks.append(self._clock.mark(part))
         self._moved = self._host_clock()
 
     def end(
@@ -213,10 +168,10 @@ class StepMeter:
         # After a first synchronisation the gradient is not this rank's alone any more.
         local = syncs[0].norm() if len(syncs) == 1 else None
         numbers = self._clock.fetch([loss, grad_norm, local])
-        end = self._clock.mark()
+        end = self._clock.mark("end")
         self._marks.append(end)
-        self._pending.append(
-            _Taken(
+        self._maker.add(
+            Readings(
                 time=self._now(),
                 step=step,
                 epoch=epoch,
@@ -230,7 +185,7 @@ class StepMeter:
                 grad_scale=grad_scale,
                 log=log,
                 syncs=syncs,
-                count=self._count,
+                before=self._count,
             )
         )
         self._count += 1
@@ -244,17 +199,17 @@ class StepMeter:
     @property
     def latest(self) -> Step | None:
         """The last step whose measurements are complete; None while there is none, and without a record."""
-        if self._on:
-            self._complete()
-        return self._latest
+        if not self._on:
+            return None
+        self._maker.make_all()
+        return self._maker.latest
 
     def pause(self) -> None:
         """Write what is measured but not yet written, before something that may take long; ``start`` goes on."""
         if self._on:
             self._moved = None
-            self._complete()
-            with self._lock:
-                self._merger.flush()
+            self._maker.make_all()
+            self._maker.flush()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write the last steps; a device that hangs cannot hold the caller longer than the time-out."""
@@ -262,12 +217,12 @@ class StepMeter:
             return
         self._moved = None
         deadline = time.monotonic() + timeout_s
-        self._complete()
-        while self._pending and time.monotonic() < deadline:
+        self._maker.make_all()
+        while not self._maker.idle and time.monotonic() < deadline:
             time.sleep(0.001)
-            self._complete()
-        with self._lock:
-            self._merger.flush()
+            self._maker.make_all()
+        self._maker.flush()
+        self._tell()
         gc.callbacks.remove(self._on_gc)
         self._on = False
 
@@ -282,139 +237,18 @@ class StepMeter:
 
     def _hand_over(self, last: bool) -> None:
         """Make events of what has gathered; the writer's thread calls this."""
-        self._complete()
-        with self._lock:
-            if last:
-                self._merger.flush()
-            else:
-                self._merger.flush_old(self._now())
-                self._tell_long_wait()
-
-    def _complete(self) -> None:
-        """Turn steps that the device has finished into events, in order."""
-        with self._lock:
-            while self._complete_next():
-                pass
-            self._tell()
-
-    def _catch_up(self) -> bool:
-        """Turn one step into an event while this rank waits for the others anyway; False when nothing is left to do.
-
-        What is done here the writer's thread need not do, which would keep the interpreter lock from the training.
-        """
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return self._complete_next()
-        finally:
-            self._lock.release()
-
-    def _complete_next(self) -> bool:
-        """Turn the oldest step into an event, if the device has finished it; the caller holds the lock."""
-        try:
-            if not self._pending or not self._clock.ready(self._pending[0].all_marks()):
-                return False
-            step = self._finish(self._pending.popleft())
-        except RuntimeError as error:
-            # A device that failed says so to whoever asks it next. That must not be the end of the writer's thread,
-            # which is to record the failure, nor hide the script's own exception in ``close``.
-            self._pending.clear()
-            reason = (str(error).splitlines() or [""])[0]
-            self._fault = f"reading a step's times failed, later ones may be missing: {type(error).__name__}: {reason}"
-            return False
-        self._latest = step
-        self._longest_s = max(0.9 * self._longest_s, (step.step_ms or 0.0) * 1e-3)
-        self._merger.add(step)
-        return True
-
-    def _finish(self, taken: _Taken) -> Step:
-        clock, marks = self._clock, taken.marks
-        loss, grad_norm, local = taken.numbers()
-        laps = clock.laps_ms(marks)
-        event = Step(
-            time=taken.time,
-            rank=self._rank,
-            step=taken.step,
-            epoch=taken.epoch,
-            steps=1,
-            samples=taken.samples,
-            tokens=taken.tokens,
-            lr=taken.lr,
-            loss=loss,
-            grad_norm=grad_norm,
-            step_ms=sum(laps),
-            gc_ms=taken.gc_s * 1e3,
-        )
-        milliseconds = _by_part(taken.parts, laps)
-        event.data_ms = milliseconds.get("data")
-        event.h2d_ms = milliseconds.get("h2d")
-        event.forward_ms = milliseconds.get("forward")
-        event.optimizer_ms = milliseconds.get("optimizer")
-        sync, exposed = self._sync(taken)
-        backward = milliseconds.get("backward")
-        if backward is not None and not self._synchronised:
-            event.backward_ms = backward
-        elif backward is not None and exposed is not None:
-            event.backward_ms = max(0.0, backward - exposed)
-        event.core_wait_ms = self._core_waits(taken)
-        if self._is_settled(taken):
-            event.sync_ms, event.sync_exposed_ms = sync, exposed
-            self._describe_buckets(event, taken)
-        if local is not None:
-            event.local_grad_norm = local / taken.grad_scale
-        clock.release(marks[:-1])  # the last one is the first of the next step
-        for buckets in taken.syncs:
-            clock.release(buckets.marks())
-        return event
-
-    def _is_settled(self, taken: _Taken) -> bool:
-        """Tell whether the warm-up is over and the buckets are those of the synchronisation before."""
-        if taken.log is not None:
-            return taken.log.settled
-        if not taken.syncs:
-            return False
-        layout, self._layout = self._layout, taken.bucket_bytes
-        return taken.count >= WARM_UP and layout == self._layout
-
-    def _sync(self, taken: _Taken) -> tuple[float | None, float | None]:
-        if taken.log is not None:
-            return taken.log.sync_ms, taken.log.exposed_ms
-        if not taken.syncs:
-            return None, None
-        return (
-            sum(buckets.sync_ms(self._clock) for buckets in taken.syncs),
-            sum(buckets.exposed_ms(self._clock) for buckets in taken.syncs),
-        )
-
-    def _core_waits(self, taken: _Taken) -> dict[str, float] | None:
-        """Of each part, what the thread waited for a core; the exposed synchronisation is a part of its own here."""
-        waits_ms = self._clock.waits_ms(taken.marks)
-        if waits_ms is None:
-            return None
-        waits: dict[str, float] = _by_part(taken.parts, waits_ms)
-        if self._synchronised and "backward" in waits:
-            in_sync = [buckets.core_wait_ms(self._clock) for buckets in taken.syncs]
-            if not in_sync or None in in_sync:
-                return None
-            waits["sync"] = sum(waited or 0.0 for waited in in_sync)
-            waits["backward"] = max(0.0, waits["backward"] - waits["sync"])
-        return {part: waited for part, waited in waits.items() if waited > 0.0}
-
-    def _describe_buckets(self, event: Step, taken: _Taken) -> None:
-        sizes = taken.log.bucket_bytes if taken.log is not None else None
-        if taken.syncs:
-            if taken.syncs[0].detailed:
-                event.bucket_ms = [ms for buckets in taken.syncs for ms in buckets.bucket_ms(self._clock)]
-            sizes = taken.bucket_bytes
-        if sizes is not None:
-            event.sync_buckets = len(sizes)
-            if self._wire_ratio is not None:
-                event.sync_bytes = int(sum(sizes) * self._wire_ratio)
+        self._maker.make_all()
+        if last:
+            self._maker.flush()
+        else:
+            self._maker.flush_old(self._now())
+            self._tell_long_wait()
+        self._tell()
 
     def _tell_long_wait(self) -> None:
         """Say what a step that does not go on is at; called by the writer's thread."""
         moved = self._moved
-        if moved is None or (waited_s := self._host_clock() - moved) < max(LONG_S, LONG_STEPS * self._longest_s):
+        if moved is None or (waited_s := self._host_clock() - moved) < max(LONG_S, LONG_STEPS * self._maker.longest_s):
             return
         self._moved = None
         parts = self._parts
@@ -440,17 +274,20 @@ class StepMeter:
 
     def _tell(self) -> None:
         """Say once why something is not measured."""
-        faults = [self._fault, *(source.fault for source in (self._log, self._hook) if source is not None)]
-        for fault in faults:
-            if fault is not None and fault not in self._told:
-                self._told.add(fault)
+        for source in (self._maker, self._log, self._hook):
+            if source is None or source.fault is None:
+                continue
+            with self._telling:  # the writer's thread and a meter that closes may both be here
+                news = source.fault not in self._told
+                self._told.add(source.fault)
+            if news:
                 self._writer.write(
                     Finding(
                         time=self._now(),
                         kind="not_measured",
                         severity="info",
                         rank=self._rank,
-                        message=fault,
+                        message=source.fault,
                     )
                 )
 
@@ -463,11 +300,3 @@ def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
             return None
         model = inner
     return model
-
-
-def _by_part(parts: Sequence[Part], laps: Sequence[float]) -> dict[str, float]:
-    """Add up the laps of each part; the one after the last part is of none."""
-    total: dict[str, float] = {}
-    for part, lap in zip(parts, laps, strict=False):
-        total[part] = total.get(part, 0.0) + lap
-    return total

@@ -279,25 +279,75 @@ def test_waits_for_a_core_are_told_per_part_and_rounded(tmp_path: Path) -> None:
     assert event.core_wait_ms == {"forward": 3.0, "backward": 5.1235, "optimizer": 1.0}
 
 
-def test_close_marks_share_a_look_at_the_waits_and_none_is_lost() -> None:
-    hand, waited = Hand(), Hand()
-    clock = HostClock(hand, waited)
-    first = clock.mark()
-    hand.advance(0.04)
-    waited.advance(0.04)
-    close = clock.mark()
-    hand.advance(5)
-    waited.advance(2)
-    timed = clock.mark(waits=False)
-    last = clock.mark()
-    assert clock.waits_ms([first, close, timed]) == [0.0, 0.0]
-    assert clock.waits_ms([close, last]) == [pytest.approx(2.04)]
-    assert clock.elapsed_ms(first, close) == pytest.approx(0.04)
+class Parts:
+    """A thread that does parts of so many ms, of which it waits some for a core; its clock counts its looks."""
+
+    def __init__(self) -> None:
+        self.hand, self.waited, self.looks = Hand(), Hand(), 0
+        self.clock = HostClock(self.hand, self._look)
+        self._before = self.clock.mark("start")
+
+    def _look(self) -> float:
+        self.looks += 1
+        return self.waited()
+
+    def wait_seen(self, milliseconds: float, *, waits: float = 0.0, place: str = "forward") -> float:
+        self.hand.advance(milliseconds)
+        self.waited.advance(waits)
+        before, self._before = self._before, self.clock.mark(place)
+        (seen,) = self.clock.waits_ms([before, self._before]) or [math.nan]
+        return seen
+
+
+def test_a_wait_for_a_core_is_looked_up_where_a_part_took_longer_than_usual() -> None:
+    parts = Parts()
+    for _ in range(20):
+        assert parts.wait_seen(10.0) == 0.0
+    assert parts.looks == 2  # the start, and the first, which tells what is usual
+    assert parts.wait_seen(14.0, waits=4.0) == pytest.approx(4.0)
+    assert parts.wait_seen(10.0) == 0.0
+    assert parts.wait_seen(40.0) == 0.0  # slow by its own doing
+    assert parts.looks == 4
+
+
+def test_a_thread_that_always_waits_for_a_core_does_not_get_used_to_it() -> None:
+    parts = Parts()
+    seen = [parts.wait_seen(20.0, waits=10.0) for _ in range(200)]
+    assert seen == [pytest.approx(10.0)] * 200
+
+
+def test_what_nobody_looked_for_is_not_taken_for_a_later_wait() -> None:
+    parts = Parts()
+    parts.wait_seen(10.0)
+    for _ in range(50):
+        parts.wait_seen(10.5, waits=0.5)
+    assert parts.wait_seen(14.0) == pytest.approx(4.0)  # no more than what is unusual
+    assert parts.wait_seen(14.0) == 0.0
+
+
+def test_a_part_that_grows_becomes_usual() -> None:
+    parts = Parts()
+    parts.wait_seen(10.0)
+    for _ in range(60):
+        parts.wait_seen(30.0)
+    looks = parts.looks
+    assert parts.wait_seen(30.0) == 0.0
+    assert parts.looks == looks
+
+
+def test_places_are_told_apart_and_short_parts_never_looked_at() -> None:
+    parts = Parts()
+    for _ in range(10):
+        parts.wait_seen(10.0)
+        parts.wait_seen(30.0, place="backward")
+        parts.wait_seen(0.04, waits=0.04, place="h2d")
+    assert parts.looks == 3
+    assert parts.wait_seen(35.0, waits=5.0, place="backward") == pytest.approx(5.0)
 
 
 def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:
     clock = HostClock()
-    assert clock.waits_ms([clock.mark(), clock.mark()]) is None
+    assert clock.waits_ms([clock.mark("start"), clock.mark("end")]) is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel counts no waits for a core")
@@ -450,8 +500,16 @@ def test_a_device_that_failed_ends_the_measuring_and_not_the_record(
 
 def test_the_step_path_never_waits_for_the_device() -> None:
     folder = Path(trainer.__file__).parent
-    for name in ("sync.py", "measure/clocks.py", "measure/bucket_hook.py", "measure/step_events.py"):
-        text = (folder / name).read_text().replace(inspect.getsource(BucketHook._wait), "")  # the CPU's way
+    for name in (
+        "sync.py",
+        "measure/clocks.py",
+        "measure/bucket_hook.py",
+        "measure/step_events.py",
+        "measure/step_maker.py",
+    ):
+        text = (folder / name).read_text()
+        for on_the_cpu in (BucketHook._wait, HostClock.fetch):
+            text = text.replace(inspect.getsource(on_the_cpu), "")
         assert not re.search(r"synchronize\(|\.item\(|\.cpu\(|\.wait\(", text), name
 
 

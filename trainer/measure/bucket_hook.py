@@ -149,14 +149,13 @@ class BucketHook:
 
     def _wait(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch; at the last bucket wait for all (CPU)."""
-        buffer = bucket.buffer()
-        if bucket.index() == 0:
+        buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
+        if first:
             self._under_way.clear()  # an iteration that failed may have left some behind
         norm = self._norm(buffer) if self._detailed else None
         buffer.mul_(self._share)
-        buckets = self._ready(bucket, buffer, norm) if self._measuring else None
+        buckets = self._ready(buffer, norm, first=first, last=last) if self._measuring else None
         work: Any = self._group.allreduce([buffer], self._options)
-        last = bucket.is_last()
         if buckets is not None and buckets.detailed and not last:
             work = work.get_future().then(partial(self._reduced, buckets, self._expect_end(buckets)))
         self._under_way.append(work)
@@ -178,7 +177,7 @@ class BucketHook:
         buffer = bucket.buffer()
         norm = self._norm(buffer) if self._detailed else None
         buffer.mul_(self._share)
-        buckets = self._ready(bucket, buffer, norm) if self._measuring else None
+        buckets = self._ready(buffer, norm, first=bucket.index() == 0) if self._measuring else None
         future = self._group.allreduce([buffer], self._options).get_future()
         if buckets is None:
             return future.then(_first)
@@ -186,8 +185,9 @@ class BucketHook:
 
     def _around(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Let the inner hook reduce."""
-        norm = self._norm(bucket.buffer()) if self._detailed else None
-        buckets = self._ready(bucket, bucket.buffer(), norm) if self._measuring else None
+        buffer = bucket.buffer()
+        norm = self._norm(buffer) if self._detailed else None
+        buckets = self._ready(buffer, norm, first=bucket.index() == 0) if self._measuring else None
         assert self._inner is not None
         future = self._inner(state, bucket)
         if buckets is None:
@@ -205,17 +205,23 @@ class BucketHook:
             return None
         return norm
 
-    def _ready(self, bucket: GradBucket, buffer: Tensor, norm: Tensor | None) -> Buckets | None:
-        """Note that a bucket is about to be launched; None once measuring has failed."""
+    def _ready(self, buffer: Tensor, norm: Tensor | None, *, first: bool, last: bool = False) -> Buckets | None:
+        """Note that a bucket is about to be launched; None once measuring has failed.
+
+        Args:
+            buffer: The bucket's gradients [elements].
+            norm: Of them, [].
+            first: Whether a synchronisation begins with it.
+            last: Whether the thread begins to wait for the others with it.
+        """
         try:
-            if bucket.index() == 0:
+            if first:
                 self._syncs.append(Buckets(detailed=self._detailed))
             buckets = self._syncs[-1]
             buckets.sizes.append(buffer.nbytes)
             if norm is not None:
                 buckets.norms.append(norm)
-            # Only at the last bucket does the thread begin to wait for the others.
-            buckets.ready.append(self._clock.mark(waits=bucket.is_last()))
+            buckets.ready.append(self._clock.mark("ready" if last else None))
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
             return None
@@ -247,13 +253,13 @@ class BucketHook:
         # With NCCL this runs when the collective is queued, on a stream that waits for it: an event recorded here
         # lies at the true end, a host time would not. With gloo it runs on a gloo thread, when all is reduced.
         try:
-            buckets.reduced[index] = self._clock.mark(waits=False)
+            buckets.reduced[index] = self._clock.mark()
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
 
     def _all_reduced(self, buckets: Buckets) -> None:
         try:
-            buckets.end = self._clock.mark()
+            buckets.end = self._clock.mark("reduced")
             if buckets.detailed:
                 buckets.reduced.append(buckets.end)
         except Exception as error:  # noqa: BLE001 - as above

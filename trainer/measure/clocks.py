@@ -26,11 +26,11 @@ Scalar = Tensor | float | None
 class Clock(Protocol):
     """Marks points in time and fetches numbers, both without waiting."""
 
-    def mark(self, *, waits: bool = True) -> Mark:
+    def mark(self, place: str | None = None) -> Mark:
         """Return a mark for now: after all that was asked of the device so far.
 
         Args:
-            waits: Whether ``waits_ms`` will be asked of this mark; one without is cheaper.
+            place: Where in a step this is, always the same word; None when ``waits_ms`` will not be asked of it.
         """
         ...
 
@@ -62,9 +62,8 @@ class Clock(Protocol):
 class CoreWaits:
     """How long the thread that made this has been waiting for a core, by the kernel's count.
 
-    A look takes 1.3 µs in a loop and some 5 µs between the parts of a step, where nothing of it is in the caches.
-
     On a busy machine most of what makes one step longer than the next is this, and it says nothing about the code.
+    A look takes 1.3 µs in a loop, and 5 to 20 µs between the parts of a step, where nothing of it is in the caches.
     """
 
     def __init__(self) -> None:
@@ -86,36 +85,70 @@ def core_waits() -> CoreWaits | None:
     return waits
 
 
+CLOSE_S = 100e-6
+"""A part shorter than this is too short for a wait worth a look."""
+SLACK = 0.1
+"""By how much a part must be longer than it usually is, as a share of that."""
+FORGETS = 0.125
+"""Share by which what is usual follows the newest part."""
+
+
 class HostClock:
     """The clock of a CPU rank: everything has happened by the time it is asked.
 
-    Marks that follow closely share one look at the waits: what the thread waited between them is no longer than the
-    time between them, and counts with what comes next.
+    What the thread waited for a core is looked up only after a part that took longer than it usually does, since a
+    look costs more than everything else here. What goes unseen is less than ``SLACK`` of a part.
 
     Args:
         clock: Seconds.
         waits: Seconds that the training's thread has waited for a core; None where nobody counts them.
     """
 
-    close_s = 50e-6
-    """Marks closer to the last look than this do without one of their own."""
-
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, waits: Callable[[], float] | None = None
     ) -> None:
         self._clock = clock
         self._waits = waits
-        self._look = (-math.inf, 0.0)
-        """When the waits were last looked at, and what they were."""
+        self._usual: dict[str, float] = {}
+        """Seconds until each place from the one before it, without waits for a core."""
+        self._last = -math.inf
+        """When the last mark with a place was made."""
+        self._waited = 0.0
+        """Seconds waited for a core until then, as far as anybody looked."""
+        self._count = 0.0
+        """The kernel's count at the last look."""
+        self._looked = False
+        """Whether that was at the last mark with a place."""
 
-    def mark(self, *, waits: bool = True) -> tuple[float, float]:
-        """Return now, and how long the thread had waited when that was last looked at."""
+    def mark(self, place: str | None = None) -> tuple[float, float]:
+        """Return now, and how long the thread has waited for a core."""
         now = self._clock()
-        looked_at, waited = self._look
-        if waits and now - looked_at > self.close_s and self._waits is not None:
-            waited = self._waits()
-            self._look = now, waited
-        return now, waited
+        if place is not None and self._waits is not None:
+            took, self._last = now - self._last, now
+            if took > CLOSE_S:
+                usual = self._usual.get(place, 0.0)
+                if took > (1.0 + SLACK) * usual:
+                    self._look(place, took, usual)
+                else:
+                    self._looked = False
+                    if took < usual:
+                        self._usual[place] = usual + FORGETS * (took - usual)
+        return now, self._waited
+
+    def _look(self, place: str, took: float, usual: float) -> None:
+        """Find out what was waited since the last mark with a place, ``took`` seconds ago."""
+        assert self._waits is not None
+        count = self._waits()
+        waited = count - self._count
+        if not self._looked:  # some of it may lie before that mark
+            waited = min(waited, took - usual)
+        self._waited += waited
+        self._count, self._looked = count, True
+        net = took - waited
+        if usual:
+            self._usual[place] = usual + FORGETS * (net - usual)
+        elif net < math.inf:
+            self._usual[place] = net
 
     def ready(self, marks: Iterable[Mark]) -> bool:
         """Tell that they are."""
@@ -140,7 +173,7 @@ class HostClock:
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
         """Read the numbers now; they are in the host's memory."""
-        numbers = [float(value.detach()) if isinstance(value, Tensor) else value for value in values]
+        numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
         return lambda: numbers
 
 
@@ -161,7 +194,7 @@ class CudaClock:
         self._events: list[Any] = []
         self._pinned: list[Tensor] = []
 
-    def mark(self, *, waits: bool = True) -> Any:
+    def mark(self, place: str | None = None) -> Any:
         """Record an event on the device's current stream."""
         try:
             event = self._events.pop()

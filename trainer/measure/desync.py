@@ -85,8 +85,11 @@ def check(
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return events
     peers = _Peers(device, group)
+    processor = _processor(device)
     # The collective carries signed numbers.
-    rows = peers.gather([rank, _processor(device), *(digest - 2**63 for digest in digests)], torch.int64)
+    if peers.agree([processor, *(digest - 2**63 for digest in digests)]):
+        return events
+    rows = peers.gather([rank, processor, *(digest - 2**63 for digest in digests)], torch.int64)
     ranks = [int(row[0]) for row in rows]
     unlike = len({row[1] for row in rows}) > 1
     for column, what, tensors, sums in (
@@ -166,6 +169,14 @@ class _Peers:
         self._device = device
         self._group = group
 
+    def agree(self, numbers: Sequence[int]) -> bool:
+        """Tell whether all ranks hold the same numbers, by one reduction however many ranks there are."""
+        # The largest number and the complement of the smallest, which has no overflow as the negative would.
+        extremes = torch.tensor([*numbers, *(~number for number in numbers)], dtype=torch.int64, device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        reduced = extremes.tolist()
+        return all(high == ~low for high, low in zip(reduced, reduced[len(numbers) :], strict=False))
+
     def gather(self, row: Sequence[float], dtype: torch.dtype) -> list[list[int]] | list[list[float]]:
         """Return every rank's row, in the group's order; rows are of equal length."""
         own = torch.tensor(row, dtype=dtype, device=self._device)
@@ -192,7 +203,9 @@ def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Sum [] of the tensor's bytes read as 64-bit integers, with wrap-around; runs at the speed of memory."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.contiguous().view(-1)
+    if tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0 and not tensor.is_complex():
+        return flat.view(torch.int64).sum()  # nearly every tensor: each call less counts, at some 5 µs
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     octets = flat.view(torch.uint8)
