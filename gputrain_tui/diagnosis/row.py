@@ -52,9 +52,11 @@ class Cycle(NamedTuple):
 class Row:
     """The cycles of all ranks at one step, or their means over as many steps as an event covers."""
 
-    def __init__(self, step: int, cycles: Sequence[Cycle]) -> None:
+    def __init__(self, step: int, cycles: Sequence[Cycle], steps: int = 1) -> None:
         self.step = step
         """Number of the step; the last one where it stands for several."""
+        self.steps = steps
+        """How many it stands for."""
         self.cycles = cycles
         """In the order of the ranks."""
         self._sorted: dict[str, list[float]] = {}
@@ -132,7 +134,7 @@ class Row:
                 lead = first.before_forward - cycle.before_forward
                 wait = max(0.0, min(cycle.forward - first.forward, lead))
                 cycles[index] = cycle._replace(forward=cycle.forward - wait, own=cycle.own - wait)
-            self._relieved = about, Row(self.step, cycles)
+            self._relieved = about, Row(self.step, cycles, self.steps)
         return self._relieved[1]
 
     def _column(self, part: str) -> list[float]:

@@ -16,8 +16,14 @@ from gputrain_tui.state import RunState
 
 WINDOW = 12
 """Steps that must agree; more than half of them are over 13 steps after a rank became slow."""
+SHORT_WINDOW = 6
+"""Rows that do, where each stands for several steps and a rank is more than ``OVERWHELMING`` late."""
+OVERWHELMING = 0.5
+"""Share of a step: the others wait for longer than they work."""
 LEAST_STEPS = 20
 """Steps to know a run by, before anything is said."""
+LEAST_ROWS = SHORT_WINDOW + 2
+"""And rows, where each stands for several: some from before a rank became slow."""
 WARNING, CRITICAL = 0.10, 0.20
 """Share of a step that a rank is late (TraceML's gates)."""
 AT_ONCE = 0.15
@@ -44,22 +50,26 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW)):
         return []
     rows = [row for row in timeline.rows if row.synced]
-    if len(rows) < LEAST_STEPS:
+    if len(rows) < LEAST_ROWS or sum(row.steps for row in rows) < LEAST_STEPS:
         return []
     broadcast = Broadcast.seen_in(rows[-WINDOW:])
     if broadcast is not None:
         rows = [row.relieved(broadcast.leader, broadcast.followers) for row in rows]
     window = rows[-WINDOW:]
     step_ms = base_ms(window)
-    owns = [middle(late) for late in zip(*(row.own_excess for row in window), strict=True)]
+    owns = _own_excess(window)
+    lately = _own_excess(rows[-SHORT_WINDOW:])
+    merged = all(row.steps > 1 for row in rows[-SHORT_WINDOW:])
     waits = _waits_for_cores(rows)
     found = []
     for index, rank in enumerate(timeline.ranks):
         symptom = None
-        if owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
-            symptom = _slow(state, timeline.ranks, rows, index, step_ms)
-            if broadcast is not None and index == broadcast.leader:
-                symptom = broadcast.told(symptom, timeline.ranks)
+        if merged and lately[index] >= OVERWHELMING * (step_ms + lately[index]):
+            symptom = _slow(state, timeline.ranks, rows, index, step_ms, SHORT_WINDOW)
+        elif owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
+            symptom = _slow(state, timeline.ranks, rows, index, step_ms, WINDOW)
+        if symptom is not None and broadcast is not None and index == broadcast.leader:
+            symptom = broadcast.told(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
             symptom = _without_core(rows[-CORE_STEPS:], rank, index, waits[index]) or symptom
         if symptom is not None:
@@ -67,7 +77,12 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     return found
 
 
-def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int, base: float) -> Symptom:
+def _own_excess(window: Sequence[Row]) -> list[float]:
+    """Return by how much each rank's own work usually exceeds the other ranks', ms."""
+    return [middle(late) for late in zip(*(row.own_excess for row in window), strict=True)]
+
+
+def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int, base: float, length: int) -> Symptom:
     """Judge what a rank itself does longer than the others.
 
     Args:
@@ -76,10 +91,11 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
         rows: the last steps.
         index: the rank's place in them.
         base: how long a step takes with a core for everybody and nobody late, ms.
+        length: how many of the last rows must agree.
     """
-    rank, window = ranks[index], rows[-WINDOW:]
+    rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
-    recent = late[-WINDOW:]
+    recent = late[-length:]
     late_ms = middle(recent)
     step_ms = base + max(late_ms, 0.0)
     gate = WARNING * step_ms

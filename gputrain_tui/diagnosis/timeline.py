@@ -11,15 +11,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from gputrain_tui.diagnosis.measures import middle_low
 from gputrain_tui.diagnosis.row import Cycle, Row
 from gputrain_tui.state import RankView, RunState
 from trainer.record import Step
 
 HISTORY = 128
 """Step events per rank that a state must keep to be followed, and rows that are kept here."""
-NEWEST = 8
-"""Events of each rank that tell how many steps an event covers by now."""
 WARM_UP = 5
 """First steps of a start that are passed over: caches, allocators and DDP's buckets are still being arranged."""
 
@@ -29,6 +26,8 @@ class Stretch(NamedTuple):
 
     first: int
     last: int
+    until: int
+    """Last step of the event that told it."""
     cycle: Cycle | None
     """None where its parts were not measured."""
     loss: float | None
@@ -69,7 +68,7 @@ class Lane:
         cycle, end_wait = _cycle(event)
         if cycle is None:
             self._tail = None
-            self.stretches.append(Stretch(first, event.step, None, loss))
+            self.stretches.append(Stretch(first, event.step, event.step, None, loss))
         else:
             tail, end = self._tail, (cycle.optimizer, cycle.other, end_wait)
             # A wait that was not measured lies in the rest of its step, and must not count as work of the next.
@@ -80,10 +79,10 @@ class Lane:
                 own = cycle.own - cycle.optimizer - cycle.other + optimizer + other
                 before = cycle.core_wait_before - end_wait + waited
                 start = cycle._replace(optimizer=optimizer, other=other, own=own, core_wait_before=before)
-                self.stretches.append(Stretch(first, first, start, loss))
+                self.stretches.append(Stretch(first, first, event.step, start, loss))
                 begins = first + 1
             if begins <= event.step:
-                self.stretches.append(Stretch(begins, event.step, cycle, loss))
+                self.stretches.append(Stretch(begins, event.step, event.step, cycle, loss))
         self.reach = event.step
 
 
@@ -116,7 +115,7 @@ class Timeline:
                 lane.take_up(view)
             self._warm = max(view.started_at for view in views) + WARM_UP
             self._done = max(lane.stretches[0].first for lane in self._lanes) - 1
-        self._lay_out(_covered(views))
+        self._lay_out()
 
     def last(self, count: int) -> list[Row]:
         """Return the newest so many rows."""
@@ -128,34 +127,42 @@ class Timeline:
         self.losses.clear()
         self._lanes = [Lane() for _ in ranks]
 
-    def _lay_out(self, width: int) -> None:
-        """Make rows of ``width`` steps each of all that every rank has reported."""
+    def _lay_out(self) -> None:
+        """Make rows of all that every rank has reported.
+
+        Where an event covers several steps, so does a row: one for each event of the rank that tells least often, so
+        that no two rows say the same.
+        """
         reach = min(lane.reach for lane in self._lanes)
-        while self._done + width <= reach:
+        while self._done < reach:
             for lane in self._lanes:
                 lane.drop_until(self._done)
-            first, last = self._done + 1, self._done + width
+            first = self._done + 1
             begins = max(lane.stretches[0].first for lane in self._lanes)
             if begins > first:  # a rank's record has a gap
                 self._done = begins - 1
                 continue
+            last = max(lane.stretches[0].until for lane in self._lanes)
+            if last > reach:
+                return
             if first <= self._warm < last:  # the warm-up ends within
                 last = self._warm
             self._done = last
-            if width == 1:
+            if first == last:
                 heads = [lane.stretches[0] for lane in self._lanes]
-                self._add(last, [head.cycle for head in heads], [head.loss for head in heads])
+                self._add(last, 1, [head.cycle for head in heads], [head.loss for head in heads])
             else:
                 parts = [list(_within(lane, first, last)) for lane in self._lanes]
-                self._add(last, [_mean_cycle(each) for each in parts], [_mean_loss(each) for each in parts])
+                cycles = [_mean_cycle(each) for each in parts]
+                self._add(last, last - first + 1, cycles, [_mean_loss(each) for each in parts])
 
-    def _add(self, step: int, cycles: Sequence[Cycle | None], losses: Sequence[float | None]) -> None:
+    def _add(self, step: int, steps: int, cycles: Sequence[Cycle | None], losses: Sequence[float | None]) -> None:
         told = [loss for loss in losses if loss is not None]
         if told:
             self.losses.append(sum(told) / len(told))
         measured = [cycle for cycle in cycles if cycle is not None]
         if step > self._warm and len(measured) == len(cycles):
-            self.rows.append(Row(step, measured))
+            self.rows.append(Row(step, measured, steps))
 
 
 def _within(lane: Lane, first: int, last: int) -> Iterator[tuple[int, Stretch]]:
@@ -185,17 +192,6 @@ def _mean_cycle(parts: Sequence[tuple[int, Stretch]]) -> Cycle | None:
 def _mean_loss(parts: Sequence[tuple[int, Stretch]]) -> float | None:
     told = [(steps, stretch.loss) for steps, stretch in parts if stretch.loss is not None]
     return sum(steps * loss for steps, loss in told) / sum(steps for steps, _ in told) if told else None
-
-
-def _covered(views: Sequence[RankView]) -> int:
-    """Return how many steps an event covers by now, of the rank whose events cover fewest."""
-    fewest = 0
-    for view in views:
-        covered = int(middle_low([event.steps for event in islice(reversed(view.steps), NEWEST)]))
-        if covered == 1:
-            return 1
-        fewest = min(fewest or covered, covered)
-    return fewest
 
 
 def _cycle(event: Step) -> tuple[Cycle | None, float]:

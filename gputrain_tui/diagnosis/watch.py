@@ -10,8 +10,8 @@ from gputrain_tui.runs import RunReader
 from gputrain_tui.state import RunState
 from trainer.record import Finding, RunDir
 
-INTERVAL_S = 0.2
-"""Least time between two looks: a few steps of late news, for about one percent of a core."""
+INTERVAL_S = 0.1
+"""Least time between two looks, as often as a rank writes."""
 DUTY = 0.03
 """Share of a core that looking may take; with very many ranks the looks become rarer."""
 

@@ -336,6 +336,23 @@ def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
     ]
 
 
+def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_a_dozen_of_the_slow_ones() -> None:
+    run = Run(2)
+    assert covering(run, 60, 25) == []
+    slow = late(1, first=run.step + 1, forward=200.0)
+    assert covering(run, 3, 2, slow) == []
+    assert told(covering(run, 3, 2, slow)) == [("straggler", "raised", 1, "forward")]
+    assert told(covering(run, 40, 25)) == [("straggler", "cleared", 1, "forward")]
+
+
+def test_a_few_slow_steps_among_very_fast_ones_are_no_straggler() -> None:
+    run = Run(2)
+    assert covering(run, 60, 25) == []
+    for _ in range(5):
+        assert covering(run, 4, 2, late(1, first=run.step + 1, forward=200.0)) == []
+        assert covering(run, 12, 25) == []
+
+
 @pytest.mark.parametrize("steps", [2, 17])
 def test_events_that_cover_several_noisy_balanced_steps_are_no_finding(steps: int) -> None:
     assert covering(Run(2, noise=0.5), 400, steps) == []
