@@ -32,8 +32,10 @@ class Action:
     """Screens that have it: ``cluster``, ``launch``, ``run``, ``rank``, ``history``, ``welcome``; ``app``: all."""
     footer: int = 0
     """Rank in the footer, 1 first: what does not fit is left out from the end. 0: not in the footer."""
-    folds: bool = False
-    """Whether the footer may shorten it and its like to their keys and the name of their group."""
+    footers: tuple[str, ...] = ()
+    """Screens whose footer has it; none: all that have the action."""
+    folds: int = 0
+    """Those with 1, then those with 2 are shortened to keys and group in a narrow footer; 0: never."""
     shown_as: str = ""
     """How the key is written, where its name is clumsy."""
 
@@ -87,13 +89,13 @@ LOG = ("log",)
 
 ACTIONS: tuple[Action, ...] = (
     # Going somewhere
-    Action(name="go('cluster')", keys=("1",), label="Cluster", group="Screens",
+    Action(name="go('cluster')", keys=("1",), label="Cluster", group="Screens", footer=20, folds=1, footers=BOTH,
            description="Show the machines and their GPUs"),
-    Action(name="go('launch')", keys=("2",), label="Launch", group="Screens",
+    Action(name="go('launch')", keys=("2",), label="Launch", group="Screens", footer=20, folds=1, footers=BOTH,
            description="Choose a recipe, see its plan, launch it"),
-    Action(name="go('run')", keys=("3",), label="Run", group="Screens",
+    Action(name="go('run')", keys=("3",), label="Run", group="Screens", footer=20, folds=1, footers=BOTH,
            description="Watch the run that was opened last"),
-    Action(name="go('history')", keys=("4",), label="History", group="Screens",
+    Action(name="go('history')", keys=("4",), label="History", group="Screens", footer=20, folds=1, footers=BOTH,
            description="List all runs, open and compare them"),
     Action(name="help", keys=("question_mark", "f1"), label="Help", group="Screens", footer=90,
            description="Show every key of this screen"),
@@ -109,33 +111,33 @@ ACTIONS: tuple[Action, ...] = (
     # A run
     Action(name="open_rank", keys=("enter",), label="Rank", group="Ranks", places=RUN, footer=1,
            description="Open the selected rank"),
-    Action(name="sort", keys=("s",), label="Sort", group="Ranks", places=RUN, footer=21,
+    Action(name="sort", keys=("s",), label="Sort", group="Ranks", places=RUN, footer=22,
            description="Sort the ranks by the next column"),
     Action(name="reverse", keys=("r",), label="Reverse", group="Ranks", places=RUN,
            description="Turn the order of the ranks around"),
-    Action(name="filter", keys=("slash",), label="Filter", group="Ranks", places=RUN, footer=4,
+    Action(name="filter", keys=("slash",), label="Filter", group="Ranks", places=RUN, footer=21,
            description="Show only the ranks that match, such as host:node3 or step<100"),
-    Action(name="show('loss')", keys=("l",), label="Loss", group="Panels", places=BOTH, footer=10, folds=True,
+    Action(name="show('loss')", keys=("l",), label="Loss", group="Panels", places=BOTH, footer=10, folds=2,
            description="Show the loss of all ranks; again to enlarge it"),
-    Action(name="show('sync')", keys=("g",), label="Sync", group="Panels", places=BOTH, footer=11, folds=True,
+    Action(name="show('sync')", keys=("g",), label="Sync", group="Panels", places=BOTH, footer=11, folds=2,
            description="Show the wait for gradient synchronisation; again to enlarge it"),
-    Action(name="show('bars')", keys=("b",), label="Bars", group="Panels", places=RUN, footer=12, folds=True,
+    Action(name="show('bars')", keys=("b",), label="Bars", group="Panels", places=RUN, footer=12, folds=2,
            description="Show what a step is made of, rank by rank; again to enlarge it"),
-    Action(name="show('late')", keys=("h",), label="Heat", group="Panels", places=RUN, footer=13, folds=True,
+    Action(name="show('late')", keys=("h",), label="Late", group="Panels", places=RUN, footer=13, folds=2,
            description="Show which ranks were late, over time; again to enlarge it"),
-    Action(name="show('findings')", keys=("f",), label="Findings", group="Panels", places=RUN, footer=14, folds=True,
+    Action(name="show('findings')", keys=("f",), label="Findings", group="Panels", places=RUN, footer=14, folds=2,
            description="Show what was diagnosed; enter shows evidence and advice"),
-    Action(name="show('log')", keys=("o",), label="Output", group="Panels", places=BOTH, footer=15, folds=True,
+    Action(name="show('log')", keys=("o",), label="Log", group="Panels", places=BOTH, footer=15, folds=2,
            description="Show what the ranks printed; again to enlarge it"),
-    Action(name="show('step')", keys=("t",), label="Step", group="Panels", places=RANK, footer=12, folds=True,
+    Action(name="show('step')", keys=("t",), label="Step", group="Panels", places=RANK, footer=12, folds=2,
            description="Show how long its steps took"),
     Action(name="show('ranks')", keys=("t",), label="Table", group="Panels", places=RUN,
            description="Show the table of ranks; again to enlarge it"),
     Action(name="next_panel", keys=("p",), label="Panel", group="Panels", places=RUN,
            description="Show the next panel"),
-    Action(name="zoom", keys=("z",), label="Zoom", group="Panels", places=RUN, footer=22,
+    Action(name="zoom", keys=("z",), label="Zoom", group="Panels", places=RUN, footer=23,
            description="Give the whole screen to one panel, and back"),
-    Action(name="back", keys=("escape",), label="Back", group="Panels", places=BOTH,
+    Action(name="back", keys=("escape",), label="Back", group="Panels", places=BOTH, footer=2, footers=RANK,
            description="One step back: filter, zoom, selection, screen"),
     Action(name="scale", keys=("y",), label="Log scale", group="Charts", places=BOTH,
            description="Change the charts between linear and logarithmic"),
@@ -145,11 +147,11 @@ ACTIONS: tuple[Action, ...] = (
            description="Smooth the curves less or more"),
     Action(name="stop_run", keys=("S",), label="Stop", group="Run", places=BOTH, footer=20,
            description="Stop this run on every machine; asks first"),
-    Action(name="stack", keys=("k",), label="Stack", group="Rank", places=RANK, footer=2,
+    Action(name="stack", keys=("k",), label="Stack", group="Rank", places=RANK, footer=1,
            description="Ask the rank's process for its Python stack"),
-    Action(name="next_rank", keys=("right", "n"), label="Next", group="Rank", places=RANK, footer=3,
+    Action(name="next_rank", keys=("right", "n"), label="Next", group="Rank", places=RANK, footer=3, folds=1,
            description="Go to the next rank"),
-    Action(name="previous_rank", keys=("left", "N"), label="Previous", group="Rank", places=RANK, footer=4,
+    Action(name="previous_rank", keys=("left", "N"), label="Previous", group="Rank", places=RANK, footer=3, folds=1,
            description="Go to the previous rank"),
     # The machines
     Action(name="toggle_gpu", keys=("space",), label="Choose", group="GPUs", places=CLUSTER, footer=2,
@@ -158,7 +160,7 @@ ACTIONS: tuple[Action, ...] = (
            description="Choose every GPU that nobody uses; again to choose none"),
     Action(name="use_gpus", keys=("enter",), label="Launch on them", group="GPUs", places=CLUSTER, footer=1,
            description="Put the chosen GPUs into the recipe of the launch screen"),
-    Action(name="look", keys=("r",), label="Look again", group="GPUs", places=CLUSTER,
+    Action(name="look", keys=("r",), label="Look again", group="GPUs", places=CLUSTER, footer=4,
            description="Look at the machine now"),
     # A launch
     Action(name="launch", keys=("L", "f5"), label="Launch", group="Launch", places=LAUNCH, footer=1,
@@ -274,7 +276,8 @@ def bindings(place: str) -> list[Binding]:
 
 def footer(place: str) -> list[Action]:
     """Return what the footer offers, the most important first."""
-    return sorted((action for action in available(place) if action.footer), key=lambda action: action.footer)
+    offered = [action for action in available(place) if action.footer and place in (action.footers or (place,))]
+    return sorted(offered, key=lambda action: action.footer)
 
 
 def groups(place: str) -> dict[str, list[Action]]:

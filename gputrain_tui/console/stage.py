@@ -10,6 +10,9 @@ from textual.geometry import NULL_OFFSET, NULL_SPACING, Region, Size
 from textual.layout import ArrangeResult, Layout, WidgetPlacement
 from textual.widget import Widget
 
+from gputrain_tui.console.widgets.lateness_map import heat_lines
+from gputrain_tui.console.widgets.step_bars import bar_lines
+
 PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
 """The panels in the order in which a key goes through them."""
@@ -17,6 +20,8 @@ GRID_HEAD = 2
 """Lines of the rank table besides the ranks."""
 ARRIVING = 8
 """Lines of the view of who has come besides the hosts."""
+TALK = 5
+"""Lines with which a list of findings or a log begins to be of use."""
 GAP = 2
 """Cells between two columns of panels."""
 
@@ -80,57 +85,57 @@ def _one(wish: Wish) -> str:
 
 
 def _medium(area: Region, wish: Wish) -> dict[str, Region]:
-    if _few(area, wish):
-        top, rest = area.split_horizontal(_grid_height(area, wish, share=0.34))
-        if wish.joining:
-            joining, log = _columns(rest, 2)
-            return {"ranks": top, "joining": joining, _talk(wish): log}
-        return {"ranks": top, **_below(rest, wish)}
-    upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 6))
-    left, right = _columns(upper, 2)
-    if wish.joining:
-        return _arriving(area, wish)
-    if _spare(upper, wish):
-        return _beside(area, wish, {wish.right: bottom})
-    loss, sync, late = _rows(right, 3)
-    bars, told = _columns(bottom, 2)
-    return {"ranks": left, "loss": loss, "sync": sync, "late": late, "bars": bars, wish.right: told}
+    """Table and charts, and one of findings and log where there is no room for both."""
+    return _above(area, wish) or _aside(area, wish, max(area.height // 4, 6), (wish.right,))
 
 
 def _wide(area: Region, wish: Wish) -> dict[str, Region]:
-    has_log = "log" in wish.has
-    if _few(area, wish):
-        top, rest = area.split_horizontal(_grid_height(area, wish, share=0.34))
-        if wish.joining:
-            joining, log = _columns(rest, 2)
-            return {"ranks": top, "joining": joining, _talk(wish): log}
+    """All panels."""
+    told: tuple[PanelName, ...] = ("findings", "log") if "log" in wish.has else ("findings",)
+    return _above(area, wish) or _aside(area, wish, max(area.height // 4, 8), told)
+
+
+def _above(area: Region, wish: Wish) -> dict[str, Region]:
+    """The whole table above everything else; nothing where it does not fit there."""
+    if not _few(area, wish):
+        return {}
+    top, rest = area.split_horizontal(_grid_height(area, wish, share=0.34))
+    if not wish.joining:
         return {"ranks": top, **_below(rest, wish)}
-    upper, bottom = area.split_horizontal(area.height - max(area.height // 4, 8))
+    joining, log = _columns(rest, 2)
+    return {"ranks": top, "joining": joining, _talk(wish): log}
+
+
+def _aside(area: Region, wish: Wish, low: int, told: tuple[PanelName, ...]) -> dict[str, Region]:
+    """The table beside the charts, and below both, in ``low`` lines, composition and what was told."""
+    upper, bottom = area.split_horizontal(area.height - low)
     left, right = _columns(upper, 2)
     if wish.joining:
         return _arriving(area, wish)
     if _spare(upper, wish):
-        return _beside(area, wish, _told(bottom, has_log))
-    loss, sync, late = _rows(right, 3)
-    if has_log:
-        bars, findings, log = _columns(bottom, 3)
-        low = {"bars": bars, "findings": findings, "log": log}
-    else:
-        bars, findings = _columns(bottom, 2)
-        low = {"bars": bars, "findings": findings}
-    return {"ranks": left, "loss": loss, "sync": sync, "late": late, **low}
+        return _beside(area, wish, bottom, told)
+    names: tuple[PanelName, ...] = ("bars", *told)
+    return {"ranks": left, **_charts(right, wish), **dict(zip(names, _columns(bottom, len(names)), strict=True))}
 
 
 def _below(area: Region, wish: Wish) -> dict[str, Region]:
-    """Charts, composition and lateness at the left, findings and log at the right, under a table of few ranks."""
+    """Under a table of few ranks the charts; then composition, lateness and findings at the left, the log beside."""
     charts, bottom = area.split_horizontal((area.height + 1) // 2)
     loss, sync = _columns(charts, 2)
     left, right = _columns(bottom, 2)
-    bars, late = left.split_horizontal(min(wish.ranks + GRID_HEAD, max((left.height + 1) // 2, left.height - 9)))
-    if "log" not in wish.has:
-        return {"loss": loss, "sync": sync, "bars": bars, "late": late, "findings": right}
-    findings, log = right.split_horizontal(max(right.height // 3, 5))
-    return {"loss": loss, "sync": sync, "bars": bars, "late": late, "findings": findings, "log": log}
+    bars, rest = left.split_horizontal(min(wish.ranks + GRID_HEAD, max((left.height + 1) // 2, left.height - 9)))
+    placed = {"loss": loss, "sync": sync, "bars": bars}
+    has_log = "log" in wish.has
+    if wish.ranks < 2 and wish.panel != "late":  # nobody to be late for
+        return placed | {"findings": rest if has_log else right} | ({"log": right} if has_log else {})
+    if not has_log:
+        return placed | {"late": rest, "findings": right}
+    lines = min(heat_lines(wish.ranks, rest.height), 2 * wish.ranks + GRID_HEAD)
+    if rest.height - lines < TALK:
+        findings, log = right.split_horizontal(max(right.height // 3, TALK))
+        return placed | {"late": rest, "findings": findings, "log": log}
+    late, findings = rest.split_horizontal(lines)
+    return placed | {"late": late, "findings": findings, "log": right}
 
 
 def _spare(area: Region, wish: Wish) -> bool:
@@ -138,15 +143,26 @@ def _spare(area: Region, wish: Wish) -> bool:
     return wish.ranks + GRID_HEAD + 4 <= area.height
 
 
-def _beside(area: Region, wish: Wish, told: dict[str, Region]) -> dict[str, Region]:
-    """Table and composition at the left, charts at the right, and what was told below the charts."""
+def _beside(area: Region, wish: Wish, bottom: Region, told: tuple[PanelName, ...]) -> dict[str, Region]:
+    """Table and composition at the left, charts at the right, what was told below the charts, the log where room is."""
     left, right = _columns(area, 2)
-    ranks, bars = left.split_horizontal(wish.ranks + GRID_HEAD + 1)
-    top = min(region.y for region in told.values())
-    loss, sync, late = _rows(Region(right.x, area.y, right.width, top - area.y), 3)
-    placed = {"ranks": ranks, "bars": bars, "loss": loss, "sync": sync, "late": late}
-    wide = _columns(Region(right.x, top, right.width, area.bottom - top), len(told))
-    return placed | dict(zip(told, wide, strict=True))
+    ranks, low = left.split_horizontal(wish.ranks + GRID_HEAD + 1)
+    lines = bar_lines(wish.ranks, low.height)
+    placed = {"ranks": ranks, "bars": low}
+    if low.height - lines >= TALK and "log" in wish.has:
+        placed["bars"], placed["log"] = low.split_horizontal(lines)
+        told = ("findings",)
+    placed |= _charts(Region(right.x, area.y, right.width, bottom.y - area.y), wish)
+    regions = _columns(Region(right.x, bottom.y, right.width, bottom.height), len(told))
+    return placed | dict(zip(told, regions, strict=True))
+
+
+def _charts(area: Region, wish: Wish) -> dict[str, Region]:
+    """Two curves and the lateness of all ranks below each other; what lateness cannot use is the curves'."""
+    late = heat_lines(wish.ranks, area.height // 3)
+    curves, below = area.split_horizontal(area.height - late)
+    loss, sync = _rows(curves, 2)
+    return {"loss": loss, "sync": sync, "late": below}
 
 
 def _arriving(area: Region, wish: Wish) -> dict[str, Region]:
@@ -158,13 +174,6 @@ def _arriving(area: Region, wish: Wish) -> dict[str, Region]:
 
 def _talk(wish: Wish) -> PanelName:
     return "log" if "log" in wish.has else "findings"
-
-
-def _told(area: Region, has_log: bool) -> dict[str, Region]:
-    if not has_log:
-        return {"findings": area}
-    findings, log = _columns(area, 2)
-    return {"findings": findings, "log": log}
 
 
 def _few(area: Region, wish: Wish) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.plan import Plan, PlannedNode
 from gputrain_tui.runs import Run, create, open_run, write_status
 from trainer.record import (
@@ -190,14 +191,14 @@ def _ranks(
     if straggler is not None and steps:
         node = straggler // per_node
         write(run.dir.run_events,
-              Finding(time=BEGIN + 4 + steps * 0.06, kind="data_wait", rank=straggler, host=hosts[node], step=10,
-                      severity="warning", message=f"rank {straggler} waits for data", state="raised",
-                      evidence={"data_ms": 21.4}, advice="Give it more workers."),
-              Finding(time=BEGIN + 4 + steps * 0.07, kind="data_wait", rank=straggler, state="cleared",
-                      message=f"rank {straggler} waits for data"),
+              Finding(time=BEGIN + 4 + steps * 0.06, kind="input_bound", step=10,
+                      message="waiting for data takes 52 % of a step (21.4 of 41.0 ms)",
+                      evidence={"data_ms": 21.4, "step_ms": 41.0, "data_share": 0.52}, advice=ADVICE["input_bound"]),
+              Finding(time=BEGIN + 4 + steps * 0.07, kind="input_bound", state="cleared",
+                      message="waiting for data takes 52 % of a step (21.4 of 41.0 ms)"),
               Finding(time=BEGIN + 4 + steps * 0.08, kind="straggler", rank=straggler, host=hosts[node], device="cpu",
-                      step=int(steps * 0.8), severity="warning", cause="waits for data",
-                      message=f"the others wait 20.1 ms per step for rank {straggler}",
-                      evidence={"late_ms": 20.1, "median_late_ms": 0.4, "data_ms": 21.6, "share_of_step": 0.29},
-                      advice="Its data loader is slow: give it more workers (train.num_workers), or look for another "
-                             "job that reads from the same disk."))  # fmt: skip
+                      step=int(steps * 0.8), severity="warning", cause="data",
+                      message=f"rank {straggler} is 20.1 ms late in each step (29 % of a step), "
+                              "because of its data loading",
+                      evidence={"late_ms": 20.1, "step_ms": 64.6, "late_share": 0.29, "data_ms": 21.6,
+                                "usual_data_ms": 1.6}, advice=ADVICE["data"]))  # fmt: skip

@@ -89,6 +89,13 @@ def test_a_narrow_footer_folds_the_panels_to_their_keys() -> None:
     assert "l Loss  g Sync  b Bars" in text_of(row)
 
 
+@pytest.mark.parametrize(("width", "said"), [(80, "1–4 Screens"), (120, "1–4 Screens"), (160, "1 Cluster  2 Launch")])
+def test_the_screens_of_a_run_say_how_to_get_to_the_others(width: int, said: str) -> None:
+    row, spots = draw_keys(footer("run"), width)
+    assert said in text_of(row)
+    assert {"go('cluster')", "go('history')"} <= {action.name for _, _, action in spots}
+
+
 @pytest.mark.parametrize(
     "place", sorted({place for action in ACTIONS for place in action.places} - {EVERYWHERE, "log"})
 )

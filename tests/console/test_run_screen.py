@@ -201,9 +201,9 @@ async def test_a_finding_opens_with_advice_and_points_at_its_rank(tmp_path: Path
         assert screen.selected_rank == 5
         text = "\n".join(rows(app))
         assert "late ms 20.10" in text
-        assert "give it more workers" in text
+        assert "more reading workers" in text
         await press(pilot, "enter", "down", "enter")
-        assert "Give it more workers." in "\n".join(rows(app))
+        assert "cheaper preprocessing" in "\n".join(rows(app))
 
 
 @played

@@ -1,4 +1,4 @@
-"""Every key of a screen, from the table of actions."""
+"""Every key of a screen, from the table of actions, and what its figures mean."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ MOVING = {
     ),
 }
 """Keys of widgets, which are not actions of the screen."""
+FIGURES = (
+    ("✓ ▲ ✗", "No finding stands; something to look at; something that costs much, or failed"),
+    ("compute", "Share of a step in forward, backward and optimizer: the rest is waiting"),
+    ("sync wait", "What a rank waited for gradients that nothing hid: in ms, or as a share of its steps"),
+    ("late ms", "How much later than the first rank it came to the synchronisation: the others waited that long"),
+    ("loss", "Natural logarithms (nats); valid: exact over all ranks, at the newest evaluation"),
+    ("smp/s", "Samples per second of the rank, over its last steps; on top those of all ranks"),
+    ("g.norm g.own", "Norm of the gradient after the reduction, and of the rank's own part before it"),
+    ("data fwd bwd opt", "Parts of the newest step: waiting for data, forward, backward, optimizer, in ms"),
+    ("mem use", "Memory in GiB and use in %: of its GPU, or of the process and one core where it has none"),
+    ("band", "A chart's bright line is the median of all ranks, the area from their least to their greatest"),
+    ("▴ in a chart", "A spike stands out of the top, so that what is usual can be read; log scale shows all"),
+)
+"""What stands on the screens of a run."""
 WIDEST = 94
 """Cells of the window where there is room, as in the style sheet."""
 FRAME = 8
@@ -57,7 +71,7 @@ class HelpScreen(ModalScreen[None]):
         """Name the screen on the frame."""
         frame = self.query_one("#help")
         frame.border_title = f"keys of the {self._place} screen" if self._place != "app" else "keys"
-        frame.border_subtitle = "esc closes"
+        frame.border_subtitle = "↓ what the figures mean   esc closes" if self._place in WITH_LOG else "esc closes"
         frame.focus()
 
     def on_resize(self, event: Resize) -> None:
@@ -77,12 +91,18 @@ def help_text(place: str, width: int = WIDEST) -> Text:
         found["Log"] = of_place("log")
     found["Screens"] = found.pop("Screens")  # what every screen has comes last
     moving = MOVING.get(place, ())
-    keys = [*(keys for keys, _ in moving), *(action.key_texts for group in found.values() for action in group)]
+    figures = FIGURES if place in WITH_LOG else ()
+    keys = [
+        *(keys for keys, _ in (*moving, *figures)),
+        *(action.key_texts for group in found.values() for action in group),
+    ]
     wide = max(map(len, keys), default=0)
     listed = [("Moving", moving)] if moving else []
     for heading, actions in found.items():
         name = "Log, while it has the keys" if heading == "Log" else heading
         listed.append((name, tuple((action.key_texts, action.description) for action in actions)))
+    if figures:
+        listed.append(("What the figures mean", figures))
     for heading, rows in listed:
         text.append(f"{chr(10) if text else ''}{heading}\n", "bold")
         for key, what in rows:

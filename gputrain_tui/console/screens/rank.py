@@ -84,11 +84,10 @@ class RankScreen(ChartScreen):
         yield RunHeader(live, id="header")
         with Stage(id="stage"):
             yield RankFacts(live, id="facts")
-            yield BandChart(live, "loss", "loss", id="loss")
-            yield BandChart(
-                live, "sync_exposed_ms", "sync wait ms", empty="no gradient synchronisation was measured yet", id="sync"
-            )
-            yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", id="step")
+            yield BandChart(live, "loss", "loss", "nats", id="loss")
+            waits = "no gradient synchronisation was measured yet"
+            yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, spiky=True, id="sync")
+            yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", spiky=True, id="step")
             yield StackView(live, id="stack")
             if self._has_log:
                 from gputrain_tui.console.widgets.log_view import LogView

@@ -69,12 +69,12 @@ class RunScreen(ChartScreen):
             yield CulpritCard(live, id="culprit")
             yield RankGrid(live, id="ranks")
             yield JoiningView(live, id="joining")
-            yield BandChart(live, "loss", "loss", id="loss")
+            yield BandChart(live, "loss", "loss", "nats", id="loss")
             if live.state.world_size == 1:  # nobody to wait for
-                yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", id="sync")
+                yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", spiky=True, id="sync")
             else:
                 waits = "no gradient synchronisation was measured yet"
-                yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, id="sync")
+                yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, spiky=True, id="sync")
             yield StepBars(live, id="bars")
             yield LatenessMap(live, id="late")
             yield Findings(live, id="findings")

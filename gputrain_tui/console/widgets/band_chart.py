@@ -32,6 +32,12 @@ GREATEST, LEAST = 1e300, 1e-300
 """Beyond these a number is drawn at the edge, so that differences and quotients stay finite."""
 LABEL = 6
 """Cells of a y label."""
+USUAL = 0.95
+"""Share of the columns that a chart shows in full where it may leave the tops of spikes out."""
+SPIKE = 2.5
+"""A spike is left out from so many times the height of what is usual on: below it, all of it can be read anyway."""
+NEWEST = 8
+"""Columns at the end that are always shown in full: a new level is no spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,8 @@ class Curve:
     """How it is shown, such as ``last 1,000``."""
     empty: str = "no step yet"
     """What is said where nothing was measured."""
+    spiky: bool = False
+    """Whether the tops of rare spikes may be left out, so that what is usual can be read."""
     blocks: bool = True
     """Whether the band may be filled cells; otherwise it is dots, for terminals with few colours."""
 
@@ -68,22 +76,23 @@ def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
     """Return a chart as ``height`` rows of ``width`` cells."""
     if width < 1 or height < 1:
         return [[] for _ in range(max(height, 0))]
-    rows = [cut(_head(curve, width), width)]
     plot_height = height - (2 if height > 4 else 1)
     if plot_height < 1:
-        return rows
+        return [cut(_head(curve, width), width)]
     limits = _limits(curve)
     if limits is None or width < LABEL + 6:
         text = curve.empty if limits is None else EMPTY
-        return rows + message(width, height - 1, [text])
-    axis = Axis(*limits, plot_height, curve.scale)
+        return [cut(_head(curve, width), width), *message(width, height - 1, [text])]
+    low, high = limits
+    axis = Axis(low, min(high, _usual_top(curve, low)), plot_height, curve.scale)
+    rows = [cut(_head(curve, width, peak=high if axis.leaves_out(high) else None), width)]
     rows += [cut(row, width) for row in _plot(curve, axis, width - LABEL - 2, plot_height)]
     if height > 4:
         rows.append(cut(steps_row(curve.window.first_step, curve.window.last_step, width), width))
     return rows
 
 
-def _head(curve: Curve, width: int) -> Row:
+def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
     left: Row = [(curve.title, "title"), (" ", "base"), (current(curve.value), "bright")]
     if curve.unit:
         left.append((f" {curve.unit}", "dim"))
@@ -92,7 +101,8 @@ def _head(curve: Curve, width: int) -> Row:
     remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
     if curve.ranks > 1:
         remarks.append(f"median in min–max of {curve.ranks:,} ranks")
-    return headline(width, left, [[(remark, "dim")] for remark in remarks])
+    peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {current(peak)}", "dim")]]
+    return headline(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
 
 
 def _limits(curve: Curve) -> tuple[float, float] | None:
@@ -109,6 +119,16 @@ def _limits(curve: Curve) -> tuple[float, float] | None:
         return None
     low, high = (min(max(value, -GREATEST), GREATEST) for value in (low, high))
     return (max(low, LEAST), max(high, LEAST)) if curve.scale == "log" else (low, high)
+
+
+def _usual_top(curve: Curve, low: float) -> float:
+    """Return the height that shows everything but rare spikes, and the newest part whole; infinite without such."""
+    highs = sorted(value for value in curve.window.high if isfinite(value))
+    if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST:
+        return inf
+    newest = [v for line in (curve.window.middle, curve.rank_line) for v in line[-NEWEST:] if isfinite(v)]
+    top = max([highs[int(USUAL * (len(highs) - 1))], *newest])
+    return top + 0.2 * (top - low) if highs[-1] - low > SPIKE * (top - low) > 0 else inf
 
 
 class Axis:
@@ -141,6 +161,10 @@ class Axis:
         self.low, self.high = floor(low / half + 1e-9) * half, ceil(high / half - 1e-9) * half
         self.ticks = [n * step for n in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
 
+    def leaves_out(self, value: float) -> bool:
+        """Return whether a value is above the top."""
+        return not self.log and value > self.high + 1e-9 * abs(self.high)
+
     def at(self, value: float) -> float:
         """Return the height of a value; NaN when it has none."""
         if self.log:
@@ -155,6 +179,8 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     median = braille_line(curve.window.middle, axis, width, height)
     rank = braille_line(curve.rank_line, axis, width, height)
     bottoms, tops = _edges(curve.window, axis, width, height)
+    highs = enumerate(curve.window.high)
+    spikes = {column >> 1 for column, value in highs if value < inf and axis.leaves_out(min(value, GREATEST))}
     labels: dict[int, str] = {}
     for tick in reversed(axis.ticks):
         row = min(height - 1, int((1 - axis.at(tick)) * height))
@@ -168,7 +194,9 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
         rank_row, median_row = rank[y], median[y]
         for x in range(width):
             low, high = max(bottoms[x] - floor_8, 0), min(tops[x] - floor_8, 8)
-            if rank_row[x] and not (median_row[x] and x % 2):  # where the two meet they take turns
+            if y == 0 and x in spikes:
+                pieces.append(("▴", "median"))
+            elif rank_row[x] and not (median_row[x] and x % 2):  # where the two meet they take turns
                 on_band = curve.blocks and high - low >= 4
                 pieces.append((chr(BRAILLE + rank_row[x]), "rank-on-band" if on_band else "rank"))
             elif median_row[x]:
@@ -266,6 +294,7 @@ class BandChart(Panel):
         unit: str = "",
         *,
         empty: str = "no step yet",
+        spiky: bool = False,
         id: str | None = None,
         classes: str | None = None,
     ) -> None:
@@ -274,6 +303,7 @@ class BandChart(Panel):
         self.title_text = title
         self.unit = unit
         self.empty_text = empty
+        self.spiky = spiky
         self.chart_scale: Scale = "linear"
         self.last: int | None = None
         """Steps to show; None: the whole run."""
@@ -317,6 +347,7 @@ class BandChart(Panel):
             scale=self.chart_scale,
             remarks=tuple(remarks),
             empty=self.empty_text,
+            spiky=self.spiky,
             blocks=ramp.shades,
         )
         return draw_curve(curve, width, height)

@@ -16,15 +16,13 @@ from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, current, cut, headline
 from gputrain_tui.console.widgets.drawing import message as remark
 from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.verdict import MARKS
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
 from trainer.record import Failure, Finding
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
-
-MARKS = {"critical": ("✗", "error"), "warning": ("▲", "warning"), "info": ("·", "dim")}
-"""Mark and role per severity."""
 
 MESSAGE = 23
 """Cells before a message that stands beside time and rank."""

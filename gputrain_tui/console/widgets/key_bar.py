@@ -25,20 +25,16 @@ def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[in
     right = [action for action in actions if action.footer >= ALWAYS]
     rest = [action for action in actions if action.footer < ALWAYS]
     room = width - 1 - sum(_wide(action) for action in right)
-    folded = sum(_wide(action) for action in rest if action.footer <= SURE) > room
+    sure = [action for action in rest if action.footer <= SURE]
+    folds = next((level for level in (0, 1) if _taken(sure, level) <= room), 2)
     row: Row = [(" ", "base")]
     done = set()
     for action in rest:
-        like = [a for a in rest if a.folds and a.group == action.group] if folded and action.folds else []
-        if like:
-            wide = sum(len(a.key_text) + 1 for a in like) + len(action.group) + 2
-            if action.group not in done and length(row) + wide <= room:
+        if 0 < action.folds <= folds:
+            like = _like(action, rest)
+            if action.group not in done and length(row) + _wide_fold(like) <= room:
                 done.add(action.group)
-                for a in like:
-                    begin = length(row)
-                    row += [(a.key_text, "key"), (" ", "base")]
-                    spots.append((begin, length(row) - 1, a))
-                row += [(action.group, "label"), ("  ", "base")]
+                _put_fold(row, like, spots)
         elif length(row) + _wide(action) <= room:
             _put(row, action, spots)
     gap = width - length(row) - sum(_wide(action) for action in right)
@@ -48,6 +44,43 @@ def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[in
         if length(row) + _wide(action) <= width:
             _put(row, action, spots)
     return row, spots
+
+
+def _like(action: Action, actions: Sequence[Action]) -> list[Action]:
+    return [other for other in actions if other.folds and other.group == action.group]
+
+
+def _taken(actions: Sequence[Action], folds: int) -> int:
+    """Return the cells that actions take while so much of them is shortened."""
+    plain = [action for action in actions if not 0 < action.folds <= folds]
+    groups = {action.group: _like(action, actions) for action in actions if action not in plain}
+    return sum(map(_wide, plain)) + sum(map(_wide_fold, groups.values()))
+
+
+def _fold_keys(like: Sequence[Action]) -> list[Action | str]:
+    """Return the keys of a group as they are written: digits that follow each other as a range."""
+    if len(like) > 2 and "".join(action.key_text for action in like) in "123456789":
+        return [like[0], "–", like[-1]]
+    spaced: list[Action | str] = []
+    for action in like:
+        spaced += [*([" "] if spaced else []), action]
+    return spaced
+
+
+def _wide_fold(like: Sequence[Action]) -> int:
+    keys = sum(len(key) if isinstance(key, str) else len(key.key_text) for key in _fold_keys(like))
+    return keys + len(like[0].group) + 3
+
+
+def _put_fold(row: Row, like: Sequence[Action], spots: list[tuple[int, int, Action]]) -> None:
+    for key in _fold_keys(like):
+        if isinstance(key, str):
+            row.append((key, "label"))
+        else:
+            begin = length(row)
+            row.append((key.key_text, "key"))
+            spots.append((begin, length(row), key))
+    row += [(f" {like[0].group}", "label"), ("  ", "base")]
 
 
 def _wide(action: Action) -> int:

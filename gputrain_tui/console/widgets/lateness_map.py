@@ -52,6 +52,22 @@ def group_size(ranks: int, rows: int) -> int:
     return size if size <= 8 else -(-size // 8) * 8
 
 
+def heat_lines(ranks: int, height: int) -> int:
+    """Return how many of so many lines a map of these ranks can use."""
+    rows = map_rows(height)
+    if rows < 1:
+        return max(height, 0)
+    group = group_size(ranks, rows)
+    groups = -(-ranks // group)
+    used = -(-groups * _stretch(groups, group, rows) // 2) + height - rows
+    return used if map_rows(used) == used - height + rows else height
+
+
+def _stretch(groups: int, group: int, rows: int) -> int:
+    """Return how many half lines a group has: a rank by itself may have several."""
+    return max(2 * rows // max(groups, 1), 1) if group == 1 else 1
+
+
 def thresholds(most_late: float, step_ms: float) -> list[float]:
     """Return where the levels above the first begin, ms: round, evenly spaced, the last being what needs a person."""
     top = max(most_late, URGENT_SHARE * step_ms if isfinite(step_ms) else 0.0, 1e-3)
@@ -122,7 +138,7 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
         legend = _short_legend(limits, symbols)
     rows = [cut(headline(width, left, [legend]), width)]
     groups = -(-heat.ranks // heat.group)
-    half_lines = max(2 * lines // groups, 1) if heat.group == 1 else 1
+    half_lines = _stretch(groups, heat.group, lines)
     columns = [[bisect_right(limits, value) if value == value else None for value in col] for col in heat.columns]
     for line in range(-(-groups * half_lines // 2)):
         upper, lower = 2 * line // half_lines, (2 * line + 1) // half_lines

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, length
 from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.verdict import verdict
 from gputrain_tui.headless import loss_text
 from gputrain_tui.runs import ENDED
 from gputrain_tui.state import RunState
@@ -40,7 +42,7 @@ class Summary:
     """Mean of the ranks' newest losses, nats."""
     samples_per_s: float | None = None
     """Of all ranks together, over their last events."""
-    efficiency: float | None = None
+    compute_share: float | None = None
     """Share of step time in which the ranks computed: forward, backward and optimizer, 0 to 1."""
     sync_share: float | None = None
     """Share of step time in which they waited for the gradient synchronisation, 0 to 1."""
@@ -76,7 +78,7 @@ def summarise(state: RunState) -> Summary:
         epoch=epoch,
         loss=loss / losses if losses else None,
         samples_per_s=rate if rates else None,
-        efficiency=working / parts if parts > 0 else None,
+        compute_share=working / parts if parts > 0 else None,
         sync_share=exposed / synced if synced > 0 else None,
     )
 
@@ -101,6 +103,8 @@ class Heading:
     eta_s: float | None = None
     reading: float | None = None
     """Share of the record that was read, while it is being read."""
+    verdict: Sequence[Row] = ()
+    """How it is, in ever fewer words."""
     note: str = ""
     """Such as a message of the supervisor."""
 
@@ -113,21 +117,32 @@ def draw_header(head: Heading, width: int, height: int) -> list[Row]:
 def _names(head: Heading, width: int) -> Row:
     mark, role = MARKS.get(head.status, ("·", "bright"))
     left: Row = [(f" {mark} ", role), (head.status, role if role != "bright" else "title")]
-    right: Row = []
+    elapsed: Row = []
     if head.elapsed_s is not None:
-        right += [("elapsed ", "dim"), (duration(head.elapsed_s).rjust(7), "bright")]
+        elapsed = [("elapsed ", "dim"), (duration(head.elapsed_s).rjust(7), "bright")]
+    rest: Row = []
     if head.reading is not None:
-        right += [("   reading the record ", "dim"), (f"{head.reading:4.0%}", "accent")]
+        rest = [("   reading the record ", "dim"), (f"{head.reading:4.0%}", "accent")]
     elif head.eta_s is not None and head.status == "running":
-        right += [("   left ", "dim"), (duration(head.eta_s).rjust(7), "bright")]
-    right.append((" ", "base"))
+        rest = [("   left ", "dim"), (duration(head.eta_s).rjust(7), "bright")]
+    right: Row = [*elapsed, *rest, (" ", "base")]
+    name: Row = [(printable(head.name), "title")]
+    room = width - length(left) - length(right) - length(name) - 5
+    if rest and head.verdict and length(head.verdict[0]) + 3 > room:  # what is wrong is worth more than the clock
+        room += length(right) - length(rest) - 1
+        right = [*rest, (" ", "base")]
+    how = next((form for form in head.verdict if length(form) + 3 <= room), [])
     ranks = f"{head.world_size:,} rank{'s' * (head.world_size != 1)}"
     if head.hosts > 1:
         ranks += f" on {head.hosts:,} hosts"
-    for text, style in ((head.name, "title"), (ranks, "bright"), (head.id, "dim"), (head.note, "warning")):
-        more: Row = [("   ", "base"), (printable(text), style)]
-        if text and length(left) + length(more) + length(right) + 2 <= width:
-            left += more
+    more: list[Row] = [[(ranks, "bright")], list(how), [(head.id, "dim")], [(head.note, "warning")]]
+    shown = set()
+    for index in (1, 3, 0, 2):  # what matters most has the room first
+        if (taken := length(more[index]) + 3) <= min(room, width) and taken > 3:
+            shown.add(index)
+            room -= taken
+    for pieces in [name, *(more[index] for index in sorted(shown))]:
+        left += [("   ", "base"), *pieces]
     gap = width - length(left) - length(right)
     return [*left, (" " * max(gap, 1), "base"), *right]
 
@@ -146,8 +161,8 @@ def _figures(head: Heading, width: int) -> Row:
         (6, [("epoch ", "dim"), (epochs, "bright")]),
         (1, [("loss ", "dim"), (loss_text(s.loss).rjust(6), "title")]),
         (2, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
-        (5, [("efficiency ", "dim"), (_percent(s.efficiency), "bright")]),
-        (3, [("sync ", "dim"), (_percent(s.sync_share), "bright")]),
+        (5, [("compute ", "dim"), (_percent(s.compute_share), "bright")]),
+        (3, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]),
     ]
     if head.valid_loss is not None:
         fields.insert(3, (4, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
@@ -218,5 +233,6 @@ def heading(live: LiveRun) -> Heading:
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
         reading=live.reading,
+        verdict=verdict(state) if status == "running" else (),
         note="its supervisor was killed" if status == "lost" else "",
     )

@@ -57,18 +57,29 @@ def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar
     if len(found) <= most:
         return [Bar(label=f"{v.rank}", parts=parts, selected=v.rank == selected) for v, parts in found]
     chosen = [Bar(label=f"{v.rank}", parts=parts, selected=True) for v, parts in found if v.rank == selected]
-    room = max(most - len(chosen), 1)
-    size = -(-len(found) // room)
-    if size > 8:
-        size = -(-size // 8) * 8
+    size = _group_size(len(found), most - len(chosen))
     groups = [found[begin : begin + size] for begin in range(0, len(found), size)]
+    spans = [(group[0][0].rank, group[-1][0].rank) for group in groups]
+    labels = [f"{first}–{last}" if last > first else f"{first}" for first, last in spans]
+    if max(map(len, labels)) > LABEL:
+        labels = [f"{first}{'…' if last > first else ''}" for first, last in spans]
     return chosen + [
-        Bar(
-            label=f"{group[0][0].rank}{'…' if len(group) > 1 else ''}",
-            parts=tuple(map(_mean, zip(*(parts for _, parts in group), strict=True))),
-        )
-        for group in groups
+        Bar(label=label, parts=tuple(map(_mean, zip(*(parts for _, parts in group), strict=True))))
+        for label, group in zip(labels, groups, strict=True)
     ]
+
+
+def bar_lines(ranks: int, height: int) -> int:
+    """Return how many of so many lines the bars of these ranks can use, one of them selected, a blank one below."""
+    most = height - 1
+    count = ranks if ranks <= most else 1 + -(-ranks // _group_size(ranks, most - 1))
+    return min(count + 2, height)
+
+
+def _group_size(ranks: int, most: int) -> int:
+    """Return how many ranks share a bar; whole nodes of eight where it is more than eight."""
+    size = max(-(-ranks // max(most, 1)), 1)
+    return size if size <= 8 else -(-size // 8) * 8
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from frames import SyntheticRun, assert_frame, synthetic_run
@@ -117,3 +119,31 @@ def test_no_random_curve_leaves_its_cells() -> None:
         rows = draw_curve(curve, width, height)
         assert len(rows) == height
         assert all(len(text_of(row)) == width for row in rows)
+
+
+def spiky(values: list[float], **more: Any) -> Curve:
+    return replace(curve_of(values), spiky=True, **more)
+
+
+def labels(rows: list[Row]) -> list[float]:
+    return [float(text) for row in rows[1:-1] if (text := text_of(row)[:6].strip())]
+
+
+def test_a_rare_spike_does_not_hide_what_is_usual() -> None:
+    values = [20.0 + n % 5 for n in range(60)] + [2000.0] + [20.0 + n % 5 for n in range(39)]
+    whole, cropped = draw_curve(curve_of(values), 58, 12), draw_curve(spiky(values), 58, 12)
+    assert max(labels(whole)) == 2000
+    assert max(labels(cropped)) < 40
+    assert "▴ spikes up to 2,000" in text_of(cropped[0])
+    assert text_of(cropped[1]).index("▴") == 8 + 60 // 2
+
+
+def test_a_new_level_at_the_end_is_no_spike() -> None:
+    values = [20.0] * 90 + [2000.0] * 4
+    assert max(labels(draw_curve(spiky(values), 58, 12))) == 2000
+
+
+def test_spikes_stay_whole_on_a_logarithmic_scale_and_where_they_are_low() -> None:
+    values = [20.0 + n % 5 for n in range(60)] + [28.0] + [20.0 + n % 5 for n in range(39)]
+    for curve in (spiky(values), spiky([*values[:60], 2000.0, *values[61:]], scale="log")):
+        assert not any("▴" in text_of(row) for row in draw_curve(curve, 58, 12))

@@ -21,7 +21,7 @@ def test_steps_are_stacked_at_three_sizes(width: int, height: int) -> None:
 
 def test_the_selected_rank_stands_above_the_groups() -> None:
     lines = bars(VIEWS, 5, 7)
-    assert [line.label for line in lines] == ["7", "0…", "4…", "8…", "12…"]
+    assert [line.label for line in lines] == ["7", "0–3", "4–7", "8–11", "12–15"]
     assert [line.selected for line in lines] == [True, False, False, False, False]
 
 
