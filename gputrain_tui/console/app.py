@@ -14,8 +14,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -31,6 +32,7 @@ from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.desk import Desk
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.palette import Palette
+from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.running.warm import WarmStart
 from gputrain_tui.runs import ENDED, Run, find, list_runs
 from trainer.errors import ExitCode, RequestError
@@ -46,6 +48,8 @@ CATCH_UP_S = 0.004
 REST_S = 2.0
 REST_TICK_S = 0.5
 """After so long without anything new, screens are asked less often: only clocks move."""
+READ_S = 2.0
+"""What was said so long ago is gone with the next key."""
 TRIM_S = 60.0
 """How often what was written to standard error is kept from growing."""
 PAGES: dict[str, str] = {
@@ -99,6 +103,8 @@ class GputrainApp(App[int]):
         """What waits for a launch."""
         self.quiet_s = math.inf
         """How long there was no key before the last one, s; a click has no such key before it."""
+        self._said_at = math.inf
+        """When something was said last, on the clock of events."""
         self._key_time = -math.inf
         """When the last key came, on the clock of events."""
         self._first = run
@@ -148,15 +154,18 @@ class GputrainApp(App[int]):
         """Take the time between two keys, before anybody answers them."""
         if isinstance(event, events.Key) and not event.is_forwarded:
             self.quiet_s, self._key_time = event.time - self._key_time, event.time
+            if event.time - self._said_at > READ_S:
+                self.clear_notifications()  # whoever goes on has read it
         elif isinstance(event, events.MouseDown) and not event.is_forwarded:
             self.quiet_s = math.inf
         await super().on_event(event)
 
     def _catch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # signals belong to the main thread
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
-            with suppress(NotImplementedError, ValueError, RuntimeError):  # not the main thread, as in a test
-                loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
+            loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
 
     def beat(self) -> None:
         """Read what was appended and let the screen repaint what moved."""
@@ -289,10 +298,16 @@ class GputrainApp(App[int]):
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
+    def get_css_variables(self) -> dict[str, str]:
+        """Return the theme's colours; of the light one some are darker than Textual's."""
+        variables = super().get_css_variables()
+        return variables | LIGHT_THEME if self.theme == "textual-light" else variables
+
     # What is done to runs
 
     def say(self, text: str, *, alarm: bool = False) -> None:
-        """Tell something that goes away by itself."""
+        """Tell something that goes away by itself, or with a key once it was there to be read."""
+        self._said_at = time.monotonic()
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
     def action_demo(self) -> None:
@@ -385,4 +400,6 @@ def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostLine, ..
             app.run()
     finally:
         warm.close()
+    if app.live is not None and not app.live.over:
+        print(f"{app.live.id} goes on: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr)
     return app.return_code if app.return_code is not None else ExitCode.FINISHED

@@ -1,4 +1,4 @@
-"""The only colours that are not theme variables: ramps that a theme cannot provide.
+"""The only colours that are not theme variables: ramps that a theme cannot provide, and what the light one lacks.
 
 Heat has at most eight levels, so that runs of equal cells merge and a repaint stays small. Warm colours mean waiting,
 cool ones mean work, and red is left to what needs a person.
@@ -54,6 +54,15 @@ SIXTEEN_LIGHT = Ramp(
     shades=False,
     plain_cursor=True,
 )
+LIGHT_THEME = {
+    "background": "#f4f4f2",
+    "surface": "#ececea",
+    "panel": "#e1e5e8",
+    "text-accent": "#7f4a00",
+    "text-warning": "#8f3d00",
+    "text-success": "#1b6b37",
+}
+"""The light theme's variables of which Textual's own cannot be read on a light ground, least of all on the cursor's."""
 PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PARTS), shades=False, symbols=True)
 
 

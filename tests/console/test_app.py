@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -240,3 +241,20 @@ def test_a_wrong_paint_rate_is_one_line(words: list[str]) -> None:
     assert done.returncode == 2
     assert "is not a number from 0.2 to 30" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("read_s", "left"), [(0.0, 0), (math.inf, 1)])
+@played
+async def test_what_was_said_goes_with_the_next_key_once_it_was_read(
+    read_s: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gputrain_tui.console.app.READ_S", read_s)
+    app = console(None)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await settle(pilot)
+        app.say("the disk is full", alarm=True)
+        await settle(pilot)
+        below = [row for row in rows(app) if "the disk is full" in row]
+        assert len(below) == 1
+        await press(pilot, "down")
+        assert len([row for row in rows(app) if "the disk is full" in row]) == left

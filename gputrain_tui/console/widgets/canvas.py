@@ -63,6 +63,8 @@ class Canvas(Widget, metaclass=Abstract):
     Canvas > .canvas--key { color: $text-accent; text-style: bold; }
     Canvas > .canvas--cursor { background: $primary 45%; }
     Canvas > .canvas--cursor-unfocused { background: $foreground 12%; }
+    Canvas:light > .canvas--dim { color: $foreground 70%; }
+    Canvas:light > .canvas--cursor { background: $primary 20%; }
     Canvas:ansi > .canvas--dim { text-style: dim; }
     Canvas:ansi > .canvas--rule { text-style: dim; }
     Canvas:ansi > .canvas--cursor { background: ansi_blue; }

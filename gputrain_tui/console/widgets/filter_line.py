@@ -22,10 +22,10 @@ class FilterLine(Horizontal):
     DEFAULT_CSS = """
     FilterLine { dock: bottom; height: 1; margin-bottom: 1; background: $boost; display: none; }
     FilterLine.-open { display: block; }
-    FilterLine > #mark { width: 9; padding: 0 1; color: $accent; }
+    FilterLine > #mark { width: 9; padding: 0 1; color: $text-accent; }
     FilterLine > Input { width: 1fr; border: none; height: 1; padding: 0; background: transparent; }
     FilterLine > #hint { width: auto; max-width: 60%; padding: 0 1; color: $foreground 60%; }
-    FilterLine > #hint.-wrong { color: $warning; }
+    FilterLine > #hint.-wrong { color: $text-warning; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Clear", show=False)]

@@ -57,7 +57,9 @@ class LogView(Widget, can_focus=True):
     LogView:ansi > .log--rule { text-style: dim; }
     LogView:ansi > .log--prefix { text-style: dim; }
     LogView > .log--accent { color: $text-accent; }
+    LogView:light > .log--dim { color: $foreground 70%; }
     LogView > .log--prefix { color: $foreground 45%; }
+    LogView:light > .log--prefix { color: $foreground 60%; }
     LogView > .log--warning { color: $text-warning; }
     LogView > .log--error { color: $text-error; }
     LogView > .log--match { background: $accent 35%; }

@@ -74,6 +74,10 @@ class Panel(Widget, metaclass=Abstract):
     Panel > .panel--median-on-band { color: $foreground; background: $primary 38%; }
     Panel > .panel--rank { color: $text-accent; }
     Panel > .panel--rank-on-band { color: $text-accent; background: $primary 38%; }
+    Panel:light > .panel--dim { color: $foreground 70%; }
+    Panel:light > .panel--axis { color: $foreground 60%; }
+    Panel:light > .panel--band { color: $primary 25%; }
+    Panel:light > .panel--median-on-band, Panel:light > .panel--rank-on-band { background: $primary 25%; }
     Panel:nocolor > .panel--error { color: $foreground; }
     Panel:ansi > .panel--dim, Panel:ansi > .panel--axis { text-style: dim; }
     Panel:ansi > .panel--rule { color: ansi_bright_black; }

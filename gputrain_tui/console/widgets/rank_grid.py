@@ -46,6 +46,9 @@ class RankGrid(Panel, can_focus=True):
     RankGrid > .rank-grid--error-text { color: $foreground 60%; }
     RankGrid > .rank-grid--cursor { background: $primary 32%; }
     RankGrid > .rank-grid--blurred { background: $foreground 8%; }
+    RankGrid:light > .rank-grid--quiet { color: $foreground 62%; }
+    RankGrid:light > .rank-grid--absent { color: $foreground 40%; }
+    RankGrid:light > .rank-grid--cursor { background: $primary 20%; }
     RankGrid:ansi > .rank-grid--quiet, RankGrid:ansi > .rank-grid--absent { text-style: dim; }
     RankGrid:ansi > .rank-grid--cursor { background: ansi_blue; }
     RankGrid:ansi > .rank-grid--blurred { background: ansi_bright_black; }
