@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import synthetic
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from run_dirs import run_dir
 from screen_frames import NOW, SIZES, console, press
 from screen_frames import settle as paint
@@ -31,14 +32,11 @@ from screens_at_rest import show
 from textual.pilot import Pilot
 
 from gputrain_tui import paths
-from gputrain_tui import recipe as recipes
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.examine import Examined
 from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.screens.rank import RankScreen
 from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.widgets.stack_view import StackView
-from gputrain_tui.plan import LocalFacts, plan
 from gputrain_tui.runs import Run
 from trainer.record import NodeSample, RankSample
 
@@ -113,6 +111,18 @@ def keys(*names: str) -> Callable[[Pilot[Any]], Awaitable[None]]:
     return play
 
 
+def zoomed(key: str) -> Callable[[Pilot[Any]], Awaitable[None]]:
+    """Press a panel's key until it has the screen: it is shown already where there is room."""
+
+    async def play(pilot: Pilot[Any]) -> None:
+        await press(pilot, key)
+        assert isinstance(pilot.app.screen, RunScreen)
+        if not pilot.app.screen.wish.zoomed:
+            await press(pilot, "z")
+
+    return play
+
+
 async def with_stack(pilot: Pilot[Any]) -> None:
     assert isinstance(pilot.app.screen, RunScreen)
     pilot.app.screen.open_rank(13)
@@ -166,31 +176,6 @@ def tick(pilot: Pilot[Any]) -> None:
     pilot.app.tick()
 
 
-RECIPE = """name = "two-nodes"
-
-[[cluster.nodes]]
-host = "10.0.0.1"
-gpus = 4
-
-[[cluster.nodes]]
-host = "10.0.0.2"
-gpus = 2
-
-[train]
-task = "lm"
-max_updates = 20_000
-
-[task]
-data = "stdlib"
-"""
-
-
-def examined(text: str, *, name: str, settings: list[str], task: str = "") -> Examined:
-    recipe = recipes.build(text, name=name, overrides=settings)
-    planned = plan(recipe, {}, local=LocalFacts(free_port=29600, names=frozenset({"10.0.0.1"})))
-    return Examined(settings=tuple(settings), recipe=recipe, plan=planned)
-
-
 async def cluster(pilot: Pilot[Any]) -> None:
     from test_cluster_screen import gpu, machine
 
@@ -222,6 +207,9 @@ async def cluster_without_gpus(pilot: Pilot[Any]) -> None:
 
 
 async def launch(pilot: Pilot[Any]) -> None:
+    from test_launch_frames import examined
+    from test_whole_screens import RECIPE
+
     from gputrain_tui.console.screens.launch import LaunchScreen
 
     Path("recipes").mkdir(exist_ok=True)
@@ -238,14 +226,14 @@ SCENES: dict[str, Scene] = {
     "run_failed": Scene(stay, failed),
     "run_finished": Scene(stay, lambda: synthetic_run(steps=500, status="finished")),
     "run_many": Scene(stay, many),
-    "run_many_late": Scene(keys("h", "z"), many),
+    "run_many_late": Scene(zoomed("h"), many),
     "run_filtered": Scene(keys("slash", *"host:node001", "enter"), bert),
     "run_filter_line": Scene(keys("slash", *"loss<"), bert),
-    "run_findings": Scene(keys("f", "z", "enter"), bert),
-    "run_log": Scene(keys("o", "z"), bert),
-    "run_bars": Scene(keys("b", "z"), bert),
-    "run_late": Scene(keys("h", "z"), bert),
-    "run_failed_late": Scene(keys("h", "z"), failed),
+    "run_findings": Scene(zoomed("f"), bert),
+    "run_log": Scene(zoomed("o"), bert),
+    "run_bars": Scene(zoomed("b"), bert),
+    "run_late": Scene(zoomed("h"), bert),
+    "run_failed_late": Scene(zoomed("h"), failed),
     "rank": Scene(keys("down", "down", "enter"), bert),
     "rank_failed": Scene(keys("enter"), failed),
     "rank_stack": Scene(with_stack, bert),
@@ -275,15 +263,18 @@ def calm(folder: Path, theme: str) -> Iterator[None]:
     time.tzset()
 
 
-async def picture(scene: Scene, size: tuple[int, int]) -> str:
-    """Return a scene as SVG."""
+async def picture(scene: Scene, size: tuple[int, int], theme: str) -> str:
+    """Return a scene as SVG; colours that are the terminal's own as a light terminal has them, for its theme."""
     app = console(scene.run())
     async with app.run_test(size=size) as pilot:
         await paint(pilot)
         await paint(pilot)
         await scene.play(pilot)
         await pilot.pause()
-        return app.export_screenshot(title="gputrain")
+        if theme != "ansi-light":
+            return app.export_screenshot(title="gputrain")
+        with mock.patch("rich.console.SVG_EXPORT_THEME", DEFAULT_TERMINAL_THEME):
+            return app.export_screenshot(title="gputrain")
 
 
 def png(svg: Path, size: tuple[int, int]) -> None:
@@ -321,7 +312,7 @@ def main() -> None:
             for size in args.size or SIZES:
                 for theme in args.theme or THEMES:
                     with calm(Path(folder), theme):
-                        found = asyncio.run(picture(SCENES[name], SIZES[size]))
+                        found = asyncio.run(picture(SCENES[name], SIZES[size], theme))
                     svg = out / f"{name}_{size}_{theme}.svg"
                     svg.write_text(found, encoding="utf-8")
                     if not args.svg:

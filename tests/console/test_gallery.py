@@ -19,5 +19,5 @@ def test_every_scene_can_be_drawn_at_the_smallest_size_in_every_theme(theme: str
         kept.cache_clear()
     with gallery.calm(tmp_path, theme), mock.patch.object(paths, "runs_folder", return_value=Path("home/runs")):
         for name, scene in gallery.SCENES.items():
-            picture = asyncio.run(gallery.picture(scene, SIZES["80x24"]))
+            picture = asyncio.run(gallery.picture(scene, SIZES["80x24"], theme))
             assert picture.startswith("<svg"), name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import PurePath
 from typing import ClassVar
 
+import msgspec
 from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 
@@ -36,8 +38,16 @@ def wrapped(node: PlannedNode, width: int, indent: str = "    ") -> list[str]:
     return [*lines, line]
 
 
+def abridged(node: PlannedNode, width: int) -> PlannedNode:
+    """Return a node whose interpreter is named without its folders where these leave little room for the command."""
+    program = node.argv[0]
+    if len(program) <= width // 3:
+        return node
+    return msgspec.structs.replace(node, argv=[f"…/{PurePath(program).name}", *node.argv[1:]])
+
+
 def draw_plan(plan: Plan, width: int) -> list[Row]:
-    """Return a plan as lines: the nodes in a table, then their commands."""
+    """Return a plan as lines: the nodes in a table, then their commands; who copies them gets whole paths."""
     hosts = max(len(printable(node.host)) for node in plan.nodes) + 2
     ranks = max(max(len(span(node.ranks)) for node in plan.nodes), 5) + 2
     rows: list[Row] = [
@@ -56,7 +66,7 @@ def draw_plan(plan: Plan, width: int) -> list[Row]:
     for node in plan.nodes:
         rows.append([])
         rows.append([(f"# node {node.node}, {printable(node.host)}", "dim")])
-        rows += [[(line, "base")] for line in wrapped(node, max(width, 20))]
+        rows += [[(line, "base")] for line in wrapped(abridged(node, width), max(width, 20))]
     return [cut(row, width) for row in rows]
 
 

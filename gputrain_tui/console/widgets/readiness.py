@@ -24,7 +24,7 @@ def draw_readiness(results: Sequence[Result], problem: str, width: int, height: 
         rows = [headline(width, [title, ("  ✗ the recipe is not right yet", "error")])]
         return [*rows, _line("✗", problem, "error", width)][:height]
     if not results:
-        return [headline(width, [title])]
+        return [headline(width, [title, ("  is looked at …", "dim")])]
     stopping, doubtful = errors(results), warnings(results)
     state = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
     said = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
