@@ -6,7 +6,6 @@ import shlex
 from pathlib import PurePath
 from typing import ClassVar
 
-import msgspec
 from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 
@@ -17,10 +16,13 @@ from gputrain_tui.plan import Plan, PlannedNode
 from gputrain_tui.tables import printable
 
 
-def wrapped(node: PlannedNode, width: int, indent: str = "    ") -> list[str]:
-    """Break a node's command between words into lines that a shell reads as one, an option beside its value."""
+def wrapped(node: PlannedNode, width: int, indent: str = "    ", *, program: str = "") -> list[str]:
+    """Break a node's command between words into lines that a shell reads as one, an option beside its value.
+
+    ``program`` stands in place of the first word.
+    """
     words = [f"{key}={shlex.quote(value)}" for key, value in node.env.items()]
-    pieces = [*words, shlex.quote(node.argv[0])]
+    pieces = [*words, program or shlex.quote(node.argv[0])]
     for word in map(shlex.quote, node.argv[1:]):
         option = pieces[-1].startswith("-") and " " not in pieces[-1]
         if option and not word.startswith("-"):
@@ -38,12 +40,9 @@ def wrapped(node: PlannedNode, width: int, indent: str = "    ") -> list[str]:
     return [*lines, line]
 
 
-def abridged(node: PlannedNode, width: int) -> PlannedNode:
-    """Return a node whose interpreter is named without its folders where these leave little room for the command."""
-    program = node.argv[0]
-    if len(program) <= width // 3:
-        return node
-    return msgspec.structs.replace(node, argv=[f"…/{PurePath(program).name}", *node.argv[1:]])
+def abridged(program: str, width: int) -> str:
+    """Return the name of a program without its folders where these leave little room for the rest of a command."""
+    return shlex.quote(program) if len(program) <= width // 3 else f"…/{PurePath(program).name}"
 
 
 def draw_plan(plan: Plan, width: int) -> list[Row]:
@@ -66,7 +65,7 @@ def draw_plan(plan: Plan, width: int) -> list[Row]:
     for node in plan.nodes:
         rows.append([])
         rows.append([(f"# node {node.node}, {printable(node.host)}", "dim")])
-        rows += [[(line, "base")] for line in wrapped(abridged(node, width), max(width, 20))]
+        rows += [[(line, "base")] for line in wrapped(node, max(width, 20), program=abridged(node.argv[0], width))]
     return [cut(row, width) for row in rows]
 
 
