@@ -35,8 +35,21 @@ batch_norm = {batch_norm}
 samples = {samples}
 """
 
+SCRIPT = """\
+name = "fast"
+
+[[cluster.nodes]]
+cpu_ranks = {ranks}
+
+[train]
+script = "{script}"
+args = ["{where}", "{rank}", "{first}", "{steps}"]
+"""
+
 BALANCED = 60
 """Steps before a fault."""
+WARM = 10
+"""Steps after which their time is the usual one."""
 PERIOD = 70
 """Steps from one fault to the next."""
 SOON = 20
@@ -78,7 +91,6 @@ def train(
     batch_norm: bool = False,
     timeout: float = 300,
 ) -> Record:
-    recipe = folder / "recipe.toml"
     task = Path(__file__).with_name("fault_task.py")
     words = {
         "ranks": ranks,
@@ -88,7 +100,12 @@ def train(
         "batch_norm": str(batch_norm).lower(),
         "samples": 192 * 24 if batch_norm else 4096,  # a batch norm takes no batch of one, as the last one may be
     }
-    recipe.write_text(RECIPE.format(**words))
+    return run(folder, RECIPE.format(**words), timeout=timeout)
+
+
+def run(folder: Path, text: str, *, timeout: float) -> Record:
+    recipe = folder / "recipe.toml"
+    recipe.write_text(text)
     home = folder / "home"
     done = subprocess.run(
         [sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
@@ -185,3 +202,26 @@ def test_ranks_that_wait_for_another_s_buffers_in_their_forward_pass_are_not_bla
 def test_a_thousand_balanced_steps_are_no_finding(tmp_path: Path, ranks: int) -> None:
     record = train(tmp_path, ranks=ranks, updates=1000, timeout=600)
     assert [(f.kind, f.rank, f.message) for f in record.findings] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [BALANCED + 1, 601])
+@pytest.mark.parametrize("where", PARTS)
+def test_in_a_script_of_two_millisecond_steps_the_rank_and_part_are_named_as_soon(
+    tmp_path: Path, where: str, first: int
+) -> None:
+    wrong = []
+    for turn in range(5):
+        rank = turn % 2
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        script = Path(__file__).with_name("fast_script.py")
+        words = {"ranks": 2, "script": script, "where": where, "rank": rank, "first": first, "steps": first + 40}
+        record = run(folder, SCRIPT.format(**words), timeout=120)
+        balanced = [e for e in record.events if isinstance(e, Step) and WARM < e.step < first]
+        step_ms = median(event.step_ms or 0.0 for event in balanced)
+        told = [(f.rank, f.cause, f.step, record.step_at(f.time)) for f in record.findings]
+        print(f"{where} rank {rank}, steps of {step_ms:.1f} ms: {told}")
+        if [(by, cause) for by, cause, _, _ in told] != [(rank, where)] or told[0][3] >= first + SOON:
+            wrong.append((rank, told))
+    assert wrong == []
