@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.errors import RequestError, TrainingError
-from trainer.group import joining
+from trainer.group import joining, parting, roads
 from trainer.group.encoding import decode, encode
 from trainer.group.stores import JoinTimeoutError, Meeting, Wait, Waiting, clear_away, open_store
 from trainer.options import Distributed
@@ -42,9 +42,11 @@ __all__ = [
     "get_world_size",
     "infer_init_method",
     "is_master",
+    "lost_by",
     "max_later",
     "shutdown",
     "sum_later",
+    "tell_failure",
 ]
 
 Op = Literal["sum", "max", "min"]
@@ -65,6 +67,8 @@ class _Here:
     rank: int
     variables: tuple[str, ...]
     """Environment variables that joining has set."""
+    machines: list[joining.Machine]
+    """Who is in the group, by machine."""
 
 
 _here: _Here | None = None
@@ -160,11 +164,11 @@ def distributed_init(
     meeting = open_store(init_method, rank=rank, world_size=world_size, wait=wait, environ=os.environ)
     verdict = joining.join(meeting, mine, wait)
     variables: tuple[str, ...] = ()
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := joining.gloo_interface(meeting, verdict)):
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        variables = ("GLOO_SOCKET_IFNAME",)
+    if interface := roads.interface_for(meeting, verdict, mine, gloo=backend == "gloo"):
+        os.environ[roads.GLOO_INTERFACE] = interface
+        variables = (roads.GLOO_INTERFACE,)
     # Before the group exists: shutdown clears the meeting away even if the backend then fails to connect.
-    _here = _Here(meeting, rank, variables)
+    _here = _Here(meeting, rank, variables, verdict.machines)
     _exchanges = 0
     dist.init_process_group(
         backend,
@@ -200,6 +204,22 @@ def shutdown(*, abort: bool = False) -> None:
         os.environ.pop(name, None)
     if here.rank == 0:
         clear_away(here.meeting)
+
+
+def tell_failure(message: str) -> None:
+    """Tell the ranks on other machines why this one fails; those on this machine learn it from their parent."""
+    if _here is not None and len(_here.machines) > 1:
+        parting.say(_here.meeting, _here.rank, message)
+
+
+def lost_by() -> str:
+    """Return whom this rank has lost, after a collective has failed, in a few words; empty when it cannot be told.
+
+    It takes some seconds, and the group is of no use afterwards.
+    """
+    if _here is None or len(_here.machines) < 2:
+        return ""
+    return parting.ask(_here.meeting, _here.machines, _here.rank, os.environ.get(roads.GLOO_INTERFACE))
 
 
 def _leave(store: Store, rank: int, world_size: int) -> None:

@@ -15,6 +15,8 @@ import msgspec
 from trainer.errors import ExitCode
 from trainer.record import Failure, write_atomically
 
+NO_UPDATE_LEFT = "no_update_left"
+"""Kind of the finding that a resumed training had made all of its updates before."""
 SAVE_S = 60.0
 """How long ranks that have agreed to stop may take to save."""
 
@@ -80,7 +82,7 @@ _LOST_PEER = re.compile(
     r"connectfullmesh|failed to recv|sendbytes failed|recvvalue failed|remote process exited|"
     r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted|another rank|peer.{0,40}(gone|lost|failed)|"
     r"timed out waiting \d+ms for (recv|send)|wait timeout|watchdog caught collective operation timeout|"
-    r"received errors while waiting for send/recv",
+    r"received errors while waiting for send/recv|timeout caused pair closure",
     re.IGNORECASE,
 )
 

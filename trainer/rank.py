@@ -194,10 +194,16 @@ class _Rank:
         if not told or self.run_dir is not None:
             print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        now = time.time()
+        message = first_line if told else f"{type(error).__name__}: {first_line}"
+        if kind != "lost_peer":
+            distributed.tell_failure(message)
+        elif lost := distributed.lost_by():
+            message = f"{lost} ({message})"
         return Failure(
-            time=time.time(),
+            time=now,
             kind=kind,
-            message=first_line if told else f"{type(error).__name__}: {first_line}",
+            message=message,
             rank=self.assignment.rank,
             host=self.assignment.host,
             step=self.step(),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gputrain_tui.commands.recipe_flags import add_recipe
-from gputrain_tui.plan import LocalFacts, Plan, PlannedNode
+from gputrain_tui.plan import LocalFacts, Plan, PlannedNode, with_run_dir
 from gputrain_tui.planning import plan_here
 from gputrain_tui.preflight import Facts, errors, judge
 from gputrain_tui.preflight.look import meeting_facts
@@ -30,6 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     form.add_argument("--shell", action="store_true", help="print the commands, ready to copy into a shell per node")
     form.add_argument("--sbatch", action="store_true", help="print a batch script for Slurm")
+    parser.add_argument("--run-dir", metavar="DIR", help="let the commands keep their record in this folder")
 
 
 def run(args: Namespace) -> int:
@@ -39,6 +40,8 @@ def run(args: Namespace) -> int:
     problems = [f"as it is now, this plan cannot start: {problem}" for problem in _problems(recipe, plan, local)]
     for note in (*recipe.notes, *problems):
         print(f"gputrain: {note}", file=sys.stderr)
+    if args.run_dir is not None:
+        plan = with_run_dir(plan, args.run_dir)
     if args.json:
         print(msgspec.json.encode(plan).decode())
     elif args.shell:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.errors import RequestError, TrainingError
-from trainer.group.stores import BOOK, JoinTimeoutError, Meeting, Wait, clear_away, is_loopback
+from trainer.group.stores import BOOK, JoinTimeoutError, Meeting, Wait, clear_away
 
 LINGER_S = 3.0
 """How long rank 0 keeps the store open after a refusal, so that the others read it; less as soon as they have."""
@@ -33,7 +34,9 @@ class Claim(msgspec.Struct, kw_only=True, frozen=True):
     host: str
     pid: int
     place: str
-    """Equal for processes that reach each other through the loopback interface and see each other's pids."""
+    """Equal for processes that see each other's pids."""
+    network: str
+    """Equal for processes that reach each other through the loopback interface."""
     device: str = ""
     """UUID of the GPU; empty on a CPU or where sharing is allowed."""
 
@@ -43,29 +46,57 @@ class Claim(msgspec.Struct, kw_only=True, frozen=True):
         return f"pid {self.pid} on {self.host}"
 
 
+class Machine(msgspec.Struct, kw_only=True, frozen=True):
+    """Ranks that reach each other through the loopback interface."""
+
+    host: str
+    ranks: list[int]
+    """In order."""
+
+    @property
+    def name(self) -> str:
+        """Host and ranks, for a message."""
+        return f"{self.host} ({span(self.ranks)})"
+
+
 class Verdict(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """How the joining ended, the same for all ranks."""
 
     refusal: str = ""
     """Why there will be no group; empty when there is one."""
     timed_out: bool = False
-    one_place: bool = False
-    """Whether all ranks can meet through the loopback interface."""
+    machines: list[Machine] = []
+    """Who has joined from where; that of rank 0 first."""
+
+
+def span(ranks: Sequence[int]) -> str:
+    """``rank 4``, ``ranks 4, 5`` or ``ranks 4, 6 to 9``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    texts = [", ".join(map(str, range(low, high + 1))) if high - low < 2 else f"{low} to {high}" for low, high in parts]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def claim(*, rank: int, world_size: int, identity: str, device: str = "") -> Claim:
     """Return this process's claim to a rank."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    spaces = [Path("/proc/self/ns/net"), Path("/proc/self/ns/pid")]
-    place = [boot.read_text().strip()] if boot.exists() else [socket.gethostname()]
-    place += [str(space.stat().st_ino) for space in spaces if space.exists()]
+    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    network, pids = (
+        f"{machine}/{space.stat().st_ino}" if space.exists() else machine
+        for space in (Path("/proc/self/ns/net"), Path("/proc/self/ns/pid"))
+    )
     return Claim(
         rank=rank,
         world_size=world_size,
         identity=identity,
         host=socket.gethostname(),
         pid=os.getpid(),
-        place="/".join(place),
+        place=pids,
+        network=network,
         device=device,
     )
 
@@ -109,7 +140,7 @@ def _join(book: Store, meeting: Meeting, mine: Claim, wait: Wait) -> Verdict:
     present: set[int] = set()
     while (verdict := _verdict(book)) is None:
         if owner and mine.rank == 0 and len(_arrived(book, mine.world_size, present)) == mine.world_size:
-            _settle(book, Verdict(one_place=_share_a_place(book, mine.world_size)))
+            _settle(book, Verdict(machines=_machines(book, mine.world_size)))
             continue
         if wait.left_s <= 0:
             refused = _too_late(book, meeting, mine, present, wait.timeout_s)
@@ -218,8 +249,12 @@ def _holder(book: Store, rank: int) -> Claim:
     return msgspec.json.decode(book.get(f"rank/{rank}"), type=Claim)
 
 
-def _share_a_place(book: Store, world_size: int) -> bool:
-    return len({_holder(book, rank).place for rank in range(world_size)}) == 1
+def _machines(book: Store, world_size: int) -> list[Machine]:
+    found: dict[str, Machine] = {}
+    for rank in range(world_size):
+        holder = _holder(book, rank)
+        found.setdefault(holder.network, Machine(host=holder.host, ranks=[])).ranks.append(rank)
+    return list(found.values())
 
 
 def _too_late(book: Store, meeting: Meeting, mine: Claim, present: set[int], timeout_s: float) -> str:
@@ -228,57 +263,25 @@ def _too_late(book: Store, meeting: Meeting, mine: Claim, present: set[int], tim
         return f"rank 0 did not declare the group complete within {timeout_s:g} s at {meeting.url}"
     here = ", ".join(f"{rank} ({_holder(book, rank).whom})" for rank in joined[:16])
     more = f" and {len(joined) - 16} more" if len(joined) > 16 else ""
-    plural = "s" if len(missing) > 1 else ""
     return (
-        f"rank{plural} {', '.join(map(str, missing))} of {mine.world_size} did not join within {timeout_s:g} s "
+        f"{span(missing)} of {mine.world_size} did not join within {timeout_s:g} s "
         f"at {meeting.url}; joined: {here}{more}"
     )
 
 
 def _leave_refused(book: Store, meeting: Meeting, mine: Claim) -> None:
-    """Tell that this rank has read the refusal; rank 0 keeps the store until all have, then clears it away."""
+    """Tell that this rank has read the refusal, and stay until all have, where the store would go with this rank.
+
+    It is in rank 0's process, which is ended when another rank of its machine has failed.
+    """
     # Whoever reads late may find the store gone, and knows nevertheless why there is no group.
     with contextlib.suppress(RuntimeError):
         book.set(f"read/{mine.rank}", "")
-    if mine.rank != 0:
-        return
-    deadline = time.monotonic() + LINGER_S
-    joined, _ = _roll(book, mine.world_size, set())
-    while not book.check([f"read/{rank}" for rank in joined]) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    clear_away(meeting)
-
-
-# ------------------------------------------------------------------------------------------------------ the network
-
-
-def gloo_interface(meeting: Meeting, verdict: Verdict) -> str | None:
-    """Return the interface for gloo, or None where its own choice is as good as ours.
-
-    Left alone, gloo takes the address that the machine's own name resolves to, which on many machines is the
-    loopback's: ranks of other machines then wait in vain.
-    """
-    names = [name for _, name in socket.if_nameindex()]
-    if verdict.one_place:
-        return "lo" if "lo" in names else None
-    if meeting.host is None:
-        return None
-    address = _address_towards(meeting.host)
-    if address is None or is_loopback(address):
-        return None
-    import psutil
-
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in addresses):
-            return str(name)
-    return None
-
-
-def _address_towards(host: str) -> str | None:
-    """Return this machine's address on the way to the host; nothing is sent."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0]).partition("%")[0]
-    return None
+        joined, _ = _roll(book, mine.world_size, set())
+        if mine.rank != 0 and (0 not in joined or _holder(book, 0).network != mine.network):
+            return
+        deadline = time.monotonic() + LINGER_S
+        while not book.check([f"read/{rank}" for rank in joined]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+    if mine.rank == 0:
+        clear_away(meeting)

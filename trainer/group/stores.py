@@ -27,6 +27,9 @@ REPORT_EVERY_S = 1.0
 BOOK = "gputrain-join"
 """Prefix of the keys with which ranks join; a file without it is none of ours."""
 
+NO_ROUTE_S = 10.0
+"""How long a machine that has no way to the host may take to get its network; waiting for rank 0 itself is longer."""
+
 _SETTLING_S = 2.0
 """Within this a rank that has just created a file has written its claim into it."""
 
@@ -49,6 +52,8 @@ class Meeting:
     """The store's file, which rank 0 removes."""
     host: str | None = None
     """Host of the store, for choosing the network interface."""
+    port: int | None = None
+    """Port of the store, which tells its connection from those of the group."""
 
 
 class Wait:
@@ -105,7 +110,7 @@ def open_store(url: str, *, rank: int, world_size: int, wait: Wait, environ: Map
     if store is None:
         store = _connect(url, host, port, rank=rank, world_size=world_size, wait=wait)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Meeting(PrefixStore(f"attempt-{attempt}", store), url, host=host)
+    return Meeting(PrefixStore(f"attempt-{attempt}", store), url, host=host, port=port)
 
 
 def _address(url: str, rest: str) -> tuple[str, int]:
@@ -159,7 +164,9 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
     """Connect to rank 0's store, which may open minutes after this rank has started."""
     others = [other for other in range(world_size) if other != rank]
     reason = "no attempt was made"
+    no_route_since: float | None = None
     while True:
+        no_route = False
         try:
             # A bare connection tells whether anybody listens; the store's own attempts are slow and noisy.
             socket.create_connection((host, port), timeout=max(min(5.0, wait.left_s), 0.1)).close()
@@ -167,8 +174,15 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
             return TCPStore(host, port, None, False, seconds, wait_for_workers=False)
         except OSError as error:
             reason = error.strerror or str(error)
+            no_route = error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL)
         except DistError:
             reason = "what listens there is no store of a process group"
+        no_route_since = (no_route_since or time.monotonic()) if no_route else None
+        if no_route_since is not None and time.monotonic() - no_route_since >= min(NO_ROUTE_S, wait.timeout_s):
+            raise JoinTimeoutError(
+                f"there is no way from {socket.gethostname()} to rank 0 at {host}:{port} ({reason}): "
+                "name an address of rank 0's machine in a network that this machine is in"
+            )
         if wait.left_s <= 0:
             raise JoinTimeoutError(
                 f"rank {rank} waited {wait.timeout_s:g} s for rank 0 at {host}:{port} ({reason}); "

@@ -1,0 +1,77 @@
+"""A recipe for CPU ranks on several hosts, small enough to train within a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+
+ENVIRON = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": f"{TESTS / 'trainer'}:{TESTS / 'cluster'}",
+}
+"""With it ``python`` and ``gputrain`` are those that run the tests, and the task can be imported."""
+
+TRAIN = {
+    "task": "host_task:HostTask",
+    "batch_size": 4,
+    "max_updates": 5,
+    "threads": 1,
+    "save_every_epochs": 0,
+    "valid_every_epochs": 0,
+    "distributed_timeout": 60,
+    "join_timeout": 60,
+}
+TASK = {"samples": 200}
+ENDLESS = {"max_updates": 100_000_000, "stop_time": 5.0}
+"""Of the training: longer than any test waits, and ended also where nobody is left to end it."""
+
+
+def recipe(hosts: Sequence[str], ranks: Sequence[int], *, task: Mapping[str, Any] | None = None, **train: Any) -> str:
+    """Return the recipe's text.
+
+    Args:
+        hosts: names or addresses; none for a node without one.
+        ranks: of each host.
+        task: options of the task.
+        train: options of the training.
+    """
+    lines = ['name = "several hosts"']
+    for table, values in (("train", TRAIN | train), ("task", TASK | dict(task or {}))):
+        lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    for host, count in zip(hosts, ranks, strict=True):
+        lines += ["[[cluster.nodes]]", f"host = {json.dumps(host)}", f"cpu_ranks = {count}"]
+    return "\n".join(lines) + "\n"
+
+
+def flags(**train: Any) -> list[str]:
+    """Return the same as words for ``python -m trainer``."""
+    values = TRAIN | TASK | train
+    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def events(record: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank has recorded."""
+    path = record / "events" / f"{rank}.ndjson"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def is_training(record: Path, rank: int) -> bool:
+    return any(event["type"] == "step" for event in events(record, rank))
+
+
+def check_rank(record: Path, rank: int, *, host: str, node: int, local_rank: int, interface: str) -> str:
+    """Hold a rank's record against what it was to do, to the end; return the checksum of its parameters."""
+    found = events(record, rank)
+    states = [event for event in found if event["type"] == "rank_state"]
+    assert states[-1]["state"] == "finished"
+    assert {(state["host"], state["node"], state["local_rank"]) for state in states} == {(host, node, local_rank)}
+    assert sum(event.get("steps", 1) for event in found if event["type"] == "step") == TRAIN["max_updates"]
+    assert f"rank {rank} on {host} takes {interface}\n" in (record / "logs" / f"{rank}.log").read_text()
+    return str([event["parameters"] for event in found if event["type"] == "checksum"][-1])

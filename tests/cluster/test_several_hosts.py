@@ -1,0 +1,232 @@
+"""What ``gputrain plan`` prints, run on three hosts of a network as a person would: one command on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_recipe import ENDLESS, ENVIRON, check_rank, events, is_training, recipe
+from network_namespaces import LIMIT_S, Host, network, require_namespaces, wait_until
+
+INTERFACES = {"h1": "eth0", "h2": "ens3", "h3": "enp1s0f1"}
+
+
+@dataclass
+class Cluster:
+    hosts: list[Host]
+    folder: Path
+    """Of this test, seen by all hosts."""
+    started: dict[Host, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def plan(
+        self, ranks: Sequence[int], *words: str, by: str = "name", task: dict[str, Any] | None = None, **train: Any
+    ) -> str:
+        """Return what ``gputrain plan`` prints on the first host."""
+        (self.folder / "recipe.toml").write_text(
+            recipe([getattr(host, by) for host in self.hosts], ranks, task=task, **train)
+        )
+        command = [sys.executable, "-m", "gputrain_tui", "plan", "recipe.toml", *words]
+        return self.hosts[0].run(*command, cwd=self.folder, env=ENVIRON).stdout
+
+    def home(self, host: Host) -> Path:
+        """The folder in which a host's command is typed."""
+        path = self.folder / host.name
+        path.mkdir(exist_ok=True)
+        return path
+
+    def start(self, host: Host, *words: str, **environ: str) -> None:
+        with (self.home(host) / "output").open("w") as output:
+            self.started[host] = host.start(
+                *words, cwd=self.home(host), env=ENVIRON | environ, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def start_all(self, shell: str) -> None:
+        """Paste each command of ``gputrain plan --shell`` into a shell of its host, which the line above it names."""
+        lines = shell.splitlines()
+        for title, command in zip(lines[::2], lines[1::2], strict=True):
+            (host,) = (host for host in self.hosts if f", {host.name}:" in title or f", {host.address}:" in title)
+            self.start(host, "sh", "-c", f"exec {command}")
+
+    def wait(self) -> dict[str, int]:
+        """Wait for all commands; exit codes by host."""
+        return {host.name: process.wait(LIMIT_S) for host, process in self.started.items()}
+
+    def said(self, host: Host) -> str:
+        return (self.home(host) / "output").read_text()
+
+    def last_line(self, host: Host) -> str:
+        return self.said(host).splitlines()[-1]
+
+    def record(self, host: Host) -> Path:
+        return self.home(host) / "record"
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    require_namespaces()
+    with network(tmp_path_factory.mktemp("network"), INTERFACES) as running:
+        yield running
+
+
+@pytest.fixture
+def cluster(hosts: list[Host], tmp_path: Path) -> Iterator[Cluster]:
+    started = Cluster(hosts, tmp_path)
+    yield started
+    for process in started.started.values():
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    for host in hosts:
+        wait_until(lambda host=host: not host.processes(), f"no process is left on {host.name}")
+
+
+def check_record(cluster: Cluster, ranks: Sequence[int]) -> None:
+    """Every host has recorded its ranks and no others, and all of them trained together to the end."""
+    first = 0
+    checksums = set()
+    for node, (host, count) in enumerate(zip(cluster.hosts, ranks, strict=True)):
+        record = cluster.record(host)
+        written = {path.stem for path in (record / "events").glob("[0-9]*.ndjson")}
+        assert written == {str(rank) for rank in range(first, first + count)}
+        for local in range(count):
+            place = {"host": host.name, "node": node, "local_rank": local, "interface": host.interface}
+            checksums.add(check_rank(record, first + local, **place))
+        result = json.loads((record / "nodes" / f"{node}.json").read_text())
+        assert (result["host"], result["exit_code"]) == (host.name, 0)
+        first += count
+    assert len(checksums) == 1
+
+
+def test_commands_pasted_on_three_hosts_train_together_though_names_lead_to_the_loopback(cluster: Cluster) -> None:
+    ranks = [2, 1, 3]
+    shell = cluster.plan(ranks, "--shell", "--run-dir", "record")
+    assert "tcp://h1:" in shell
+    assert "--distributed-world-size 6 --distributed-gpus 3 --distributed-rank 3" in shell.splitlines()[-1]
+    cluster.start_all(shell)
+    assert cluster.wait() == {"h1": 0, "h2": 0, "h3": 0}, [cluster.said(host) for host in cluster.hosts]
+    check_record(cluster, ranks)
+
+
+@pytest.mark.parametrize("init_method", ["file", pytest.param("env", marks=pytest.mark.slow)])
+def test_a_plan_as_json_is_argv_and_environment_of_every_host(cluster: Cluster, init_method: str) -> None:
+    url = {"file": f"file://{cluster.folder}/meeting", "env": "env://"}[init_method]
+    ranks = [1, 1, 2]
+    words = ("--json", "--run-dir", "record", "--set", f"cluster.init_method={url}")
+    plan = json.loads(cluster.plan(ranks, *words, by="address"))
+    assert (plan["world_size"], [node["first_rank"] for node in plan["nodes"]]) == (4, [0, 1, 2])
+    for host, node in zip(cluster.hosts, plan["nodes"], strict=True):
+        assert node["host"] == host.address
+        cluster.start(host, *node["argv"], **node["env"])
+    assert cluster.wait() == {"h1": 0, "h2": 0, "h3": 0}, [cluster.said(host) for host in cluster.hosts]
+    check_record(cluster, ranks)
+    assert not (cluster.folder / "meeting").exists()
+
+
+def test_ranks_of_a_host_that_never_comes_are_named_on_the_others(cluster: Cluster) -> None:
+    cluster.start_all("\n".join(cluster.plan([1, 1, 2], "--shell", join_timeout=6).splitlines()[:4]))
+    assert cluster.wait() == {"h1": 1, "h2": 1}
+    for host in cluster.hosts[:2]:
+        line = cluster.last_line(host)
+        assert "ranks 2, 3 of 4 did not join within 6 s at tcp://h1:" in line
+        assert "on h1), 1 (pid " in line
+        assert "Traceback" not in cluster.said(host)
+
+
+def test_a_link_that_goes_down_ends_every_host_with_the_name_of_what_it_lost(cluster: Cluster) -> None:
+    endless = ENDLESS | {"distributed_timeout": 4}
+    cluster.start_all(cluster.plan([1, 1, 2], "--shell", "--run-dir", "record", **endless))
+    firsts = dict(zip(cluster.hosts, [0, 1, 2], strict=True))
+    processes = list(cluster.started.values())
+    wait_until(
+        lambda: all(is_training(cluster.record(host), rank) for host, rank in firsts.items()), "they train", processes
+    )
+    lost = cluster.hosts[2]
+    lost.link("down")
+    try:
+        assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
+    finally:
+        lost.link("up")
+    for host in cluster.hosts[:2]:
+        assert "no word from ranks 2, 3 on h3" in cluster.last_line(host)
+    assert "h3 has lost the others: its interface enp1s0f1 is down" in cluster.last_line(lost)
+    for host, rank in firsts.items():
+        failures = [event for event in events(cluster.record(host), rank) if event["type"] == "failure"]
+        assert [failure["kind"] for failure in failures] in (["lost_peer"], [])  # its node may have ended it before
+
+
+def test_hosts_that_may_not_reach_each_other_are_named_before_training(cluster: Cluster) -> None:
+    h1, h2, h3 = cluster.hosts
+    for host, other in ((h2, h3), (h3, h2)):
+        host.run("ip", "route", "add", "unreachable", other.address)
+    try:
+        cluster.start_all(cluster.plan([1, 1, 1], "--shell"))
+        assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
+    finally:
+        for host, other in ((h2, h3), (h3, h2)):
+            host.run("ip", "route", "del", "unreachable", other.address)
+    for host in cluster.hosts:
+        line = cluster.last_line(host)
+        assert f"h2 cannot reach h3 (rank 2) at {h3.address} (No route to host)" in line
+        assert f"h3 cannot reach h2 (rank 1) at {h2.address} (No route to host)" in line
+        assert "Traceback" not in cluster.said(host)
+    assert "training" not in cluster.said(h1)
+
+
+@pytest.mark.slow
+def test_a_host_without_a_way_to_the_first_one_says_so_before_the_others_give_up(cluster: Cluster) -> None:
+    h2 = cluster.hosts[1]
+    cluster.start_all(cluster.plan([1, 1, 1], "--shell", join_timeout=4))
+    h2.run("ip", "route", "del", "10.77.0.0/24")
+    try:
+        assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
+    finally:
+        h2.run("ip", "route", "add", "10.77.0.0/24", "dev", h2.interface)
+    assert "there is no way from h2 to rank 0 at h1:" in cluster.last_line(h2)
+    assert "Network is unreachable" in cluster.last_line(h2)
+    assert "rank 1 of 3 did not join within 4 s" in cluster.last_line(cluster.hosts[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_is_killed_is_named_by_its_own_host_and_its_machine_by_the_others(
+    cluster: Cluster, rank: int
+) -> None:
+    cluster.start_all(cluster.plan([1, 1, 2], "--shell", "--run-dir", "record", **ENDLESS))
+    where = {0: 0, 3: 2}[rank]
+    processes = list(cluster.started.values())
+    wait_until(lambda: is_training(cluster.record(cluster.hosts[where]), rank), "it trains", processes)
+    pids = [event["pid"] for event in events(cluster.record(cluster.hosts[where]), rank) if "pid" in event]
+    os.kill(pids[-1], 9)
+    codes = cluster.wait()
+    assert all(codes.values())
+    for index, host in enumerate(cluster.hosts):
+        if index != where:
+            lost = "h1 (rank 0) is gone" if rank == 0 else "no word from"
+            assert lost in cluster.last_line(host)
+            assert ["h1", "", "h3"][where] in cluster.last_line(host)
+
+
+@pytest.mark.slow
+def test_what_a_rank_failed_of_is_told_on_every_host(cluster: Cluster) -> None:
+    cluster.start_all(cluster.plan([1, 1, 2], "--shell", task={"fault": "raise", "fault_rank": 3, "fault_step": 3}))
+    assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
+    for host in cluster.hosts:
+        assert "rank 3 on h3" in cluster.last_line(host)
+        assert "ArithmeticError: the answer is not 42" in cluster.last_line(host)
+
+
+@pytest.mark.slow
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(cluster: Cluster) -> None:
+    plan = json.loads(cluster.plan([1, 1, 1], "--json", join_timeout=30))
+    for host, node in zip(cluster.hosts, plan["nodes"], strict=True):
+        cluster.start(host, *node["argv"], **node["env"], GLOO_SOCKET_IFNAME="eth0")
+    codes = cluster.wait()
+    assert codes["h2"] == codes["h3"] == 2
+    assert "GLOO_SOCKET_IFNAME is 'eth0', but the interfaces of h2 are" in cluster.last_line(cluster.hosts[1])
