@@ -328,7 +328,7 @@ def test_what_nobody_looked_for_is_not_taken_for_a_later_wait() -> None:
 def test_a_part_that_grows_becomes_usual() -> None:
     parts = Parts()
     parts.wait_seen(10.0)
-    for _ in range(60):
+    for _ in range(120):
         parts.wait_seen(30.0)
     looks = parts.looks
     assert parts.wait_seen(30.0) == 0.0

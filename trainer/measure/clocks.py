@@ -89,8 +89,8 @@ CLOSE_S = 100e-6
 """A part shorter than this is too short for a wait worth a look."""
 SLACK = 0.1
 """By how much a part must be longer than it usually is, as a share of that."""
-FORGETS = 0.125
-"""Share by which what is usual follows the newest part."""
+RISES, FALLS = 1 / 32, 1 / 2
+"""Shares by which what is usual follows a longer part, and a shorter one: it stays near the shortest."""
 
 
 class HostClock:
@@ -132,7 +132,7 @@ class HostClock:
                 else:
                     self._looked = False
                     if took < usual:
-                        self._usual[place] = usual + FORGETS * (took - usual)
+                        self._usual[place] = usual + FALLS * (took - usual)
         return now, self._waited
 
     def _look(self, place: str, took: float, usual: float) -> None:
@@ -146,7 +146,7 @@ class HostClock:
         self._count, self._looked = count, True
         net = took - waited
         if usual:
-            self._usual[place] = usual + FORGETS * (net - usual)
+            self._usual[place] = usual + (RISES if net > usual else FALLS) * (net - usual)
         elif net < math.inf:
             self._usual[place] = net
 
