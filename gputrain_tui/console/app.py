@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from rich.console import RenderableType
 from textual import events
 from textual.app import App, SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
+from textual.driver import Driver
 from textual.screen import ModalScreen, Screen
 from textual.widget import AwaitMount
 
@@ -103,6 +105,7 @@ class GputrainApp(App[int]):
         """What waits for a launch."""
         self.quiet_s = math.inf
         """How long there was no key before the last one, s; a click has no such key before it."""
+        self._leaving = False
         self._said_at = math.inf
         """When something was said last, on the clock of events."""
         self._key_time = -math.inf
@@ -152,6 +155,8 @@ class GputrainApp(App[int]):
 
     async def on_event(self, event: events.Event) -> None:
         """Take the time between two keys, before anybody answers them."""
+        if self._leaving and isinstance(event, events.InputEvent):
+            return  # whoever types on while the console ends means the shell
         if isinstance(event, events.Key) and not event.is_forwarded:
             self.quiet_s, self._key_time = event.time - self._key_time, event.time
             if event.time - self._said_at > READ_S:
@@ -194,6 +199,11 @@ class GputrainApp(App[int]):
         self._catching_up = self.live is not None and self.live.poll() and self._clocked
         if self._catching_up:
             self.set_timer(CATCH_UP_S, self._read_on)
+
+    def exit(self, result: int | None = None, return_code: int = 0, message: RenderableType | None = None) -> None:
+        """End the console; keys that come now are not for it."""
+        self._leaving = True
+        super().exit(result, return_code, message)
 
     def on_unmount(self) -> None:
         """Let go of the record; the run goes on."""
@@ -297,6 +307,15 @@ class GputrainApp(App[int]):
             )
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
+
+    def get_driver_class(self) -> type[Driver]:
+        """Return what reads the terminal: in place of Textual's own, one in which pastes cannot pass for keys."""
+        found = super().get_driver_class()
+        from textual.drivers.linux_driver import LinuxDriver
+
+        from gputrain_tui.console.pasting import PasteDriver
+
+        return PasteDriver if found is LinuxDriver else found
 
     def get_css_variables(self) -> dict[str, str]:
         """Return the theme's colours; of the light one some are darker than Textual's."""

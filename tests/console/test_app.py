@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import synthetic
 from screen_frames import SIZES, assert_screen, console, played, press, rows, settle
-from textual.events import Click
+from textual.events import Click, Key
 
 from gputrain_tui.commands import attach
 from gputrain_tui.commands.stop import stop
@@ -258,3 +258,15 @@ async def test_what_was_said_goes_with_the_next_key_once_it_was_read(
         assert len(below) == 1
         await press(pilot, "down")
         assert len([row for row in rows(app) if "the disk is full" in row]) == left
+
+
+@played
+async def test_keys_that_follow_the_one_that_quits_are_not_for_the_console() -> None:
+    app = console(None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for key in ("q", "1", "4", "d"):
+            app.post_message(Key(key, key))
+        await pilot.pause()
+    assert app.return_code == 0
+    assert list_runs() == []

@@ -43,6 +43,10 @@ class Tmux:
     def press(self, *keys: str) -> None:
         self._run("send-keys", *keys)
 
+    def send(self, raw: str) -> None:
+        """Send bytes as a terminal does that takes nothing out of a paste."""
+        self._run("send-keys", "-H", *(f"{byte:02x}" for byte in raw.encode()))
+
     def resize(self, columns: int, rows: int) -> None:
         self._run("resize-window", "-x", str(columns), "-y", str(rows))
 
@@ -150,3 +154,14 @@ def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmu
     while left := running_with(home):
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)
+
+
+def test_pasted_escape_sequences_press_no_key(terminal: Tmux, tmp_path: Path) -> None:
+    terminal.start(f"{GPUTRAIN}", 1)
+    terminal.wait("demo", "Quit")
+    terminal.send(f"\x1b[200~d \x1b]{'dq' * 30}\x1b[31m d q\x1b[201~")
+    terminal.press("2")  # what comes after it is seen after it
+    terminal.wait("L Launch", "Quit")
+    assert list_runs(tmp_path / "home" / "runs") == []
+    terminal.press("q")
+    assert terminal.exit_code("gputrain", 1) == 0
