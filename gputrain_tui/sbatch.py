@@ -1,4 +1,4 @@
-"""A plan as a batch script for Slurm: pure text, one step with one task per node.
+"""A plan as a batch script for Slurm: pure text, one step of one task for each node.
 
 Steps are started one by one because their GPU counts may differ; a plan whose nodes have no names that Slurm knows
 takes its nodes from the allocation instead.
@@ -51,16 +51,28 @@ def script(plan: Plan, *, name: str) -> str:
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
     lines = [*head, "", "set -u"]
+    lines.append('[ -n "${SLURM_JOB_NODELIST:-}" ] || { echo "gputrain: submit this script with sbatch" >&2; exit 2; }')
     if not named:
+        count = len(plan.nodes)
         lines.append('nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))')
+        lines.append(f'if [ "${{#nodes[@]}}" -ne {count} ]; then')
+        lines.append(f'  echo "gputrain: this plan is for {count} nodes, but the job has ${{#nodes[@]}}" >&2')
+        lines += ["  exit 2", "fi"]
     lines += ["", *_steps(plan, counts, named), ""]
     lines += [
-        "# The first step that fails ends the others: ranks cannot go on without them.",
+        "# When a step fails, the ranks of the others miss it, say so and end; what has not ended then is ended. When",
+        "# Slurm ends the job it tells the ranks itself, and gives them the time to save.",
         "code=0",
+        "tries=50",
+        "trap tries=100000 TERM",
         'for _ in "${steps[@]}"; do',
         "  wait -n || { code=$?; break; }",
         "done",
-        '[ "$code" -eq 0 ] || { kill "${steps[@]}" 2>/dev/null; wait; }',
+        'if [ "$code" -ne 0 ]; then',
+        '  while [ "$((tries--))" -gt 0 ] && kill -0 "${steps[@]}" 2>/dev/null; do sleep 0.2; done',
+        '  kill "${steps[@]}" 2>/dev/null',
+        "  wait",
+        "fi",
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"

@@ -92,15 +92,18 @@ def _task_per_rank(
             f"Slurm's variables contradict each other: task {rank} of {world}, number {local_rank} of the "
             f"{local_world} on its node"
         )
-    for flag, asked, found, of in (
-        ("--distributed-world-size", options.distributed_world_size, world, "the Slurm step has"),
-        ("--distributed-gpus", options.distributed_gpus if tasks else None, local_world, "Slurm started on this node"),
-    ):
-        if asked not in (None, found):
-            raise RequestError(
-                f"{flag} is {asked}, but each of the {found} tasks that {of} is a rank: "
-                "leave the flag out, or start one task per node"
-            )
+    if options.distributed_world_size not in (None, world):
+        raise RequestError(
+            f"--distributed-world-size is {options.distributed_world_size}, but each of the {world} tasks that the "
+            "Slurm step has is a rank: leave the flag out, or start one task per node"
+        )
+    # Of all nodes, not only of this one: a node that refuses alone would be waited for by the others.
+    if tasks is not None and options.distributed_gpus is not None and set(tasks) != {options.distributed_gpus}:
+        counts = ", ".join(map(str, tasks[:8])) + (", ..." if len(tasks) > 8 else "")
+        raise RequestError(
+            f"--distributed-gpus is {options.distributed_gpus}, but each of the {counts} tasks that Slurm started on "
+            "its nodes is a rank: leave the flag out, or start one task per node"
+        )
     require_devices(options, device_count, world)
     device, shared = _device_of_task(options, environ, device_count, local_rank, local_world)
     return Decision(

@@ -1,0 +1,187 @@
+"""A Slurm cluster of its own: munged, slurmctld and one slurmd per host of a network of namespaces.
+
+Its configuration, keys, sockets and logs lie in one folder; nothing in /etc is read or changed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from network_namespaces import LIMIT_S, Host, network, require_namespaces, wait_until
+
+DAEMONS = {
+    name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+    for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
+}
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+
+
+def require_slurm() -> None:
+    """Skip where there is no Slurm to start."""
+    missing = sorted(name for name, path in DAEMONS.items() if path is None)
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)")
+    require_namespaces()
+
+
+@dataclass
+class Slurm:
+    login: Host
+    """Where commands are typed; slurmctld runs there too."""
+    nodes: list[Host]
+    folder: Path
+    environ: Mapping[str, str]
+    """What makes Slurm's commands find this cluster."""
+    daemons: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def run(self, *words: str | Path, check: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Type a command on the login host."""
+        return self.login.run(*words, check=check, cwd=cwd or self.folder, env=self.environ)
+
+    def start(self, *words: str | Path, cwd: Path) -> subprocess.Popen[str]:
+        """Type a command on the login host and leave it running; its output goes to the file ``output``."""
+        with (cwd / "output").open("w") as output:
+            return self.login.start(*words, cwd=cwd, env=self.environ, stdout=output, stderr=subprocess.STDOUT)
+
+    def submit(self, script: Path, *words: str) -> int:
+        """Submit a batch script from its folder; return the job's number."""
+        answer = self.run("sbatch", "--parsable", *words, script.name, cwd=script.parent)
+        return int(answer.stdout.strip())
+
+    def job(self, number: int) -> dict[str, str]:
+        """What Slurm says of a job."""
+        text = self.run("scontrol", "--oneliner", "show", "job", str(number)).stdout
+        return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
+
+    def wait(self, number: int) -> dict[str, str]:
+        """Wait until a job has ended and its nodes are free; return what Slurm says of it."""
+
+        def ended() -> dict[str, str] | None:
+            found = self.job(number)
+            return found if found["JobState"] in ENDED else None
+
+        found: dict[str, str] = wait_until(ended, f"job {number} ends")
+        wait_until(lambda: not self.processes(), "no process of a job is left")
+        return found
+
+    def processes(self) -> dict[int, str]:
+        """What runs on the nodes besides slurmd."""
+        ours = {process.pid for process in self.daemons}
+        return {pid: words for node in self.nodes for pid, words in node.processes().items() if pid not in ours}
+
+
+@contextmanager
+def slurm(
+    folder: Path, interfaces: Mapping[str, str], *, environ: Mapping[str, str] = os.environ, cpus: int = 8
+) -> Iterator[Slurm]:
+    """Start a cluster with a node per interface, and end it with all that runs on it.
+
+    Args:
+        folder: for everything of it; its path must be short enough for a socket.
+        interfaces: network interface by name of the node.
+        environ: of the commands, and so of the jobs.
+        cpus: cores that each node claims to have.
+    """
+    with ExitStack() as stack:
+        # Names as administrators configure them: a node's own leads to the address that the others know.
+        hosts = stack.enter_context(
+            network(folder, {"login": "eth0"} | dict(interfaces), own_name="", subnet="10.78.0")
+        )
+        login, *nodes = hosts
+        for name in ("run", "log", "spool", "state"):
+            (folder / name).mkdir()
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        conf = folder / "slurm.conf"
+        conf.write_text(_configuration(folder, login, nodes, cpus))
+        (folder / "plugstack.conf").write_text("")
+        cluster = Slurm(login, nodes, folder, dict(environ) | {"SLURM_CONF": str(conf)})
+        stack.callback(_end, cluster.daemons)
+        socket = folder / "run" / "munge"
+        words = [DAEMONS["munged"], "--foreground", "--force", "-S", socket, "--key-file", key]
+        words += ["--pid-file", folder / "run" / "munged.pid", "--seed-file", folder / "run" / "munged.seed"]
+        words += ["--log-file", folder / "log" / "munged"]
+        _daemon(cluster, login, *words)
+        wait_until(socket.exists, "munged listens", cluster.daemons)
+        _daemon(cluster, login, DAEMONS["slurmctld"], "-D", "-c", "-f", conf)
+        for node in nodes:
+            (folder / "spool" / node.name).mkdir()
+            _daemon(cluster, node, DAEMONS["slurmd"], "-D", "-N", node.name, "-f", conf)
+        wait_until(lambda: _idle(cluster) == len(nodes), "all nodes are idle", cluster.daemons)
+        yield cluster
+
+
+def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int) -> str:
+    settings = {
+        "ClusterName": "lab",
+        "SlurmctldHost": f"{login.name}({login.address})",
+        "AuthType": "auth/munge",
+        "CredType": "cred/munge",
+        "AuthInfo": f"socket={folder}/run/munge",
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",
+        "SlurmdPidFile": f"{folder}/run/slurmd.%n.pid",
+        "SlurmctldLogFile": f"{folder}/log/slurmctld",
+        "SlurmdLogFile": f"{folder}/log/slurmd.%n",
+        "StateSaveLocation": f"{folder}/state",
+        "SlurmdSpoolDir": f"{folder}/spool/%n",
+        # No cgroups and no accounting: the machine that runs the tests may have neither.
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "AccountingStorageType": "accounting_storage/none",
+        "JobCompType": "jobcomp/none",
+        "SwitchType": "switch/none",
+        "MpiDefault": "none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU",
+        "SchedulerParameters": "sched_min_interval=0,batch_sched_delay=0,bf_interval=1",
+        "SlurmdParameters": "config_overrides",  # cores that are not there
+        "ReturnToService": "2",
+        "KillWait": "30",
+        "TCPTimeout": "5",
+        "MessageTimeout": "20",
+        "PropagateResourceLimits": "NONE",
+        "PlugStackConfig": f"{folder}/plugstack.conf",
+    }
+    lines = [f"{name}={value}" for name, value in settings.items()]
+    lines += [
+        f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory=1000"
+        for node in nodes
+    ]
+    lines.append(f"PartitionName=main Nodes={','.join(node.name for node in nodes)} Default=YES State=UP")
+    return "\n".join(lines) + "\n"
+
+
+def _daemon(cluster: Slurm, host: Host, *words: str | Path | None) -> None:
+    log = (cluster.folder / "log" / "output").open("a")
+    with log:
+        process = host.start(*(str(word) for word in words), env=cluster.environ, stdout=log, stderr=subprocess.STDOUT)
+    cluster.daemons.append(process)
+
+
+def _idle(cluster: Slurm) -> int:
+    answer = cluster.run("sinfo", "--noheader", "--Node", "--format=%t", check=False)
+    return answer.stdout.split().count("idle")
+
+
+def _end(daemons: Sequence[subprocess.Popen[str]]) -> None:
+    for process in reversed(daemons):
+        process.send_signal(signal.SIGTERM)
+    for process in daemons:
+        try:
+            process.wait(LIMIT_S / 10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
