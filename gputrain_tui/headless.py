@@ -266,7 +266,7 @@ def closing_lines(state: RunState, width: int) -> list[list[Piece]]:
         if validation is not None:
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
-    if (agree := state.agree()) is not None and state.world_size > 1:
+    if (agree := state.replicas.equal) is not None and state.world_size > 1:
         text, style = ("equal on all ranks", "") if agree else ("DIFFER between ranks", "alarm")
         lines.append([("parameters ", "dim"), (text, style)])
     lines += finding_lines(state)

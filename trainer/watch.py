@@ -52,7 +52,7 @@ def watch(
         detail_every: Measure each gradient bucket and the local gradient norm every so many steps, by a comm hook;
             0 installs no hook, and then a GPU's synchronisation is not measured.
         checksum_every: Record a checksum of the parameters every so many steps, for readers to compare; 0: never.
-            No collective is added to the script.
+            No collective is added to the script. Ranks that DDP does not keep equal record none.
         first_step: Steps done before this start, when the script resumes.
         environ: Where ``GPUTRAIN_RUN_DIR`` is looked up, and ``RANK`` and ``LOCAL_RANK`` without a process group.
     """
@@ -102,7 +102,7 @@ class Watched:
         self._writer = writer
         self._rank = rank
         self._local_rank = local_rank
-        self._checksum_every = checksum_every
+        self._checksum_every = checksum_every if _is_replicated(model) else 0
         parameter = next(model.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._meter = StepMeter(model, device=self._device, writer=writer, rank=rank, detail_every=detail_every)
@@ -256,6 +256,15 @@ class _Timed(Iterable[Batch]):
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # like the loader's: a TypeError where it has none
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    """Tell whether every rank is meant to hold the same parameters."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    ddp = ddp_of(model)
+    holders = 1 if ddp is None else dist.get_world_size(ddp.process_group)
+    return holders == dist.get_world_size()
 
 
 def _samples(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ no clock.
 from __future__ import annotations
 
 from gputrain_tui.diagnosis.bounds import bounds
-from gputrain_tui.diagnosis.health import Memory, losses
+from gputrain_tui.diagnosis.health import Memory, desync, losses
 from gputrain_tui.diagnosis.stall import Heard, stalls
 from gputrain_tui.diagnosis.straggler import stragglers
 from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, who
@@ -69,8 +69,13 @@ class Diagnosis:
             *bounds(state, timeline),
             *losses(state, timeline),
             *self._memory.creeping(state),
+            *([] if self._ranks_told_desync(state) else desync(state)),
             *stalls(state, self._heard, now),
         ]
+
+    def _ranks_told_desync(self, state: RunState) -> bool:
+        """Tell whether somebody else has found that models differ, and said more than can be seen from here."""
+        return any(key[0] == "desync" and key not in self._raised for key in state.findings)
 
     def _adopt(self, state: RunState) -> None:
         """Go on with what another process has raised in this run and not cleared."""

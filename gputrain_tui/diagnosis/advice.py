@@ -52,6 +52,8 @@ ADVICE = {
     "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, caches without a bound",
     "non_finite": "stop and resume from the last checkpoint with a lower learning rate or gradient clipping "
     "(clip_norm); look at the batch of this step",
+    "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
+    "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
     "stalled_behind": "in the console (gputrain attach), k on the rank's page prints where its Python code hangs; a "
     "rank that leaves the common path waits for nobody and everybody waits for it",

@@ -1,4 +1,7 @@
-"""What goes wrong without anybody being slow: numbers that are none, a loss that jumps, memory that only grows."""
+"""What goes wrong without anybody being slow.
+
+Models that differ, numbers that are none, a loss that jumps, memory that only grows.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,31 @@ GROWTH = 0.10
 STEADY = 0.5
 """Least growth from one part to the next, against the mean: memory that fills up and stays grows ever less."""
 GROWTH_SIGMAS = 5.0
+
+
+def desync(state: RunState) -> list[Symptom]:
+    """Return that some ranks hold another model, of ranks that only tell their checksums, as watched scripts do.
+
+    Where the ranks compare them by themselves, they also find the first tensor that differs, and have said so.
+    """
+    difference = state.replicas.difference
+    if difference is None:
+        return []
+    step, what, ranks = difference
+    who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
+    return [
+        Symptom(
+            kind="desync",
+            rank=ranks[0],
+            value=1.0,
+            threshold=1.0,
+            severity="critical" if what == "parameters" else "warning",
+            cause=what,
+            step=step,
+            message=f"{who} other {what} than the rest",
+            advice=ADVICE["desync"],
+        )
+    ]
 
 
 def losses(state: RunState, timeline: Timeline) -> list[Symptom]:

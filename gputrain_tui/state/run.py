@@ -9,6 +9,7 @@ from typing import Any
 from gputrain_tui.running.fate import fate
 from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
+from gputrain_tui.state.replicas import Replicas
 from gputrain_tui.state.synchronisation import (
     Lateness,
     bus_bytes_per_s,
@@ -87,8 +88,8 @@ class RunState:
         """Raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
         """Every finding as it was raised or cleared."""
-        self.checksums: dict[int, Checksum] = {}
-        """Newest per rank."""
+        self.replicas = Replicas()
+        """Whether the ranks hold the same model."""
         self.nodes: dict[int, NodeSample] = {}
         """Newest machine sample per node."""
         self.sample: Sample | None = None
@@ -243,13 +244,6 @@ class RunState:
         """Return the newest evaluation of a split."""
         return next((v for v in reversed(self.validations) if v.split == split), None)
 
-    def agree(self) -> bool | None:
-        """Return whether all ranks hold equal parameters and buffers, None while too few have said."""
-        sums = list(self.checksums.values())
-        if len(sums) < self.world_size or len({checksum.step for checksum in sums}) != 1:
-            return None
-        return len({(checksum.parameters, checksum.buffers) for checksum in sums}) == 1
-
     # What events change
 
     def rank(self, rank: int) -> RankView:
@@ -325,6 +319,7 @@ class RunState:
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
         view.sampled = view.doing = None
+        self.replicas.forget(view.rank)
         self._lateness.begin_anew()
         self._pace.begin_anew()
 
@@ -336,7 +331,7 @@ class RunState:
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
     def _checksum(self, event: Checksum) -> None:
-        self.checksums[event.rank] = event
+        self.replicas.note(event, self.world_size)
 
     def _sample(self, event: Sample) -> None:
         self.sample = event

@@ -8,7 +8,7 @@ import pytest
 from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
 from gputrain_tui.diagnosis.measures import excess, jitter, quantile, spread
 from gputrain_tui.state import RunState
-from trainer.record import Doing, Finding, GpuSample, NodeSample, RankSample, RankState, Step
+from trainer.record import Checksum, Doing, Finding, GpuSample, NodeSample, RankSample, RankState, Step
 
 PARTS = {"data": 1.0, "h2d": 0.5, "forward": 12.0, "backward": 24.0, "optimizer": 2.5}
 """A balanced step of a rank, ms."""
@@ -363,6 +363,30 @@ def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one()
     assert covering(run, 30, 2) == []
     found = run.steps(20, late(1, backward=30.0))
     assert told(found) == [("straggler", "raised", 1, "backward")]
+
+
+def holding(run: Run, number: int, models: str) -> list[Finding]:
+    """Let each rank tell a checksum; ranks with the same letter hold the same model."""
+    for rank, letter in enumerate(models):
+        run.state.apply(Checksum(time=run.now, rank=rank, step=number, parameters=letter, buffers=""))
+    return run.look()
+
+
+def test_ranks_that_only_tell_their_checksums_and_hold_another_model_are_named_once_until_they_agree() -> None:
+    run = Run(4)
+    assert holding(run, 100, "aaaa") == []
+    (found,) = holding(run, 200, "aaba")
+    assert told([found]) == [("desync", "raised", 2, "parameters")]
+    assert (found.severity, found.step, found.host) == ("critical", 200, "node1")
+    assert found.message == "rank 2 holds other parameters than the rest"
+    assert holding(run, 300, "aaca") == []
+    assert told(holding(run, 400, "dddd")) == [("desync", "cleared", 2, "parameters")]
+
+
+def test_a_desync_that_the_ranks_found_themselves_is_not_told_again() -> None:
+    run = Run(2)
+    run.state.apply(Finding(time=run.now, kind="desync", rank=1, cause="parameters", message="first in parameter w"))
+    assert holding(run, 100, "ab") == []
 
 
 def test_a_step_whose_synchronisation_was_not_measured_changes_nothing() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from gputrain_tui.state import OPEN_STEPS, WINDOW, RunState
+from gputrain_tui.state.replicas import OPEN_CHECKS
 from trainer.record import (
     AnyEvent,
     Checksum,
@@ -264,7 +265,43 @@ def test_ranks_agree_when_their_checksums_of_one_step_are_equal(
         Checksum(time=1.0, rank=rank, step=number, parameters=text, buffers="")
         for rank, (number, text) in enumerate(sums)
     ]
-    assert fold(*events).agree() is agree
+    assert fold(*events).replicas.equal is agree
+
+
+def checksums(*told: tuple[int, int, str, str]) -> list[Checksum]:
+    return [Checksum(time=1.0, rank=r, step=step, parameters=p, buffers=b) for r, step, p, b in told]
+
+
+def test_checksums_are_compared_step_by_step_however_far_the_ranks_are_apart() -> None:
+    state = fold(*checksums((0, 100, "a", ""), (0, 200, "b", ""), (0, 300, "d", "")), world_size=2)
+    assert state.replicas.equal is None
+    state.apply_all(checksums((1, 100, "a", "")))
+    assert state.replicas.equal is True
+    state.apply_all(checksums((1, 200, "c", "")))
+    assert state.replicas.difference == (200, "parameters", (1,))
+    state.apply_all(checksums((1, 300, "d", "")))
+    assert (state.replicas.equal, state.replicas.difference) == (True, None)
+
+
+def test_those_that_hold_something_else_than_the_most_stand_apart() -> None:
+    told = [(0, 9, "b", "x"), (1, 9, "a", "x"), (2, 9, "a", "x"), (3, 9, "c", "y")]
+    assert fold(*checksums(*told), world_size=4).replicas.difference == (9, "parameters", (0, 3))
+    told = [(0, 9, "a", "x"), (1, 9, "a", "y")]
+    assert fold(*checksums(*told), world_size=2).replicas.difference == (9, "buffers", (1,))
+
+
+def test_what_a_rank_held_before_it_was_started_again_is_not_compared() -> None:
+    state = fold(step(rank=1, number=290), *checksums((1, 300, "before", "")), world_size=2)
+    state.apply(RankState(time=2.0, rank=1, state="spawned"))
+    state.apply_all(checksums((0, 300, "after", "")))
+    assert state.replicas.equal is None
+    state.apply_all(checksums((1, 300, "after", "")))
+    assert state.replicas.equal is True
+
+
+def test_checksums_that_wait_for_ranks_that_never_tell_theirs_are_not_kept_for_ever() -> None:
+    state = fold(*checksums(*((0, step, "a", "") for step in range(1000))), world_size=2)
+    assert len(state.replicas._open) <= OPEN_CHECKS
 
 
 def test_a_restarted_rank_begins_its_windows_anew_and_keeps_its_totals() -> None:
