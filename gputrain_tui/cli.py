@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from gputrain_tui import VERSION
-from trainer.errors import ExitCode, RequestError, nearest
+from trainer.errors import ExitCode, RequestError, nearest, quoted, readable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RequestError as error:
         from gputrain_tui.tables import printable
 
-        print(f"gputrain: {printable(str(error))}", file=sys.stderr)  # it may quote anything
+        print(f"gputrain: {printable(readable(str(error)))}", file=sys.stderr)  # it may quote anything
         return ExitCode.BAD_REQUEST
     except KeyboardInterrupt:
         return ExitCode.STOPPED
@@ -78,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return SIGPIPE_STATUS
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not _has_folder():
+            print("gputrain: the working directory is gone: change to one that exists", file=sys.stderr)
+            return ExitCode.BAD_REQUEST
         if error.errno not in DISK_ERRORS:
             raise
         _discard_output()
@@ -99,6 +102,15 @@ def _open_closed_streams() -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
 
 
+def _has_folder() -> bool:
+    """Whether the working directory still exists; another terminal may have deleted it."""
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same, and this is about failing
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _discard_output() -> None:
     """Send stdout nowhere: the interpreter flushes it once more when it ends, which must not fail, nor say anything."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,7 +129,7 @@ def _dispatch(words: list[str]) -> int:
     if name not in available():
         kind = "option" if name.startswith("-") else "command"
         known = [*available(), "--help", "--version"]
-        raise RequestError(f"{name!r} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
+        raise RequestError(f"{quoted(name)} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
     command = cast(Command, importlib.import_module(COMMANDS[name][0]))
     return command.run(parse(command, name, rest))
 
@@ -171,7 +183,7 @@ def parse(command: Command, name: str, words: Sequence[str]) -> Namespace:
     if surplus:
         word = surplus[0]
         if not word.startswith("-"):
-            raise RequestError(f"{name}: {word!r} is one word too many; see `gputrain {name} --help`")
+            raise RequestError(f"{name}: {quoted(word)} is one word too many; see `gputrain {name} --help`")
         flag = word.partition("=")[0]
         known = [text for action in parser._actions for text in action.option_strings]
         guess = nearest(flag, known) or f"; see `gputrain {name} --help`"

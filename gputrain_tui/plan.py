@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from trainer.errors import RequestError
+from trainer.errors import RequestError, quoted
 from trainer.options import Distributed
 from trainer.schema import to_flags
 
@@ -239,18 +239,21 @@ def _init_method(recipe: Recipe, machines: Sequence[str], world_size: int, local
     several = len(set(machines)) > 1
     if world_size == 1:
         if asked != "auto":
-            raise RequestError(f"{where} is {asked!r}, but the run has a single rank, which meets nobody; remove it")
+            raise RequestError(
+                f"{where} is {quoted(asked)}, but the run has a single rank, which meets nobody; remove it"
+            )
         return None
     if recipe.script is not None and asked.startswith("file://"):
         raise RequestError(
-            f"{where} is {asked!r}, but a script meets at MASTER_ADDR and MASTER_PORT: use tcp://HOST:PORT or auto"
+            f"{where} is {quoted(asked)}, "
+            "but a script meets at MASTER_ADDR and MASTER_PORT: use tcp://HOST:PORT or auto"
         )
     if several:
         _refuse_loopback(recipe, machines, local)
     if asked.startswith("tcp://"):
         if several and is_loopback(_host_of(asked)):
             raise RequestError(
-                f"{where} is {asked!r}, which the other nodes cannot reach: name an address of the first node"
+                f"{where} is {quoted(asked)}, which the other nodes cannot reach: name an address of the first node"
             )
         return asked.rstrip("/")
     if asked != "auto":
@@ -281,7 +284,7 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
             continue
         if node.host is None or is_loopback(node.host):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
-            found = f"is {node.host!r}" if node.host else "is missing"
+            found = f"is {quoted(node.host)}" if node.host else "is missing"
             away = other if index == 0 else machines[0]
             raise RequestError(
                 f"{recipe.where('cluster', 'nodes', index, 'host')} {found}, which the other node {away} cannot reach: "

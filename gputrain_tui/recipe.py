@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from gputrain_tui.recipes.pytext import is_pytext, translate
 from gputrain_tui.recipes.source import Key, RecipeError, Source, override, parse, read
-from trainer.errors import RequestError, nearest
+from trainer.errors import RequestError, nearest, quoted
 from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe
 
@@ -224,7 +224,7 @@ def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
     if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
-        raise RecipeError(f"{source.where(key)} is {value!r}, but must be text in UTF-8 without a zero character")
+        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be text in UTF-8 without a zero character")
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for part, item in items:
@@ -234,7 +234,7 @@ def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
 def _name(source: Source) -> str:
     name = source.data.get("name", source.default_name[:LONGEST_NAME])
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise RecipeError(f"{source.where(('name',))} is {name!r}, but must be one line of text")
+        raise RecipeError(f"{source.where(('name',))} is {quoted(name)}, but must be one line of text")
     if len(name) > LONGEST_NAME:
         raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {LONGEST_NAME} fit a list")
     return name.strip()
@@ -245,7 +245,7 @@ def _table(source: Source, *key: str) -> dict[str, Any]:
     for part in key:
         value = value.get(part, {})
     if not isinstance(value, dict):
-        raise RecipeError(f"{source.where(key)} is {value!r}, but must be a table")
+        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be a table")
     return value
 
 
@@ -281,7 +281,7 @@ def _check_init_method(options: ClusterOptions, source: Source) -> None:
     match = re.fullmatch(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d+)/?", method)
     if not match:
         raise RecipeError(
-            f"{where} is {method!r}, but must be auto, tcp://HOST:PORT, file:///SHARED/PATH (absolute) or env://"
+            f"{where} is {quoted(method)}, but must be auto, tcp://HOST:PORT, file:///SHARED/PATH (absolute) or env://"
         )
     port = int(match[1])
     if not 1 <= port <= 65535:
@@ -303,7 +303,7 @@ def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
     if node.host is not None and not re.fullmatch(r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", node.host):
         where = source.where(("cluster", "nodes", index, "host"))
         raise RecipeError(
-            f"{where} is {node.host!r}, but must be a host name or an address, user@host or ssh://host:port"
+            f"{where} is {quoted(node.host)}, but must be a host name or an address, user@host or ssh://host:port"
         )
     given = [key for key in RANK_KEYS if getattr(node, key) is not None]
     if len(given) != 1:
@@ -336,7 +336,9 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
     guess = nearest(value, ("all", "free")) if isinstance(value, str) else ""
     if value == 0:
         guess = "; a node without GPUs has cpu_ranks"
-    raise RecipeError(f'{where} is {value!r}, but must be a count >= 1, a list of device ids, "all" or "free"{guess}')
+    raise RecipeError(
+        f'{where} is {quoted(value)}, but must be a count >= 1, a list of device ids, "all" or "free"{guess}'
+    )
 
 
 def _is_device(item: Any) -> bool:
@@ -410,7 +412,7 @@ def _task_options(source: Source, task: str) -> dict[str, Any]:
     try:
         schema = task_schema(task)
     except RequestError as error:
-        raise RecipeError(f"{source.where(('train', 'task'))} is {task!r}: {error}") from None
+        raise RecipeError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
     options = _check(schema, values, source, "task")
     typed = {name: getattr(options, name) for name in values}
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(typed))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.errors import ExitCode, RequestError, TrainingError, nearest
+from trainer.errors import ExitCode, RequestError, TrainingError, nearest, quoted, readable
 from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe, read_flags
 
@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
 
 
 def _refuse(error: Exception, code: ExitCode) -> ExitCode:
-    print(f"trainer: {error}", file=sys.stderr)
+    print(f"trainer: {readable(str(error))}", file=sys.stderr)
     return code
 
 
@@ -48,6 +48,10 @@ def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[str, str]) -> int:
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # torch's libraries cannot be loaded from nowhere, and would end the ranks for it
+        raise RequestError("the working directory is gone: change to one that exists") from None
     options, left = _read(Distributed, words)
     script = _script(left, after)
     if script is None:
@@ -103,7 +107,7 @@ def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
     if unknown:
         flags = [flag for option in describe(Distributed) for flag in (option.flag, *option.aliases)]
         hint = nearest(unknown[0].partition("=")[0], flags) or "; the script's own arguments follow --"
-        raise RequestError(f"{unknown[0]!r} is no option of the trainer{hint}")
+        raise RequestError(f"{quoted(unknown[0])} is no option of the trainer{hint}")
     return Script(script=str(path), args=tuple(after or ()))
 
 
@@ -120,7 +124,7 @@ def _check_training(words: Sequence[str]) -> None:
     if schema is None:
         stray = [word for word in left[:1] if not word.startswith("--")]
         if stray:
-            raise RequestError(f"{stray[0]!r} belongs to no option")
+            raise RequestError(f"{quoted(stray[0])} belongs to no option")
         return
     values, unknown = read_flags(left, describe(schema))
     if unknown:
@@ -142,7 +146,7 @@ def _flag_of(options: Sequence[Option]) -> Any:
 
 def _unknown(word: str, task: str, task_options: Sequence[Option]) -> RequestError:
     if not word.startswith("-"):
-        return RequestError(f"{word!r} belongs to no option")
+        return RequestError(f"{quoted(word)} belongs to no option")
     options = [*describe(Distributed), *describe(Training), *task_options]
     flags = [flag for option in options for flag in (option.flag, *option.aliases)]
     flag = word.partition("=")[0]

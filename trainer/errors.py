@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -27,6 +28,29 @@ class RequestError(ValueError):
 
 class TrainingError(RuntimeError):
     """The training cannot go on, for a reason that needs no traceback; exit code 1."""
+
+
+LONGEST_QUOTE = 80
+"""Characters that a message spends on a value that it refuses."""
+LONGEST_WORD = 300
+"""Characters of a key, a path or a host's name that a message gives whole."""
+
+
+def quoted(value: object) -> str:
+    """Return how Python writes a value, without its middle where it is long: its ends tell which one is meant."""
+    return _without_middle(repr(value), LONGEST_QUOTE)
+
+
+def readable(line: str) -> str:
+    """Return a message without the middle of words that are longer than any path that somebody would read."""
+    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_QUOTE), line)
+
+
+def _without_middle(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    end = longest // 3
+    return f"{text[: longest - end - 1]}…{text[-end:]}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

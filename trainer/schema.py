@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec import inspect as mi
 
-from trainer.errors import RequestError, nearest
+from trainer.errors import RequestError, nearest, quoted
 
 S = TypeVar("S")
 
@@ -193,7 +193,7 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
 
 def _refused(option: Option, value: Any, where: str) -> RequestError:
     guess = nearest(value, map(str, option.choices)) if isinstance(value, str) else ""
-    return RequestError(f"{where} is {value!r}, but must be {option.allowed}{guess}")
+    return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
 
 
 def _coerce(option: Option, value: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from trainer.errors import RequestError, nearest
+from trainer.errors import RequestError, nearest, quoted
 
 Key = tuple[str | int, ...]
 """Path of a value: table names and list positions."""
@@ -190,7 +190,7 @@ def _json(text: str, name: str) -> dict[str, Any]:
         found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
         # The same key in other tables is no mistake; then the line is not known.
         line = f":{text.count(chr(10), 0, found[1]) + 1}" if len(found) == 2 else ""
-        raise RecipeError(f"{name}{line}: {error.key!r} is there twice in one object; keep one of them") from None
+        raise RecipeError(f"{name}{line}: {quoted(error.key)} is there twice in one object; keep one of them") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
     if not isinstance(data, dict):
@@ -387,14 +387,14 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
         if isinstance(node, list):
             if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
                 known = f"0 to {len(node) - 1}" if node else "none: the list is empty"
-                raise RecipeError(f"--set {name}: {dotted(key)} has no entry {part!r} (entries: {known})")
+                raise RecipeError(f"--set {name}: {dotted(key)} has no entry {quoted(part)} (entries: {known})")
             step: str | int = int(part)
         elif isinstance(node, dict):
             step = part
             if not last:
                 node.setdefault(part, {})
         else:
-            raise RecipeError(f"--set {name}: {dotted(key)} is {node!r}, which holds no keys")
+            raise RecipeError(f"--set {name}: {dotted(key)} is {quoted(node)}, which holds no keys")
         key = (*key, step)
         if last:
             node[step] = value
