@@ -5,6 +5,7 @@ Readers only read. What a run is doing comes from ``status.json``, doubted where
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
-from trainer.errors import RequestError, nearest
+from trainer.errors import RequestError, nearest, quoted
 from trainer.record import AnyEvent, RunDir, RunEnded, RunStatusName, Step, decode_events, write_atomically
 
 RunStateName = RunStatusName | Literal["lost"]
@@ -124,6 +125,7 @@ def _create(
     draft = RunDir(hidden)
     for part in (draft.events, draft.logs, draft.checkpoints, draft.nodes):
         part.mkdir(mode=0o700)
+    draft.lock.touch(mode=0o600)  # what every run needs is there from its beginning, however full the disk becomes
     draft.recipe.write_text(recipe_toml, encoding="utf-8")
     base = run_id(recipe, started)
     number = 1
@@ -155,8 +157,20 @@ _decode = msgspec.json.Decoder(Status)
 
 
 def write_status(run: RunDir, status: Status) -> None:
-    """Replace ``status.json``."""
-    write_atomically(run.status, _encode.encode(status) + b"\n")
+    """Replace ``status.json``; on a full disk in its place, which takes no more room.
+
+    Raises:
+        OSError: it cannot be written at all.
+    """
+    data = _encode.encode(status) + b"\n"
+    try:
+        write_atomically(run.status, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with run.status.open("r+b", buffering=0) as file:
+            file.write(data)
+            file.truncate()
 
 
 def read_status(run: RunDir) -> Status | None:
@@ -212,9 +226,9 @@ def find(wanted: str, root: Path | None = None) -> Run:
         return fitting[0]
     if fitting:
         names = ", ".join(run.id for run in fitting[:4]) + (", …" if len(fitting) > 4 else "")
-        raise RequestError(f"{wanted!r} fits {len(fitting)} runs: {names}")
+        raise RequestError(f"{quoted(wanted)} fits {len(fitting)} runs: {names}")
     guess = nearest(wanted, [run.id for run in runs]) or f"; the last one is {runs[0].id!r}"
-    raise RequestError(f"no run is called {wanted!r}{guess}")
+    raise RequestError(f"no run is called {quoted(wanted)}{guess}")
 
 
 def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> Step | None:

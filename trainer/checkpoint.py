@@ -252,7 +252,7 @@ class CheckpointWriter:
             try:
                 self._write(job)
             except Exception as error:  # noqa: BLE001 - a thread that ended here would keep nothing from then on
-                self._on_failed(job.step, f"checkpoint of step {job.step} was not written: {error}")
+                self._on_failed(job.step, f"checkpoint of step {job.step} was not written: {_why(error)}")
             finally:
                 del job  # the copy's memory is free while the thread waits
                 with self._changed:
@@ -328,6 +328,12 @@ def write_file(path: Path, state: Mapping[str, Any]) -> int:
         raise
     _sync_folder(path.parent)
     return checked.size + _TRAILER.size
+
+
+def _why(error: Exception) -> str:
+    """Say in one line what went wrong; the number of a system's error says less than its text."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]
 
 
 def _link(path: Path, name: Path) -> None:

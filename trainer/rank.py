@@ -16,8 +16,9 @@ from trainer.checkpoint import CheckpointError, load, newest
 from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
+from trainer.node.rank_log import Narration
 from trainer.options import Training
-from trainer.outcome import is_lost_peer
+from trainer.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.record import EventWriter, Failure, RankStateName, RunDir
 from trainer.schema import check, describe, read_flags
 from trainer.tasks.registry import load_task
@@ -47,9 +48,16 @@ class _Rank:
         self.writer = writer
         self._state: RankStateName = "spawned"
         self.step: Callable[[], int | None] = lambda: None
+        self._narration = Narration()
 
     def run(self) -> int:
         """Train, tell how it ended, tear down; return the exit code."""
+        try:
+            return self._run()
+        finally:
+            self._narration.close()
+
+    def _run(self) -> int:
         try:
             outcome = self._train()
         except Exception as error:  # noqa: BLE001  (whatever it is, the record says it and the run ends)
@@ -140,7 +148,7 @@ class _Rank:
             device=device,
             writer=self.writer,
             set_state=self.set_state,
-            say=_say if here.rank == 0 else _say_nothing,
+            say=self._say if here.rank == 0 else _say_nothing,
             checkpoints=folder,
             stop_asked=here.stop_asked,
             stopping=here.stopping,
@@ -178,11 +186,18 @@ class _Rank:
             raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
         if self.assignment.rank == 0:
             missing = "its last validation is made now" if loop.validation_missing else "it is finished"
-            _say(f"no update is left to make, {reason}: {missing}")
+            told = f"no update is left to make, {reason}: {missing}"
+            self._say(told)
+            self.writer.write(
+                record.Finding(time=time.time(), kind=NO_UPDATE_LEFT, severity="info", rank=0, message=told)
+            )
+
+    def _say(self, line: str) -> None:
+        self._narration.say(line)
 
     def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
-        _say(
+        self._say(
             f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
         )
 
@@ -232,10 +247,6 @@ def _kind(error: Exception) -> str:
     if is_lost_peer(str(error)):
         return "lost_peer"
     return "training" if isinstance(error, TrainingError) else "exception"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _say_nothing(line: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,10 @@ def run_node(
     outcome = ranks.outcome(first)
     outcome.left = sorted(left)
     if node_dir is not None:
-        outcome.write(node_dir.node_result(first.node))
+        try:
+            outcome.write(node_dir.node_result(first.node))
+        except OSError as error:  # a full disk takes nothing from how the ranks ended, which the exit code tells
+            print(f"trainer: cannot write {node_dir.node_result(first.node)}: {error.strerror}", file=sys.stderr)
     writer.close()
     return outcome
 

@@ -21,6 +21,8 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing can be written there; empty when something can."""
     free_bytes: int | None = None
     """Room that an ordinary user has on its file system; None when it does not say."""
+    free_files: int | None = None
+    """How many more files its file system takes; None when it does not say."""
     checkpoints: int = 0
     """How many checkpoints lie in it."""
 

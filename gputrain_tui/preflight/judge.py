@@ -30,6 +30,10 @@ CPU_RANK_BYTES = 90 * MIB
 server. Others hold more, so that less memory than this is worth a warning."""
 RECORD_BYTES = 4 * MIB
 """Less room than this takes no record of a run."""
+RECORD_FILES = 24
+"""Files and folders of a run without those of its ranks."""
+FILES_OF_RANK = 4
+"""Its events, their digest, its log and a temporary file."""
 SCARCE_BYTES = GIB
 """Less room than this is used up by a few checkpoints."""
 SHM_PER_WORKER_BYTES = 64 * MIB
@@ -63,7 +67,7 @@ def judge(recipe: Recipe, plan: Plan, facts: Facts, *, local: LocalFacts) -> lis
         *_processors(recipe, facts, here),
         *_shared_memory(recipe, plan, facts, here),
         *_open_files(recipe, facts, here),
-        *_folders(recipe, facts),
+        *_folders(recipe, plan, facts),
         *_others(plan, facts, local),
     ]
     return [_placed(result, recipe) for result in found]
@@ -306,7 +310,7 @@ def _open_files(recipe: Recipe, facts: Facts, here: Sequence[PlannedNode]) -> It
 # --- where it is kept ------------------------------------------------------------------------------------------------
 
 
-def _folders(recipe: Recipe, facts: Facts) -> Iterator[Result]:
+def _folders(recipe: Recipe, plan: Plan, facts: Facts) -> Iterator[Result]:
     if facts.save_dir is not None:
         yield from _save_dir(recipe, facts.save_dir)
     home = facts.home
@@ -316,6 +320,9 @@ def _folders(recipe: Recipe, facts: Facts) -> Iterator[Result]:
     if home.problem:
         what = f"cannot make a run directory in {home.path}: {home.problem}"
         yield Result(status="error", check="run folder", what=what, fix=elsewhere)
+    elif home.free_files is not None and home.free_files < (need := RECORD_FILES + FILES_OF_RANK * plan.world_size):
+        what = f"the file system of {home.path} takes {home.free_files} more files, but this run needs about {need}"
+        yield Result(status="error", check="run folder", what=what, fix=f"delete files, or {elsewhere}")
     elif home.free_bytes is not None and home.free_bytes < RECORD_BYTES:
         what = f"the disk of {home.path} is full: {size(home.free_bytes)} free"
         yield Result(status="error", check="run folder", what=what, fix=f"make room, or {elsewhere}")

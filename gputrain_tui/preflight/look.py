@@ -215,7 +215,7 @@ def _folder(path: Path, *, count: bool = False) -> Folder:
         checkpoints = len(list(path.glob(CHECKPOINTS))) if count and there == path else 0
     except OSError as error:
         return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
-    return Folder(path=str(path), free_bytes=_free_bytes(there), checkpoints=checkpoints)
+    return Folder(path=str(path), free_bytes=_free_bytes(there), free_files=_free_files(there), checkpoints=checkpoints)
 
 
 def _free_bytes(path: Path) -> int | None:
@@ -225,6 +225,15 @@ def _free_bytes(path: Path) -> int | None:
         return None
     # Some network file systems answer zero for their size; that says nothing about room.
     return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def _free_files(path: Path) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    # File systems that make room for files as they come, btrfs among them, answer zero for their number.
+    return found.f_favail if found.f_files else None
 
 
 def _meminfo_bytes(meminfo: str, name: str) -> int | None:

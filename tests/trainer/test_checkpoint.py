@@ -322,7 +322,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_half_written(tmp_path: Path)
     member.kill()
     assert not isinstance(seen, Raised), seen
     assert seen["saved"] == [1, 3]
-    assert seen["failed"] == [(2, "checkpoint of step 2 was not written: [Errno 27] File too large")]
+    assert seen["failed"] == [(2, "checkpoint of step 2 was not written: File too large")]
     assert seen["names"] == ["best.pt", "step_00000001.pt", "step_00000003.pt"]
 
 

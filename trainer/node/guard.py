@@ -16,6 +16,8 @@ import threading
 import time
 from pathlib import Path
 
+from trainer.node.rank_log import LogFile
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -100,12 +102,13 @@ def redirect_output(log: Path) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     # The terminal's encoding has no say over the file's.
-    print_by_line(encoding="utf-8")
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.BufferedWriter(LogFile(fd)), encoding="utf-8") for fd in (1, 2))
+    print_by_line()
 
 
-def print_by_line(*, encoding: str | None = None) -> None:
+def print_by_line() -> None:
     """Write out each line when it is complete: a rank that is killed has then shown all that it printed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # What cannot be encoded is escaped rather than an error in the middle of a training.
-            stream.reconfigure(encoding=encoding, errors="backslashreplace", line_buffering=True)
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import ExitCode, RequestError
+from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.node import child
 from trainer.node.alone import run_alone
 from trainer.node.assignment import RankAssignment
@@ -59,7 +61,7 @@ def launch(
         words = (script.script, *script.args)
     # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    with meeting(decision) as init_method:
+    with meeting(decision) as init_method, _disk_of(options):
         run_dir = _run_dir(options)
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
@@ -147,6 +149,21 @@ def _run_dir(options: Distributed) -> Path | None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise RequestError(f"--run-dir {options.run_dir} cannot be written")
     return path
+
+
+@contextlib.contextmanager
+def _disk_of(options: Distributed) -> Iterator[None]:
+    """Tell in one line that the record cannot be begun; later a full disk costs parts of it, and not the training.
+
+    Raises:
+        TrainingError: a file cannot be made.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or options.run_dir is None:
+            raise
+        raise TrainingError(f"cannot write {error.filename or options.run_dir}: {error.strerror}") from None
 
 
 def tell(outcome: NodeOutcome) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -51,7 +52,16 @@ class RunDir:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a small file so that a reader sees the old or the new content, never a part."""
+    """Replace a small file so that a reader sees the old or the new content, never a part.
+
+    Raises:
+        OSError: it could not be written; nothing is left of the new content, and the old one is as it was.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
