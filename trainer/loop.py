@@ -113,6 +113,7 @@ class Loop:
         self.epoch = 1
         self._count_estimate = 1.0
         self._progress = telling.Progress(here)
+        self._replicas = telling.Replicas(here)
         self._saving = Saving(here, keep_last=options.keep_last)
         self._validated_at = -1
         self._start_time = time.monotonic()
@@ -236,7 +237,7 @@ class Loop:
             grad_norm=grad_norm,
         )
         if self._due(options.desync_every):
-            telling.check_desync(self.here, self.raw_model, step=self.updates)
+            self._replicas.check(self.raw_model, step=self.updates)
         self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
 
     def _correct(self, pending: Any, denominator: float) -> None:
@@ -311,7 +312,7 @@ class Loop:
             if result is None:
                 return
             telling.report(self.here, "test", result, step=self.updates, epoch=self.epoch)
-        telling.check_desync(self.here, self.raw_model, step=self.updates)
+        self._replicas.check(self.raw_model, step=self.updates)
         if self.here.rank == 0 and (text := self.task.sample(self.raw_model)):
             telling.show(self.here, text, step=self.updates)
         self.here.stopping()  # whoever asks from here on waits for the disk
@@ -321,8 +322,8 @@ class Loop:
     # ------------------------------------------------------------------------------------------------ validation
 
     def _validate(self) -> None:
-        if "valid" not in self.splits:
-            return
+        if "valid" not in self.splits or self._validated_at == self.updates:
+            return  # an epoch may end where an evaluation was due by updates
         self.here.set_state("validating")
         self.meter.pause()
         result = self._evaluation("valid")
