@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol
 
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import Column, duration, printable, size, table
 from gputrain_tui.tables import width as cells
+from trainer.outcome import NO_UPDATE_LEFT
 from trainer.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
 
 if TYPE_CHECKING:
@@ -206,6 +207,8 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
             return [(f"{event.split} ", "dim"), (text, "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
+        case Finding() if event.kind == NO_UPDATE_LEFT:
+            return [(printable(event.message or ""), "bold")]
         case Finding() if event.severity != "info":
             what = printable(event.message or event.kind.replace("_", " "))
             if event.state == "cleared":
@@ -328,13 +331,23 @@ def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[
 # ---------------------------------------------------------------------------------------------------- the view
 
 
+class Stream(Protocol):
+    """Takes text for people."""
+
+    def write(self, text: str, /) -> object:
+        """Take it."""
+
+    def flush(self) -> None:
+        """Let it be seen."""
+
+
 class Headless:
     """Shows a run while it lasts: a line that changes in place on a terminal, a line now and then elsewhere."""
 
     def __init__(
         self,
         state: RunState,
-        stream: TextIO,
+        stream: Stream,
         *,
         live: bool,
         colour: bool,

@@ -52,6 +52,8 @@ TEMPORARY_LENGTH = 60
 """Longest name of a temporary folder in which a Unix socket can still be named (108 bytes with everything)."""
 FIRST_LOOK_S = 1.0
 """When a run is first looked at for what is wrong with it; its ranks have better use for the processor till then."""
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that who starts a supervisor blocks: they wait until it has its handlers."""
 LEASE = 0
 """The descriptor whose end ends a leased run."""
 
@@ -118,6 +120,8 @@ class Supervisor:
         self._stop_reason: str | None = None
         self._urgency: Urgency = 0
         """How somebody wants the run to end."""
+        self._asked = False
+        """Whether a person asked for it; the next time is not to be waited for."""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
@@ -127,6 +131,8 @@ class Supervisor:
         self._status = read_status(run_dir) or Status(
             run=run_dir.path.name, recipe="", world_size=self._plan.world_size
         )
+        self._remark = ""
+        """What is to be known of the record besides how the run ended."""
         self._tmp: Path | None = None
         self._diagnosis: Watch | None = None
         self._look_at = time.monotonic() + FIRST_LOOK_S
@@ -284,6 +290,9 @@ class Supervisor:
         process.close()
         ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)
         missing = outcome.unfinished(self.dir, ranks, attempt.since)
+        if missing and code == ExitCode.FINISHED and outcome.is_full(self.dir):
+            missing = []  # their parent has heard what they could not write down
+            self._remark = "the disk of the run directory is full: the end of the record is missing"
         attempt.ended[process.node] = outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
         if missing and not attempt.stopping:
             self._stop(attempt, 2, FAILURE_GRACE_S)
@@ -313,6 +322,9 @@ class Supervisor:
             return Ended(status="stopped")
         if attempt.failure is not None:
             return Ended(status="failed", failure=attempt.failure)
+        if not self._adopting and (stopped := outcome.stopped_first(attempt.ended)) is not None:
+            self._stop_reason = f"node {stopped} was stopped on {attempt.ended[stopped].host}"
+            return Ended(status="stopped")
         failure = outcome.cause(self.dir, attempt.since, attempt.ended, self._now())
         recorded = failure in outcome.failures(self.dir, attempt.since)
         if self._adopting and not recorded:
@@ -350,10 +362,13 @@ class Supervisor:
         signal.signal(signal.SIGINT, self._on_signal)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # who started it held them back
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._ask_to_stop(f"stopped by {signal.Signals(number).name}", 1 if self._stop_reason is None else 3)
+        # A terminal that is closed hangs up more than once, and means only one thing by it.
+        again = self._asked and number != signal.SIGHUP
+        self._asked |= number != signal.SIGHUP
+        self._ask_to_stop(f"stopped by {signal.Signals(number).name}", 3 if again else 1)
 
     def _ask_to_stop(self, reason: str, urgency: Urgency) -> None:
         self._urgency = max(urgency, self._urgency)
@@ -375,10 +390,13 @@ class Supervisor:
         """Write how the run ended; readers take these as its last words."""
         if self._tmp is not None:
             shutil.rmtree(self._tmp, ignore_errors=True)
+        if not left:
+            outcome.clear_unfinished(self.dir)
         message = None
         if ended.status == "stopped":
             kept = outcome.kept(self.dir, [node.node for node in self._plan.nodes])
             message = " ".join(filter(None, [self._stop_reason, kept]))
+        message = "; ".join(filter(None, [message, self._remark])) or None
         code = ExitCode.STOPPED if ended.status == "stopped" else ExitCode.FINISHED
         if ended.failure is not None:
             if not ended.recorded:

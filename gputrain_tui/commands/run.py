@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
@@ -12,7 +13,7 @@ from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.running import start
 from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.tables import printable
-from trainer.errors import ExitCode
+from trainer.errors import ExitCode, readable
 
 NAME = "run"
 HELP = "train a recipe to the end, in the foreground or detached"
@@ -32,13 +33,13 @@ def run(args: Namespace) -> int:
     recipe = start.load(args.recipe, overrides=args.overrides, resume=args.resume, stdin=sys.stdin)
     try:
         prepared = start.prepare(recipe)
+        for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
+            print(f"gputrain: {printable(note)}", file=sys.stderr)
+        return _detached(prepared) if args.detach else _foreground(prepared, json=args.json)
     except NotReadyError as refused:
         for problem in refused.errors:
-            print(f"gputrain: {printable(problem.line)}", file=sys.stderr)
+            print(f"gputrain: {printable(readable(problem.line))}", file=sys.stderr)
         return ExitCode.REFUSED
-    for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
-        print(f"gputrain: {printable(note)}", file=sys.stderr)
-    return _detached(prepared) if args.detach else _foreground(prepared, json=args.json)
 
 
 def _foreground(prepared: start.Prepared, *, json: bool) -> int:
@@ -47,21 +48,34 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         started, supervisor = start.launch(prepared, leased=True)
         from gputrain_tui import headless
         from gputrain_tui.running import foreground
+        from gputrain_tui.running.outlet import Outlet
         from gputrain_tui.state import RunState
 
-        train, world_size = prepared.recipe.train, prepared.plan.world_size
+        train, world_size, err = prepared.recipe.train, prepared.plan.world_size, Outlet(sys.stderr)
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
-        view = None if json else foreground.show(state, os.environ)
+        view = None if json else foreground.show(state, os.environ, err)
         if view is not None:
             view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {headless.placed(prepared.plan)}", "dim")])
+
+        def say(line: str) -> None:
+            if view is not None:
+                view.say([(line, "bold")])
+            else:
+                err.line(f"gputrain: {line}")
+
+        def follow(supervisor: subprocess.Popen[bytes]) -> int:
+            return foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts, say=say)
+
         with closing(foreground.reader_of(started, json=json)) as reader:
-            code = foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts)
+            code = follow(supervisor)
             if code < 0:  # it was killed, and with it the lease; another one sees to the end and writes it down
-                supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
-                code = foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts)
+                code = follow(start.start_supervisor(started.dir, leased=False, adopting=True))
         if view is not None and code != ExitCode.BAD_REQUEST:
             view.open()
-        return foreground.conclude(started, code, state, narrate=not json, environ=os.environ)
+        code = foreground.conclude(started, code, state, narrate=not json, environ=os.environ, err=err)
+        if isinstance(reader.refused, BrokenPipeError):
+            raise reader.refused  # the end of any command whose reader went away, now that nothing is left
+        return code
 
 
 def _detached(prepared: start.Prepared) -> int:

@@ -8,14 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import BinaryIO, Protocol
+from typing import Protocol, TextIO
 
 from gputrain_tui import headless
 from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
+from gputrain_tui.running.outlet import Outlet, silence
 from gputrain_tui.runs import Run, RunReader, Status, read_status
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
@@ -42,18 +43,29 @@ class Reader(Protocol):
     def backlog_bytes(self) -> int:
         """What the last poll left for the next."""
 
+    @property
+    def refused(self) -> OSError | None:
+        """What the stream answered that no longer takes what is passed on; None while it takes it."""
+
     def close(self) -> None:
         """Let go of the files."""
 
 
+class RecordReader(RunReader):
+    """Reads and passes nothing on."""
+
+    refused = None
+
+
 class JsonStream:
-    """Reads like ``RunReader`` and passes every line on as it was written."""
+    """Reads like ``RunReader`` and passes every line on as it was written, as long as somebody takes it."""
 
     budget_bytes = 8 << 20
 
-    def __init__(self, run: Run, out: BinaryIO) -> None:
+    def __init__(self, run: Run, out: TextIO) -> None:
         self._follower = Follower(run.dir.events, ".ndjson")
         self._out = out
+        self.refused: OSError | None = None
         self._last: tuple[bytes, AnyEvent] | None = None
 
     def poll(self) -> list[AnyEvent]:
@@ -73,9 +85,13 @@ class JsonStream:
             lines_out.append(self._last[0])
             events.append(self._last[1])
             self._last = None
-        if lines_out:
-            self._out.write(b"\n".join(lines_out) + b"\n")
-            self._out.flush()
+        if lines_out and self.refused is None:
+            try:
+                self._out.buffer.write(b"\n".join(lines_out) + b"\n")
+                self._out.flush()
+            except OSError as error:
+                self.refused = error
+                silence(self._out)
         return events
 
     @property
@@ -95,16 +111,26 @@ def follow(
     view: headless.Headless | None,
     reader: Reader,
     interrupts: Interrupts,
+    say: Callable[[str], None],
 ) -> int:
     """Show a run until its supervisor has ended; return the supervisor's exit code.
 
     However this ends, also by an error, the lease is given up and nothing of the run is left.
+
+    Args:
+        supervisor: who answers for the run.
+        state: takes in what is read.
+        view: shows it.
+        reader: reads the record.
+        interrupts: what asks this command to end; it is passed on.
+        say: writes a line that a person is to see.
     """
     poll = select.poll()
     ended = os.pidfd_open(supervisor.pid)
     poll.register(ended, select.POLLIN)
     poll.register(interrupts, select.POLLIN)
-    heard = 0
+    asked: set[int] = set()
+    refused = False
     try:
         while True:
             over = supervisor.poll() is not None  # asked before reading: what it wrote is read
@@ -112,14 +138,19 @@ def follow(
             state.apply_all(events)
             if view is not None:
                 view.update(events)
-            if interrupts.asked > heard:
-                line = ASKED if heard == 0 else ASKED_AGAIN
-                heard = interrupts.asked
-                supervisor.send_signal(signal.SIGINT)
-                if view is not None:
-                    view.say([(line, "bold")])
+            for number in interrupts.take():
+                supervisor.send_signal(number)
+                if not asked:
+                    say(ASKED)
+                elif number != signal.SIGHUP:
+                    say(ASKED_AGAIN)
+                asked.add(number)
+            if reader.refused is not None and not refused:
+                refused = True
+                if isinstance(reader.refused, BrokenPipeError):
+                    supervisor.terminate()  # as at the end of any pipe, but not before the training is saved
                 else:
-                    print(f"gputrain: {line}", file=sys.stderr)
+                    say(f"cannot write standard output: {reader.refused.strerror}; the run goes on and is recorded")
             if reader.backlog_bytes:
                 continue
             if over:
@@ -142,8 +173,18 @@ def give_up(supervisor: subprocess.Popen[bytes]) -> None:
         supervisor.terminate()
 
 
-def conclude(run: Run, returncode: int, state: RunState, *, narrate: bool, environ: Mapping[str, str]) -> int:
-    """Say how the run ended; return the command's exit code.
+def conclude(
+    run: Run, returncode: int, state: RunState, *, narrate: bool, environ: Mapping[str, str], err: Outlet
+) -> int:
+    """Say how the run ended; return the command's exit code, which no unwritten word of this changes.
+
+    Args:
+        run: the run.
+        returncode: of its supervisor.
+        state: what its record says.
+        narrate: whether standard output is for people.
+        environ: says whether to colour.
+        err: standard error.
 
     Raises:
         RequestError: the ranks found the request wrong before they trained; the run directory is removed again.
@@ -155,14 +196,17 @@ def conclude(run: Run, returncode: int, state: RunState, *, narrate: bool, envir
         raise RequestError(status.message or "the request was wrong")
     colour = use_colour(sys.stderr.isatty(), environ)
     if narrate and all(view.last is not None for view in state.ranks.values()):
-        columns = shutil.get_terminal_size().columns
+        columns, out = shutil.get_terminal_size().columns, Outlet(sys.stdout)
         for line in headless.closing_lines(state, columns):
-            print(headless.paint(line, colour=use_colour(sys.stdout.isatty(), environ)))
-        sys.stdout.flush()
+            out.write(headless.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
+        out.settle()
+        if out.trouble is not None and not isinstance(out.trouble, BrokenPipeError):
+            err.line(f"gputrain: cannot write standard output: {out.trouble.strerror}")
     for line in _last_words(run, status, state):
-        print(headless.paint(line, colour=colour), file=sys.stderr)
+        err.line(headless.paint(line, colour=colour))
     if narrate:
-        print(headless.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour), file=sys.stderr)
+        err.line(headless.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
+    err.settle()
     return code
 
 
@@ -174,6 +218,8 @@ def _last_words(run: Run, status: Status, state: RunState) -> list[list[headless
         log = run.dir.rank_log(failure.rank) if failure.rank is not None else run.dir.node_log(node)
         lines += headless.failure_block(failure, outcome.last_lines(log, LOG_LINES), str(log))
     lines.append(headless.ending(state))
+    if status.status == "finished" and status.message:
+        lines.append([(printable(status.message), "alarm")])
     if status.status == "stopped":
         kept, _, left = (status.message or "").partition("processes left: ")
         lines.append([(printable(kept.rstrip("; ")), "")])
@@ -186,12 +232,12 @@ def use_colour(terminal: bool, environ: Mapping[str, str]) -> bool:
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def show(state: RunState, environ: Mapping[str, str]) -> headless.Headless:
+def show(state: RunState, environ: Mapping[str, str], err: Outlet) -> headless.Headless:
     """Return the view that fits this terminal, or the log that stands in its place."""
     terminal = sys.stderr.isatty()
     return headless.Headless(
         state,
-        sys.stderr,
+        err,
         live=terminal and environ.get("TERM") != "dumb",
         colour=use_colour(terminal, environ),
         width=lambda: shutil.get_terminal_size().columns,
@@ -200,4 +246,4 @@ def show(state: RunState, environ: Mapping[str, str]) -> headless.Headless:
 
 def reader_of(run: Run, *, json: bool) -> Reader:
     """Return what reads the run's record, and passes it on where that is asked for."""
-    return JsonStream(run, sys.stdout.buffer) if json else RunReader(run.dir)
+    return JsonStream(run, sys.stdout) if json else RecordReader(run.dir)

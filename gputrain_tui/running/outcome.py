@@ -6,8 +6,11 @@ counts, and an exit code of 0 without it does not.
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,10 @@ from trainer.record import AnyEvent, Failure, RankState, RunDir, decode_events
 TAIL_BYTES = 1 << 20
 """How much of the end of a file is searched; how a rank ended is among its last words."""
 LOG_BYTES = 64 << 10
+ROOM_BYTES = 16 << 10
+"""Less room than this may have kept ranks from writing their last words."""
+STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
+"""Exit codes of a node's parent that somebody stopped, the negative ones before it could answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,19 @@ def sizes(run_dir: RunDir) -> dict[str, int]:
 def unfinished(run_dir: RunDir, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
     """Return the ranks that did not record that they finished in this attempt."""
     return [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
+
+
+def is_full(run_dir: RunDir) -> bool:
+    """Whether the disk takes no more, so that what is missing in the record says nothing."""
+    probe = run_dir.path / f".room-{os.getpid()}"
+    try:
+        probe.write_bytes(b"\0" * ROOM_BYTES)
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return False
 
 
 def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
@@ -68,6 +88,23 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
         if end.unfinished:
             return _from_exit(run_dir, node, end, now)
     return Failure(time=now, kind="exit", message="the run ended and no rank says why")
+
+
+def stopped_first(ended: Mapping[int, NodeEnd]) -> int | None:
+    """Return the node that somebody stopped on its own machine before anything had failed; None when none was.
+
+    Args:
+        ended: per node, in the order in which they ended; nobody had asked the supervisor to end the run.
+    """
+    first = next(((node, end) for node, end in ended.items() if end.unfinished), None)
+    return first[0] if first is not None and first[1].exit_code in STOPPED else None
+
+
+def clear_unfinished(run_dir: RunDir) -> None:
+    """Delete what ranks that were killed while they saved have left of a checkpoint; nobody can use it."""
+    for path in run_dir.checkpoints.glob(".*.pt.tmp"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
@@ -136,7 +173,8 @@ def _from_results(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Fai
 def _from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
     """Tell from a node's exit code and last words what happened, where nothing else does."""
     host, code, ranks = end.host, end.exit_code, end.unfinished
-    words = last_lines(run_dir.node_log(node), 1)
+    # Nobody has a last word on SIGKILL: what was said before it is about something else.
+    words = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
     said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
     if code == ExitCode.BAD_REQUEST:
         return Failure(time=now, kind="request", host=host, message=said.removeprefix(": ") or "the request was wrong")

@@ -161,14 +161,18 @@ def launch(prepared: Prepared, *, leased: bool, warm: WarmStart | None = None) -
         warm: takes the run over if it has somebody who waits for one.
 
     Raises:
-        RequestError: the run directory cannot be written.
+        NotReadyError: the run directory cannot be written.
     """
     recipe = prepared.recipe
 
     def planned(run_dir: RunDir) -> bytes:
         return msgspec.json.encode(with_run_dir(prepared.plan, str(run_dir.path)))
 
-    run = create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_kept(recipe), plan=planned)
+    try:
+        run = create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_kept(recipe), plan=planned)
+    except RequestError as error:
+        what, _, fix = str(error).partition("; ")
+        raise NotReadyError([Result(status="error", check="run folder", what=what, fix=fix)]) from None
     return run, start_supervisor(run.dir, leased=leased, warm=warm)
 
 
@@ -180,7 +184,7 @@ def start_supervisor(
     if warm is not None and (waiting := warm.launch(words)) is not None:
         return waiting
     # It inherits the mask and lifts it once it has handlers: a Ctrl-C while its modules load waits, and kills nobody.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         with (run_dir.logs / "supervisor.log").open("ab") as log:
             return subprocess.Popen(

@@ -5,6 +5,7 @@ Nobody watches it from outside, so a thread answers to signals and to the lease,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -144,6 +145,7 @@ class _Alone:
 
         A rank that trains has some time to keep its work first.
         """
+        asked = 0
         while True:
             now = time.monotonic()
             if self._leave_at is not None and now >= self._leave_at:
@@ -160,10 +162,13 @@ class _Alone:
             wishes = [number for number in numbers if number in STOPPING]
             if not wishes:
                 continue
-            if self._asked or not self._listens or self._signals.at_once or AT_ONCE in wishes or len(wishes) > 1:
+            # The handlers, which tell these apart as well, wait while the rank is in C++.
+            asked += sum(number != signal.SIGHUP for number in wishes)
+            if not self._listens or self._signals.at_once or AT_ONCE in wishes or asked > 1:
                 self._leave()
-            self._leave_at = time.monotonic() + self._patience_s
-            self._asked = True
+            if not self._asked:
+                self._leave_at = time.monotonic() + self._patience_s
+                self._asked = True
 
     def _leave(self) -> NoReturn:
         if not self._told:
@@ -192,7 +197,7 @@ class _Alone:
             os.write(self._terminal, line.encode(errors="backslashreplace"))
         if self._run_dir is not None and here.local_world_size == 1:
             outcome = RankOutcome(exit_code=code, finished=finished)
-            NodeOutcome(
+            node = NodeOutcome(
                 node=here.node,
                 host=here.host,
                 exit_code=code,
@@ -200,4 +205,6 @@ class _Alone:
                 failure=failure,
                 stopped_at=None if stopped is None else stopped.step,
                 saved=None if stopped is None else stopped.saved,
-            ).write(self._run_dir.node_result(here.node))
+            )
+            with contextlib.suppress(OSError):  # a full disk takes nothing from how the rank ended
+                node.write(self._run_dir.node_result(here.node))

@@ -1,6 +1,7 @@
 """Turns Ctrl-C, SIGTERM, a lost terminal and the end of a lease into one wish to stop that a wait can be woken by.
 
 The first signal asks the ranks to keep their work; a second one, SIGUSR2 or the end of the lease does not wait for it.
+A terminal that is closed hangs up more than once, by its kernel and by its shell, and means only one thing by it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class StopSignals:
         self.at_once = False
         """Whether nothing is to be waited for."""
         self.wake, self._waker = socket.socketpair()
+        self._asked = False
+        """Whether a person asked; the next time is not to be waited for."""
         self._lease = environ.get(LEASE) == "stdin"
         self._raising = False
         self._over = False
@@ -81,7 +84,8 @@ class StopSignals:
             return
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self.at_once |= number == AT_ONCE or self.requested is not None
+        self.at_once |= number == AT_ONCE or (self._asked and number != signal.SIGHUP)
+        self._asked |= number != signal.SIGHUP
         if self.requested is None:
             self.requested = signal.Signals(number).name
         if self._raising:

@@ -1,0 +1,102 @@
+"""A folder with a small recipe and runs of its own, for tests that start and end real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gputrain_tui.runs import Run, last_step, list_runs
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 200
+
+RECIPE = """\
+name = "tiny"
+
+[[cluster.nodes]]
+cpu_ranks = 2
+
+[train]
+task = "lm"
+batch_size = 4
+max_updates = {updates}
+threads = 1
+
+[task]
+data = "{data}"
+context = 16
+dim = 8
+layers = 1
+heads = 1
+"""
+
+FOR_EVER = 1_000_000
+
+
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+@dataclass
+class Bench:
+    """A folder with text, recipes and runs of its own."""
+
+    folder: Path
+
+    def recipe(self, updates: int = 5) -> Path:
+        data = self.folder / "text.txt"
+        data.write_text(TEXT)
+        path = self.folder / f"tiny-{updates}.toml"
+        path.write_text(RECIPE.format(updates=updates, data=data))
+        return path
+
+    def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[str]:
+        environment = {**os.environ, "GPUTRAIN_HOME": str(self.folder / "home"), "NO_COLOR": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "gputrain_tui", *map(str, words)],
+            env=environment,
+            cwd=self.folder,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        )
+
+    def call(self, *words: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL)
+        out, err = process.communicate(stdin, timeout=60)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def runs(self) -> list[Run]:
+        return list_runs(self.folder / "home" / "runs")
+
+    def training(self) -> Run:
+        """The newest run, once both ranks have done a step."""
+        until(self.runs)
+        run = self.runs()[0]
+        until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
+        return run
+
+
+def pid_of_rank(run: Run, rank: int) -> int:
+    for line in run.dir.node_events(0).read_text().splitlines():
+        event = json.loads(line)
+        if event["type"] == "rank_state" and event["rank"] == rank and event["state"] == "spawned":
+            return int(event["pid"])
+    raise AssertionError(f"rank {rank} was not spawned")
+
+
+def node_parent(run: Run) -> int:
+    attempt = json.loads(run.dir.attempt.read_bytes())
+    return int(attempt["processes"]["0"]["pid"])
+
+
+def supervisor_of(run: Run) -> int:
+    return int(json.loads(run.dir.status.read_bytes())["supervisor"]["pid"])

@@ -1,0 +1,171 @@
+"""A person, a shell or a scheduler ends a run: what is asked of whom, how it ends, what it says it was."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bench import FOR_EVER, Bench, node_parent, supervisor_of, until
+
+from gputrain_tui.running import leftovers
+from gputrain_tui.runs import Run
+from trainer.checkpoint import newest
+
+Victim = Callable[[subprocess.Popen[str], Run], int]
+FOREGROUND: Victim = lambda process, _: process.pid  # noqa: E731
+SUPERVISOR: Victim = lambda _, run: supervisor_of(run)  # noqa: E731
+NODE: Victim = lambda _, run: node_parent(run)  # noqa: E731
+
+
+def saved_step(run: Run) -> int:
+    found = newest(run.dir.checkpoints)
+    assert found is not None
+    return int(found[1]["updates"])
+
+
+def assert_nothing_is_left(run: Run) -> None:
+    assert leftovers.processes_of(run.dir.path) == []
+    assert list(run.dir.path.rglob("*.tmp")) == []
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "told"),
+    [
+        (FOREGROUND, signal.SIGTERM, "stopped by SIGTERM"),
+        (FOREGROUND, signal.SIGHUP, "stopped by SIGHUP"),
+        (SUPERVISOR, signal.SIGHUP, "stopped by SIGHUP"),
+        (NODE, signal.SIGTERM, "node 0 was stopped on localhost"),
+        (NODE, signal.SIGHUP, "node 0 was stopped on localhost"),
+    ],
+    ids=["foreground TERM", "foreground HUP", "supervisor HUP", "node TERM", "node HUP"],
+)
+def test_whoever_is_asked_to_stop_the_run_is_saved_and_says_by_what(
+    bench: Bench, victim: Victim, number: signal.Signals, told: str
+) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    os.kill(victim(process, run), number)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 130
+    (ended,) = bench.runs()
+    assert (ended.state, ended.status.exit_code) == ("stopped", 130)
+    step = saved_step(run)
+    path = run.dir.checkpoints / f"step_{step:08}.pt"
+    assert ended.status.message == f"{told} at update {step}, saved {path}"
+    assert ended.status.message in err
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_node_that_is_stopped_before_it_answers_is_stopped_and_not_failed(
+    bench: Bench, number: signal.Signals
+) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    until(lambda: bench.runs() and bench.runs()[0].dir.attempt.exists())
+    run = bench.runs()[0]
+    os.kill(node_parent(run), number)
+    process.communicate(timeout=90)
+    assert (process.returncode, bench.runs()[0].state) == (130, "stopped")
+    assert_nothing_is_left(run)
+
+
+def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs_up(bench: Bench) -> None:
+    main, terminal = pty.openpty()
+    process = bench.start(
+        "run", bench.recipe(FOR_EVER), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    )
+    os.close(terminal)
+    run = bench.training()
+    os.close(main)  # whatever is written to the terminal from here on is an input/output error
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+        until(lambda: bench.runs()[0].state != "running")
+    assert process.wait(90) == 130
+    assert bench.runs()[0].status.message == (
+        f"stopped by SIGHUP at update {saved_step(run)}, saved {run.dir.checkpoints}/step_{saved_step(run):08}.pt"
+    )
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_trainer_alone_saves_when_its_terminal_is_closed(bench: Bench, ranks: int) -> None:
+    folder, data = bench.folder / "run", bench.recipe().with_name("text.txt")
+    flags = f"--cpu --distributed-world-size {ranks} --task lm --batch-size 4 --max-updates {FOR_EVER} --threads 1"
+    sizes = f"--data {data} --context 16 --dim 8 --layers 1 --heads 1 --run-dir {folder}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *flags.split(), *sizes.split()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: (folder / "events/0.ndjson").exists() and '"step"' in (folder / "events/0.ndjson").read_text())
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 130
+    found = newest(folder / "checkpoints")
+    assert found is not None
+    assert f"stopped at update {found[1]['updates']}, saved {found[0]}" in err
+
+
+def test_ctrl_c_that_also_ends_the_reader_of_the_output_still_saves(bench: Bench) -> None:
+    reader, writer = os.pipe()
+    process = bench.start("run", bench.recipe(FOR_EVER), stdout=writer, stderr=writer)
+    os.close(writer)
+    run = bench.training()
+    os.close(reader)  # as `tee` is ended by the same Ctrl-C
+    process.send_signal(signal.SIGINT)
+    assert process.wait(90) == 130
+    assert saved_step(run) > 0
+    assert_nothing_is_left(run)
+
+
+def test_output_that_nobody_reads_any_more_does_not_end_a_run(bench: Bench) -> None:
+    reader, writer = os.pipe()
+    process = bench.start("run", bench.recipe(200), "--set", "train.save_every_updates=20", stderr=writer)
+    os.close(writer)
+    bench.training()
+    os.close(reader)
+    process.communicate(timeout=90)
+    assert (process.returncode, bench.runs()[0].state) == (0, "finished")
+
+
+def test_json_whose_reader_goes_away_ends_the_run_once_it_is_saved(bench: Bench) -> None:
+    reader, writer = os.pipe()
+    process = bench.start("run", bench.recipe(FOR_EVER), "--json", stdout=writer)
+    os.close(writer)
+    os.read(reader, 1)
+    os.close(reader)
+    process.communicate(timeout=90)
+    run = bench.runs()[0]
+    assert (process.returncode, run.state) == (141, "stopped")
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize(("stream", "words"), [("stdout", ["--json"]), ("stdout", []), ("stderr", [])])
+def test_a_full_disk_behind_the_output_changes_nothing_about_the_run(
+    bench: Bench, stream: str, words: list[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        process = bench.start("run", bench.recipe(), *words, **{stream: full})
+        _, err = process.communicate(timeout=90)
+    assert (process.returncode, bench.runs()[0].state) == (0, "finished")
+    assert stream == "stderr" or "cannot write standard output: No space left on device" in err
+
+
+def test_a_killed_run_leaves_no_part_of_a_checkpoint(bench: Bench) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    left = run.dir.checkpoints / ".step_00000001.pt.tmp"
+    left.write_bytes(b"half of a checkpoint")
+    process.kill()
+    process.communicate(timeout=90)
+    until(lambda: bench.runs()[0].state == "stopped")
+    assert not left.exists()
