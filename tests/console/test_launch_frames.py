@@ -5,11 +5,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from launch_desk import TEXT, fixed_folder, two_recipes
 from screen_frames import SIZES, assert_screen
 from screens_at_rest import in_loop, quiet_app, settle, show
-from test_launch_screen import TEXT
 
-from gputrain_tui import paths
 from gputrain_tui import recipe as recipes
 from gputrain_tui.console.examine import Examined
 from gputrain_tui.console.screens.launch import LaunchScreen
@@ -24,17 +23,7 @@ SIZED = pytest.mark.parametrize("size", SIZES)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GPUTRAIN_HOME", "home")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paths, "runs_folder", lambda: Path("home/runs"))
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "tiny.toml").write_text(TEXT)
-    (tmp_path / "recipes" / "two_nodes.toml").write_text(
-        TEXT.replace("cpu_ranks = 2 ", 'host = "10.0.0.1"\ngpus = 4\n\n[[cluster.nodes]]\nhost = "10.0.0.2"\ngpus = 2')
-        .replace("tiny", "two-nodes")
-        .replace("max_updates = 2", "max_updates = 20_000")
-    )
-    return tmp_path
+    return two_recipes(fixed_folder(tmp_path, monkeypatch))
 
 
 HERE = LocalFacts(free_port=21000, names=frozenset({"10.0.0.1"}))

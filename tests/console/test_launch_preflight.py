@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from screens_at_rest import in_loop, quiet_app, seen, settle, show
-from test_launch_screen import TEXT, opened
+from launch_desk import TEXT, launching, put, small_folder
+from screens_at_rest import in_loop, seen, settle
 
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.form import draw_field
@@ -20,12 +20,7 @@ from gputrain_tui.runs import list_runs
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "tiny.toml").write_text(TEXT)
-    (tmp_path / "text.txt").write_text("to be or not to be " * 200)
-    return tmp_path
+    return small_folder(tmp_path, monkeypatch)
 
 
 def result(status: str, key: str = "", what: str = "found", fix: str = "") -> Result:
@@ -95,10 +90,7 @@ def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
 
 @in_loop
 async def test_missing_data_is_said_while_its_name_is_typed_and_goes_away_with_it() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(140, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
+    async with launching() as (app, pilot, screen):
         assert "preflight  ✓ ready" in seen(app)
         screen.form.focus()
         screen.form.go_to("task.data")
@@ -115,14 +107,8 @@ async def test_missing_data_is_said_while_its_name_is_typed_and_goes_away_with_i
 
 @in_loop
 async def test_an_error_blocks_the_launch_with_its_line() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(140, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
-        screen.draft.set("task.data", "nowhere.bin")
-        screen._changed()
-        await settle(pilot)
+    async with launching() as (app, pilot, screen):
+        await put(pilot, screen, "task.data", "nowhere.bin")
         field = next(row for row in seen(app).splitlines() if "! data" in row)
         assert "nowhere.bin does not exist" in field
         assert "preflight  ✗ 1 error" in seen(app)
@@ -136,16 +122,10 @@ async def test_an_error_blocks_the_launch_with_its_line() -> None:
 
 @in_loop
 async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(140, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
+    async with launching() as (app, pilot, screen):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
-            screen.draft.set("cluster.port", str(taken.getsockname()[1]))
-            screen._changed()
-            await settle(pilot)
+            await put(pilot, screen, "cluster.port", str(taken.getsockname()[1]))
             taken.listen()
             await pilot.press("L")
             await settle(pilot)
@@ -157,14 +137,8 @@ async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for(
 async def test_a_warning_does_not_block_the_launch(folder: Path) -> None:
     (folder / "kept").mkdir()
     (folder / "kept" / "step_00000001.pt").touch()
-    app = quiet_app()
-    async with app.run_test(size=(140, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
-        screen.draft.set("train.save_dir", "kept")
-        screen._changed()
-        await settle(pilot)
+    async with launching() as (app, pilot, screen):
+        await put(pilot, screen, "train.save_dir", "kept")
         assert "preflight  ! ready, 1 warning" in seen(app)
         assert screen._found is not None
         assert screen._found.prepared is not None
@@ -175,10 +149,7 @@ async def test_nodes_elsewhere_are_told_beside_their_host_and_their_commands_are
     (folder / "recipes" / "tiny.toml").write_text(
         TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "192.0.2.7"')
     )
-    app = quiet_app()
-    async with app.run_test(size=(140, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
+    async with launching() as (app, pilot, screen):
         screen.form.go_to("cluster.nodes[0].host")
         await settle(pilot)
         field = next((row for row in seen(app).splitlines() if "! host" in row), seen(app))

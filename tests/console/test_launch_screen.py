@@ -5,9 +5,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from screens_at_rest import in_loop, quiet_app, seen, settle, show
+from launch_desk import TEXT, launching, put, small_folder
+from screens_at_rest import in_loop, seen, settle
 
-from gputrain_tui.console.screens.launch import LaunchScreen
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.form import Form, lines_of
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrapped
@@ -15,40 +15,10 @@ from gputrain_tui.plan import Plan, PlannedNode
 from gputrain_tui.recipes.draft import Draft
 from gputrain_tui.runs import find
 
-TEXT = """# A recipe with a comment.
-name = "tiny"
-
-[[cluster.nodes]]
-cpu_ranks = 2           # here
-
-[train]
-task = "lm"
-max_updates = 2
-threads = 1
-save_every_epochs = 0
-
-[task]
-data = "text.txt"       # beside it
-context = 8
-dim = 16
-layers = 1
-heads = 2
-sample_bytes = 0
-"""
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "tiny.toml").write_text(TEXT)
-    (tmp_path / "text.txt").write_text("to be or not to be " * 200)
-    return tmp_path
-
-
-def opened() -> LaunchScreen:
-    return LaunchScreen(settle_s=0)
+    return small_folder(tmp_path, monkeypatch)
 
 
 # Drawing
@@ -94,9 +64,7 @@ def test_a_search_keeps_fields_whose_name_or_help_holds_the_words() -> None:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @in_loop
 async def test_a_recipe_its_form_and_its_plan_are_seen_at_every_size(size: tuple[int, int]) -> None:
-    app = quiet_app()
-    async with app.run_test(size=size) as pilot:
-        await show(pilot, opened())
+    async with launching(size) as (app, _pilot, _screen):
         text = seen(app)
         for part in ("tiny", "recipes/tiny.toml", "names the run", "2 ranks on 1 node", "0–1", "CPU × 2"):
             assert part in text, part
@@ -105,10 +73,7 @@ async def test_a_recipe_its_form_and_its_plan_are_seen_at_every_size(size: tuple
 
 @in_loop
 async def test_an_edit_is_checked_while_it_is_typed_and_moves_the_plan() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
+    async with launching((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("cluster.nodes[0].cpu_ranks")
         await pilot.press("enter", "backspace", "0")
@@ -123,10 +88,7 @@ async def test_an_edit_is_checked_while_it_is_typed_and_moves_the_plan() -> None
 
 @in_loop
 async def test_escape_leaves_the_editor_without_a_change() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
+    async with launching((120, 40)) as (_app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.max_updates")
         await pilot.press("enter", "9", "escape")
@@ -137,10 +99,7 @@ async def test_escape_leaves_the_editor_without_a_change() -> None:
 
 @in_loop
 async def test_switches_and_choices_change_with_one_key_and_back() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
+    async with launching((120, 40)) as (_app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.shuffle")
         await pilot.press("space")
@@ -157,10 +116,7 @@ async def test_switches_and_choices_change_with_one_key_and_back() -> None:
 
 @in_loop
 async def test_what_the_machines_cannot_do_stands_beside_the_field() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(140, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
+    async with launching() as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("task.data")
         await pilot.press("enter", "x", "enter")
@@ -173,12 +129,7 @@ async def test_what_the_machines_cannot_do_stands_beside_the_field() -> None:
 
 @in_loop
 async def test_chosen_gpus_go_into_the_first_node() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        app.desk.gpus = {"localhost": (1, 3)}
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
+    async with launching((120, 40), gpus={"localhost": (1, 3)}) as (app, _pilot, screen):
         assert screen.draft.nodes()[0] == {"gpus": [1, 3]}
         assert screen.form.field is not None
         assert screen.form.field.key == "cluster.nodes[0].gpus"
@@ -189,34 +140,21 @@ async def test_chosen_gpus_go_into_the_first_node() -> None:
 async def test_chosen_gpus_are_refused_by_a_recipe_for_other_machines(folder: Path) -> None:
     away = TEXT.replace("cpu_ranks = 2", 'host = "192.0.2.77"\ngpus = 2')
     (folder / "recipes" / "tiny.toml").write_text(away)
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        app.desk.gpus = {"localhost": (0,)}
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
+    async with launching((120, 40), gpus={"localhost": (0,)}) as (_app, _pilot, screen):
         assert not screen.draft.changes
 
 
 @in_loop
 async def test_saving_keeps_the_comments_and_another_name_keeps_the_file(folder: Path) -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
-        screen.draft.set("train.lr", "0.25")
-        screen._changed()
-        await settle(pilot)
+    async with launching((120, 40)) as (app, pilot, screen):
+        await put(pilot, screen, "train.lr", "0.25")
         await pilot.press("s")
         await settle(pilot)
         saved = (folder / "recipes" / "tiny.toml").read_text()
         assert "lr = 0.25" in saved
         assert "# here" in saved
         assert "# A recipe with a comment." in saved
-        screen.draft.set("train.lr", "0.5")
-        screen._changed()
-        await settle(pilot)
+        await put(pilot, screen, "train.lr", "0.5")
         await pilot.press("A", "enter")
         await settle(pilot)
         copy = tomllib.loads((folder / "recipes" / "tiny-2.toml").read_text())
@@ -227,23 +165,15 @@ async def test_saving_keeps_the_comments_and_another_name_keeps_the_file(folder:
 
 @in_loop
 async def test_what_is_wrong_is_not_saved(folder: Path) -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
-        screen.draft.set("train.lr", "-1")
-        screen._changed()
-        await settle(pilot)
+    async with launching((120, 40)) as (_app, pilot, screen):
+        await put(pilot, screen, "train.lr", "-1")
         await pilot.press("s")
         assert (folder / "recipes" / "tiny.toml").read_text() == TEXT
 
 
 @in_loop
 async def test_the_commands_go_to_the_clipboard_and_into_a_file(folder: Path) -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, opened())
+    async with launching((120, 40)) as (app, pilot, _screen):
         await pilot.press("c", "C")
         assert "--distributed-world-size 2" in app.clipboard
         assert (folder / "tiny-commands.txt").read_text() == app.clipboard
@@ -252,9 +182,7 @@ async def test_the_commands_go_to_the_clipboard_and_into_a_file(folder: Path) ->
 @in_loop
 async def test_a_folder_without_recipes_says_where_they_are_looked_for(folder: Path) -> None:
     (folder / "recipes" / "tiny.toml").unlink()
-    app = quiet_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await show(pilot, opened())
+    async with launching((80, 24)) as (app, pilot, _screen):
         text = seen(app)
         assert "No recipe here." in text
         assert "./recipes/*.toml" in text
@@ -265,11 +193,7 @@ async def test_a_folder_without_recipes_says_where_they_are_looked_for(folder: P
 @in_loop
 async def test_changes_stay_with_their_recipe_while_another_is_looked_at(folder: Path) -> None:
     (folder / "recipes" / "zebra.toml").write_text(TEXT.replace("tiny", "zebra"))
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        screen = opened()
-        await show(pilot, screen)
-        assert screen.draft is not None
+    async with launching((120, 40)) as (app, pilot, screen):
         screen.draft.set("train.lr", "0.5")
         await pilot.press("down")
         await settle(pilot)
@@ -282,9 +206,7 @@ async def test_changes_stay_with_their_recipe_while_another_is_looked_at(folder:
 
 @in_loop
 async def test_launching_starts_a_detached_supervisor_and_shows_the_run() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, opened())
+    async with launching((120, 40)) as (app, pilot, _screen):
         await pilot.press("L", "L")
         await settle(pilot)
         assert app.place == "run"
@@ -297,9 +219,7 @@ async def test_launching_starts_a_detached_supervisor_and_shows_the_run() -> Non
 
 @in_loop
 async def test_eighty_fields_do_not_make_the_screen_slow_to_show() -> None:
-    app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, opened())
+    async with launching((120, 40)) as (app, _pilot, _screen):
         form = app.screen.query_one(Form)
         assert form.count() > 70
         assert len(form.children) == 0

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
+from launch_desk import fixed_folder, two_recipes
 from run_dirs import run_dir
 from screen_frames import SIZES, assert_screen
 from screens_at_rest import in_loop, quiet_app, settle, show
-from test_launch_screen import TEXT
 
-from gputrain_tui import paths
 from gputrain_tui.console.screens.history import HistoryScreen
 
 T0 = 1_790_000_000.0
@@ -18,20 +16,7 @@ SIZED = pytest.mark.parametrize("size", SIZES)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # The history shows where a run is kept, so that place is the same for everybody.
-    monkeypatch.setenv("GPUTRAIN_HOME", "home")
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paths, "runs_folder", lambda: Path("home/runs"))
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "tiny.toml").write_text(TEXT)
-    (tmp_path / "recipes" / "two_nodes.toml").write_text(
-        TEXT.replace("cpu_ranks = 2 ", 'host = "10.0.0.1"\ngpus = 4\n\n[[cluster.nodes]]\nhost = "10.0.0.2"\ngpus = 2')
-        .replace("tiny", "two-nodes")
-        .replace("max_updates = 2", "max_updates = 20_000")
-    )
-    return tmp_path
+    return two_recipes(fixed_folder(tmp_path, monkeypatch))
 
 
 @SIZED

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import synthetic
+from launch_desk import fixed_folder
 from screen_frames import console, press, settle
 from screens_at_rest import in_loop, quiet_app, show
 from screens_at_rest import settle as rest
@@ -20,7 +20,6 @@ from test_cluster_frames import several
 from test_launch_frames import examined
 from textual.pilot import Pilot
 
-from gputrain_tui import paths
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.screens.launch import LaunchScreen
@@ -52,15 +51,9 @@ data = "books/*.txt"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Names, clock and theme are the same for everybody."""
-    monkeypatch.setenv("GPUTRAIN_HOME", "home")
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paths, "runs_folder", lambda: Path("home/runs"))
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "two_nodes.toml").write_text(RECIPE)
-    return tmp_path
+    kept = fixed_folder(tmp_path, monkeypatch)
+    (kept / "recipes" / "two_nodes.toml").write_text(RECIPE)
+    return kept
 
 
 async def a_run(take: Callable[[Pilot[Any]], Awaitable[None]], folder: Path) -> None:
