@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from gang import Gang
 from torch import nn
 
 from trainer.measure.desync import _minority, check, fingerprint
-from trainer.record import Checksum, Finding
+from trainer.record import Checksum, EventWriter, Finding, decode_events
+from trainer.training.telling import Replicas
 
 CPU = torch.device("cpu")
 
@@ -163,6 +166,30 @@ def test_a_desync_names_the_rank_and_the_first_tensor_that_differs(
     assert finding.message.startswith(message)
     assert (finding.kind, finding.severity, finding.rank, finding.step) == ("desync", severity, apart[0], 100)
     assert finding.advice
+
+
+def _follow(rank: int, world_size: int, folder: str) -> None:
+    model = _model()
+    weight: Any = model[0].weight
+    writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
+    here: Any = SimpleNamespace(rank=rank, device=CPU, writer=writer)
+    replicas = Replicas(here)
+    first = float(weight[0, 0])
+    for step, differs in ((100, False), (200, True), (300, True), (400, False)):
+        with torch.no_grad():
+            weight[0, 0] = first + (differs and rank == 1)
+        replicas.check(model, step=step)
+    writer.close()
+
+
+def test_a_difference_that_stays_is_told_once_and_that_it_is_over_too(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_follow, str(tmp_path))
+    events = [decode_events((tmp_path / f"{rank}.ndjson").read_bytes()) for rank in range(3)]
+    assert [[event.step for event in each if isinstance(event, Checksum)] for each in events] == 3 * [
+        [100, 200, 300, 400]
+    ]
+    told = [[(e.state, e.step, e.rank) for e in each if isinstance(e, Finding)] for each in events]
+    assert told == [[("raised", 200, 1), ("cleared", 400, 1)], [], []]
 
 
 # Last: these make the members of the gang believe that they run on unlike processors.

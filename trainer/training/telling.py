@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor, nn
 
 from trainer import record
@@ -65,10 +66,29 @@ def show(here: Surroundings, text: str, *, step: int) -> None:
     here.say(text)
 
 
-def check_desync(here: Surroundings, model: nn.Module, *, step: int) -> None:
-    """Compare the parameters of all ranks and record what is found."""
-    for event in desync.check(model, step=step, rank=here.rank, device=here.device):
-        here.writer.write(event)
+class Replicas:
+    """Records whether all ranks hold the same model: each difference once, and when it is over."""
+
+    def __init__(self, here: Surroundings) -> None:
+        self._here = here
+        self._told: dict[str | None, record.Finding] = {}
+        """By what differs; on the rank that tells it."""
+
+    def check(self, model: nn.Module, *, step: int) -> None:
+        """Compare the parameters of all ranks; all of them call this after the same step."""
+        writer, found = self._here.writer, {}
+        for event in desync.check(model, step=step, rank=self._here.rank, device=self._here.device):
+            if isinstance(event, record.Finding):
+                found[event.cause] = event
+            else:
+                writer.write(event)
+        for what, finding in self._told.items():
+            if what not in found or found[what].rank != finding.rank:
+                writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
+        for what, finding in found.items():
+            if what not in self._told or self._told[what].message != finding.message:
+                writer.write(finding)
+        self._told = found
 
 
 class Progress:
