@@ -40,6 +40,7 @@ from gputrain_tui.runs import ENDED, Run, find, list_runs
 from trainer.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
+    from gputrain_tui.console.screens.console import Console
     from gputrain_tui.machines.hostfile import HostLine
     from gputrain_tui.running.start import Prepared
 
@@ -396,6 +397,11 @@ class GputrainApp(App[int]):
             self.call_from_thread(self.say, str(error), alarm=True)
             return
         self.call_from_thread(self.say, report, alarm=bool(left))
+
+
+if TYPE_CHECKING:
+    SEEN_BY_SCREENS: type[Console] = GputrainApp
+    """The checker proves that the console is what its screens take it for."""
 
 
 def _screen(path: str) -> Screen[Any]:

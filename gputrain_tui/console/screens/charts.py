@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from textual.screen import Screen
 
+from gputrain_tui.console.screens.console import console_of
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.app import GputrainApp
     from gputrain_tui.console.live import LiveRun
 
 CHARTS_S = 0.25
@@ -24,8 +24,6 @@ SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
 
 class ChartScreen(Screen[None]):
     """A screen on a run, with charts."""
-
-    app: GputrainApp
 
     def __init__(self, live: LiveRun) -> None:
         super().__init__()
@@ -61,6 +59,6 @@ class ChartScreen(Screen[None]):
     def action_stop_run(self) -> None:
         """Stop the run, after a question."""
         if self.live.over:
-            self.app.say(f"{self.live.id} is {self.live.status} already")
+            console_of(self).say(f"{self.live.id} is {self.live.status} already")
         else:
-            self.app.ask_to_stop(self.live.run)
+            console_of(self).ask_to_stop(self.live.run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -10,8 +10,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
-if TYPE_CHECKING:
-    from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.console import console_of
 
 QUIET_S = 0.1
 """A yes counts so long after the key before it, s: the keys that a paste passes for come closer to each other."""
@@ -56,7 +55,7 @@ class Confirm(ModalScreen[bool]):
 
     def action_answer(self, yes: bool) -> None:
         """Take the answer, unless it is a yes among keys that nobody types so fast."""
-        console = cast("GputrainApp", self.app)
+        console = console_of(self)
         if yes and console.quiet_s < QUIET_S:
             console.say("nothing was done: that answer came too fast to be meant; give it once more")
         else:

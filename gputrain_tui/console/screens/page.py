@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.screen import Screen
 
 from gputrain_tui.console.desk import Desk
+from gputrain_tui.console.screens.console import Console, console_of
 from gputrain_tui.console.widgets.abstract import Abstract
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.places import Places
-
-if TYPE_CHECKING:
-    from gputrain_tui.console.app import GputrainApp
 
 
 class Page(Screen[None], metaclass=Abstract):
@@ -36,9 +34,9 @@ class Page(Screen[None], metaclass=Abstract):
         """Yield what stands between the first and the last line."""
 
     @property
-    def console(self) -> GputrainApp:
+    def console(self) -> Console:
         """The console."""
-        return cast("GputrainApp", self.app)
+        return console_of(self)
 
     @property
     def desk(self) -> Desk:
