@@ -114,7 +114,6 @@ class Loop:
         self._count_estimate = 1.0
         self._progress = telling.Progress(here)
         self._replicas = telling.Replicas(here)
-        self._replicas = telling.Replicas(here)
         self._saving = Saving(here, keep_last=options.keep_last)
         self._validated_at = -1
         self._start_time = time.monotonic()

@@ -184,7 +184,7 @@ def _follow(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_difference_that_stays_is_told_once_and_that_it_is_over_too(gang: Gang, tmp_path: Path) -> None:
     gang.run(_follow, str(tmp_path))
-    events = [decode_events((tmp_path / f"{rank}.ndjson").read_bytes()) for rank in range(3)]
+    events = [list(decode_events((tmp_path / f"{rank}.ndjson").read_bytes())) for rank in range(3)]
     assert [[event.step for event in each if isinstance(event, Checksum)] for each in events] == 3 * [
         [100, 200, 300, 400]
     ]
