@@ -331,7 +331,20 @@ class GputrainApp(App[int]):
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
     def action_demo(self) -> None:
-        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does."""
+        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; who has runs already is asked first."""
+        if not self._runs():
+            self._start_demo()
+            return
+        from gputrain_tui.console.screens.confirm import Confirm
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._start_demo()
+
+        what = "Two processes train a small model on this machine's CPU, about half a minute."
+        self.push_screen(Confirm("Run the demo?", what, yes="Run it"), answered)
+
+    def _start_demo(self) -> None:
         self.run_worker(self._prepare_demo, thread=True, exclusive=True, group="launch")
         self.say("preparing the demo")
 

@@ -266,7 +266,7 @@ def calm(folder: Path, theme: str) -> Iterator[None]:
 async def picture(scene: Scene, size: tuple[int, int], theme: str) -> str:
     """Return a scene as SVG; colours that are the terminal's own as a light terminal has them, for its theme."""
     app = console(scene.run())
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=size, notifications=True) as pilot:
         await paint(pilot)
         await paint(pilot)
         await scene.play(pilot)

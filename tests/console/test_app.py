@@ -13,6 +13,7 @@ from textual.events import Click, Key
 from gputrain_tui.commands import attach
 from gputrain_tui.commands.stop import stop
 from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.screens.welcome import WelcomeScreen
 from gputrain_tui.demo import recipe_path
@@ -270,3 +271,15 @@ async def test_keys_that_follow_the_one_that_quits_are_not_for_the_console() -> 
         await pilot.pause()
     assert app.return_code == 0
     assert list_runs() == []
+
+
+@played
+async def test_who_has_runs_is_asked_before_the_demo(home: Path) -> None:
+    run = synthetic.run(home / "runs", steps=5, status="finished")
+    app = console(None, runs=lambda: [run])
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "d")
+        assert isinstance(app.screen, Confirm)
+        await press(pilot, "n")
+        assert [run.id for run in list_runs()] == [run.id]

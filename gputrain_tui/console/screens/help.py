@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -91,23 +92,23 @@ def help_text(place: str, width: int = WIDEST) -> Text:
         found["Log"] = of_place("log")
     found["Screens"] = found.pop("Screens")  # what every screen has comes last
     moving = MOVING.get(place, ())
-    figures = FIGURES if place in WITH_LOG else ()
-    keys = [
-        *(keys for keys, _ in (*moving, *figures)),
-        *(action.key_texts for group in found.values() for action in group),
-    ]
-    wide = max(map(len, keys), default=0)
     listed = [("Moving", moving)] if moving else []
     for heading, actions in found.items():
         name = "Log, while it has the keys" if heading == "Log" else heading
         listed.append((name, tuple((action.key_texts, action.description) for action in actions)))
-    if figures:
-        listed.append(("What the figures mean", figures))
-    for heading, rows in listed:
-        text.append(f"{chr(10) if text else ''}{heading}\n", "bold")
-        for key, what in rows:
-            first, *rest = textwrap.wrap(what, max(width - wide - 4, 16))
-            text.append(f"  {key.ljust(wide)}  ", "bold")
-            text.append("".join(f"{line}\n" for line in (first, *(" " * (wide + 4) + more for more in rest))))
+    _append(text, listed, width)
+    if place in WITH_LOG:
+        _append(text, [("What the figures mean", FIGURES)], width)
     text.rstrip()
     return text
+
+
+def _append(text: Text, listed: Sequence[tuple[str, Sequence[tuple[str, str]]]], width: int) -> None:
+    """Append headings with their rows, in two columns."""
+    wide = max((len(name) for _, rows in listed for name, _ in rows), default=0)
+    for heading, rows in listed:
+        text.append(f"{chr(10) if text else ''}{heading}\n", "bold")
+        for name, what in rows:
+            first, *rest = textwrap.wrap(what, max(width - wide - 4, 16))
+            text.append(f"  {name.ljust(wide)}  ", "bold")
+            text.append("".join(f"{line}\n" for line in (first, *(" " * (wide + 4) + more for more in rest))))

@@ -27,6 +27,10 @@ SIGNS = {
 """What a rank does before the training: sign, role, and the word for it."""
 
 
+LOADING = {"absent", "spawned"}
+"""Where nothing is to be seen of a rank for a while."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
     """Where every rank is on its way to the first step."""
@@ -74,6 +78,8 @@ def draw_joining(seen: Arrivals, width: int, height: int) -> list[Row]:
         rows.append([("  waiting for ", "dim"), (ranks_text(seen.missing, limit=12), "title")])
     elif total:
         rows.append([("  all ranks are here; the first step comes next", "bright")])
+    if total and {sign for _, ranks in seen.hosts for _, sign in ranks} <= LOADING:
+        rows.append([("  a rank loads torch before it joins: seconds, on a busy machine more", "dim")])
     rows.append([])
     legend: Row = []
     present = {sign for _, ranks in seen.hosts for _, sign in ranks}

@@ -352,6 +352,8 @@ class LogView(Widget, can_focus=True):
     def _nothing(self) -> list[str]:
         if self.buffer.level and self.buffer.names:
             return [f"nothing here but lines below the level: {LEVEL_NAMES[self.buffer.level]}", "L changes the level"]
+        if self._rank is not None:
+            return [f"rank {self._rank} has printed nothing yet", "the log of all ranks is on the run's screen"]
         return ["nothing was printed yet"]
 
     def _bar(self, y: int) -> str:

@@ -135,7 +135,12 @@ def _names(head: Heading, width: int) -> Row:
     ranks = f"{head.world_size:,} rank{'s' * (head.world_size != 1)}"
     if head.hosts > 1:
         ranks += f" on {head.hosts:,} hosts"
-    more: list[Row] = [[(ranks, "bright")], list(how), [(head.id, "dim")], [(head.note, "warning")]]
+    more: list[Row] = [
+        [(ranks, "bright")],
+        list(how),
+        [(head.id, "dim")],
+        [(head.note, "warning" if head.status == "lost" else "dim")],
+    ]
     shown = set()
     for index in (1, 3, 0, 2):  # what matters most has the room first
         if (taken := length(more[index]) + 3) <= min(room, width) and taken > 3:
@@ -234,5 +239,13 @@ def heading(live: LiveRun) -> Heading:
         eta_s=state.eta_s,
         reading=live.reading,
         verdict=verdict(state) if status == "running" else (),
-        note="its supervisor was killed" if status == "lost" else "",
+        note=_note(live),
     )
+
+
+def _note(live: LiveRun) -> str:
+    """Return what is to be known of a run that did not finish."""
+    if live.status == "lost":
+        return "its supervisor was killed"
+    resumable = live.status in ("stopped", "failed") and live.state.checkpoints
+    return "4 History, r goes on from its checkpoint" if resumable else ""
