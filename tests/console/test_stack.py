@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from trainer.errors import RequestError
 from trainer.record import RunDir
 
 RANK = """
-import faulthandler, signal, time
+import faulthandler, os, signal, sys
 faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 def waits_for_a_batch():
     print("ready", flush=True)
-    time.sleep(60)
+    os.close(int(sys.argv[1]))
+    signal.pause()
 waits_for_a_batch()
 """
 
@@ -34,10 +36,15 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def rank(run_dir: RunDir) -> Iterator[RankView]:
+    ready, there = os.pipe()
     with run_dir.rank_log(3).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", RANK], stdout=log, stderr=log, env={**os.environ, "GPUTRAIN_RUN": str(run_dir.path)}
-        )
+            [sys.executable, "-c", RANK, str(there)], stdout=log, stderr=log, pass_fds=[there],
+            env={**os.environ, "GPUTRAIN_RUN": str(run_dir.path)},
+        )  # fmt: skip
+    os.close(there)
+    select.select([ready], [], [], 60)  # the other end is closed: it has come to where it waits, or has ended
+    os.close(ready)
     view = RankView(3)
     view.pid, view.host = process.pid, socket.gethostname()
     yield view
@@ -46,17 +53,14 @@ def rank(run_dir: RunDir) -> Iterator[RankView]:
 
 
 def until(deadline: float) -> Iterator[None]:
-    """Give the other process time, up to a limit."""
+    """Give the other process time, up to a limit; a file that grows is no event that could be awaited."""
     while time.monotonic() < deadline:
         yield
         time.sleep(0.01)
 
 
 def test_a_rank_tells_where_it_is_and_only_the_new_part_is_shown(run_dir: RunDir, rank: RankView) -> None:
-    log = run_dir.rank_log(3)
-    for _ in until(time.monotonic() + 20):
-        if b"ready" in log.read_bytes():
-            break
+    assert b"ready" in run_dir.rank_log(3).read_bytes()
     request = ask(run_dir, rank)
     lines: list[str] = []
     for _ in until(time.monotonic() + 20):

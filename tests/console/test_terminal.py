@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -33,8 +34,15 @@ class Tmux:
         self._env = env
         self._run("new-session", "-d", "-x", "120", "-y", "40", "env PS1='$ ' sh")
         self._run("set", "-sg", "escape-time", "0")
+        # A client that is told of everything that comes out: the event at which the screen is worth a look.
+        self._changes = subprocess.Popen(
+            [*self._words, "-C", "attach", "-f", "read-only,ignore-size"],
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
     def close(self) -> None:
+        with self._changes:
+            self._changes.kill()
         subprocess.run([*self._words, "kill-server"], env=self._env, check=False, capture_output=True)
 
     def type(self, text: str) -> None:
@@ -64,7 +72,13 @@ class Tmux:
             if there(screen):
                 return screen
             assert time.monotonic() < deadline, f"waited in vain for {what}:\n{screen}"
-            time.sleep(0.05)
+            self._await_change(deadline)
+
+    def _await_change(self, deadline: float) -> None:
+        """Wait until something came out since the last time."""
+        assert self._changes.stdout is not None
+        if select.select([self._changes.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+            assert os.read(self._changes.stdout.fileno(), 1 << 20), "tmux has ended"
 
     def exit_code(self, command: str, number: int) -> int:
         """Return how the last command ended, once the shell is back; ``number`` tells it from earlier ones."""
@@ -104,17 +118,30 @@ def losses(screen: str) -> dict[int, float]:
     return {int(rank): float(loss) for rank, _, loss in RANK.findall(screen)}
 
 
-def running_with(home: Path) -> list[str]:
-    """Return the command lines of the processes that were started with this home."""
-    found = []
+def running_with(home: Path) -> dict[int, str]:
+    """Return the command lines of the processes that were started with this home, by process id."""
+    found = {}
     mark = f"GPUTRAIN_HOME={home}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                found[int(process.name)] = line
         except OSError:
             continue  # it has ended, or is another person's
-    return [line for line in found if line and not line.startswith(("tmux", "sh ", "env "))]
+    return {pid: line for pid, line in found.items() if line and not line.startswith(("tmux", "sh ", "env "))}
+
+
+def await_end(pid: int, deadline: float) -> None:
+    """Wait until a process that is nobody's child here has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
+    finally:
+        os.close(descriptor)
 
 
 def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmux, tmp_path: Path) -> None:
@@ -153,7 +180,7 @@ def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmu
     deadline = time.monotonic() + 10
     while left := running_with(home):
         assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.05)
+        await_end(next(iter(left)), deadline)
 
 
 def test_pasted_escape_sequences_press_no_key(terminal: Tmux, tmp_path: Path) -> None:
