@@ -119,6 +119,11 @@ class LossHistory:
             self.validations.append(event)
 
     @property
+    def first_step(self) -> int:
+        """Oldest step: where a resumed run went on."""
+        return self._steps[0] if self._steps else 0
+
+    @property
     def last_step(self) -> int:
         """Newest step."""
         return self.series.last_step
@@ -160,16 +165,16 @@ class LossHistory:
         return self._seconds[after - 1] + share * (self._seconds[after] - self._seconds[after - 1])
 
 
-def resampled(points: Points, columns: int, last: float) -> list[float]:
-    """Return a curve in columns over an axis from 0 to ``last``; NaN where it has no value."""
+def resampled(points: Points, columns: int, last: float, *, first: float = 0.0) -> list[float]:
+    """Return a curve in columns over an axis from ``first`` to ``last``; NaN where it has no value."""
     line = [nan] * columns
-    if not last:
+    if last <= first:
         return line
     before = -1
     for at, value in zip(points.at, points.values, strict=True):
         if value != value:
             continue
-        here = min(max(int(at / last * columns), 0), columns - 1)
+        here = min(max(int((at - first) / (last - first) * columns), 0), columns - 1)
         if 0 <= before < here - 1:
             start = line[before]
             for column in range(before + 1, here):

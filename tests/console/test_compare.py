@@ -89,6 +89,15 @@ def test_a_shorter_run_ends_before_the_end_of_a_common_axis() -> None:
     assert all(map(isnan, line[11:]))
 
 
+def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
+    line = resampled(Points(at=[80.0, 90.0], values=[1.0, 2.0]), 20, 100.0, first=80.0)
+    assert (line[0], line[10]) == (1.0, 2.0)
+    shown = Overlay(lines=[Line(name="on", values=line, value=2.0)], first=80, last=100, over_time=False)
+    labels = text_of(draw_overlay(shown, 60, 8)[-1]).split()
+    assert labels[0] == "80"
+    assert labels[-1] == "100"
+
+
 def test_gaps_stay_out_and_no_step_is_an_empty_curve() -> None:
     assert all(map(isnan, resampled(Points(at=[], values=[]), 4, 10.0)))
     assert all(map(isnan, resampled(Points(at=[1.0], values=[1.0]), 4, 0.0)))

@@ -14,6 +14,8 @@ from gputrain_tui.runs import ENDED, Run, RunReader
 
 PORTION_BYTES = 128 << 10
 """What is read at a time, so that a budget is kept."""
+LATE_START = 0.1
+"""Runs that all went on from beyond this share of the axis do not begin it at 0: it would be empty there."""
 
 
 class LossReader:
@@ -69,15 +71,20 @@ class Curves(Canvas):
         histories = [reader.history for reader in self.readers]
         ends = [h.last_second if self.over_time else float(h.last_step) for h in histories]
         last = max(ends, default=0.0)
+        begins = [h.first_step for h in histories if h.first_step]
+        first = float(min(begins, default=0)) if not self.over_time else 0.0
+        first = first if first > LATE_START * last else 0.0
         lines = []
         for reader, history in zip(self.readers, histories, strict=True):
             points = history.points(columns, over_time=self.over_time)
-            values = smooth(resampled(points, columns, last), self.smoothing)
+            values = smooth(resampled(points, columns, last, first=first), self.smoothing)
             lines.append(Line(name=reader.run.id, values=values, value=history.loss, best=history.best_validation))
         remarks = [f"smooth {self.smoothing:g}"] if self.smoothing else []
         if any(reader.behind for reader in self.readers):
             remarks.append("reading")
-        overlay = Overlay(lines=lines, last=last, over_time=self.over_time, scale=self.scale, remarks=tuple(remarks))
+        overlay = Overlay(
+            lines=lines, first=first, last=last, over_time=self.over_time, scale=self.scale, remarks=tuple(remarks)
+        )
         told = legend(lines, width) if self._named else []
         gap: list[Row] = [[]] if told and height >= 20 else []
         return draw_overlay(overlay, width, height - len(told) - len(gap)) + told + gap

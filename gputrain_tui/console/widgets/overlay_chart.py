@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 
 from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL, Axis, Scale, braille_line, tick_label
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, fitted, headline, merged, message, nice_step
@@ -32,6 +32,8 @@ class Overlay:
     last: float
     """The end of the axis: steps or seconds."""
     over_time: bool
+    first: float = 0.0
+    """The beginning of the axis."""
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
 
@@ -95,12 +97,13 @@ def _ends(overlay: Overlay, width: int) -> Row:
     end = duration(overlay.last) if overlay.over_time else f"step {overlay.last:,.0f}"
     free = width - len(end)
     line[free:] = end
-    distance = nice_step(overlay.last, max(1, cells // 16)) if overlay.last > 0 else 0
-    number, busy = 0, 0
+    span = overlay.last - overlay.first
+    distance = nice_step(span, max(1, cells // 16)) if span > 0 else 0
+    number, busy = ceil(overlay.first / distance) if distance else 0, 0
     while distance and number * distance < overlay.last:
         at = number * distance
         text = duration(at) if overlay.over_time else f"{at:,.0f}"
-        begin = LABEL + 2 + int(at / overlay.last * cells)
+        begin = LABEL + 2 + int((at - overlay.first) / span * cells)
         if begin >= busy and begin + len(text) + 2 <= free:
             line[begin : begin + len(text)] = text
             busy = begin + len(text) + 2
