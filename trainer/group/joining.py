@@ -135,11 +135,15 @@ def _join(book: Store, meeting: Meeting, mine: Claim, wait: Wait) -> Verdict:
         # The others may have ended by another refusal meanwhile, and the store with them.
         with contextlib.suppress(RuntimeError):
             _settle(book, Verdict(refusal=refusal))
+    else:
+        # Not by the claim itself: rank 0 could find all ranks there before the last one has seen what is wrong with it.
+        book.set(f"ready/{mine.rank}", "")
     if refusal and not owner:
         raise RequestError(refusal)
     present: set[int] = set()
+    ready: set[int] = set()
     while (verdict := _verdict(book)) is None:
-        if owner and mine.rank == 0 and len(_arrived(book, mine.world_size, present)) == mine.world_size:
+        if owner and mine.rank == 0 and len(_arrived(book, mine.world_size, ready)) == mine.world_size:
             _settle(book, Verdict(machines=_machines(book, mine.world_size)))
             continue
         if wait.left_s <= 0:
@@ -229,15 +233,15 @@ def _settle(book: Store, verdict: Verdict) -> None:
     book.compare_set("verdict", "", msgspec.json.encode(verdict).decode())
 
 
-def _arrived(book: Store, world_size: int, present: set[int]) -> set[int]:
-    """Add to ``present`` until the first missing rank: cheap, and enough to know when all are there."""
+def _arrived(book: Store, world_size: int, ready: set[int]) -> set[int]:
+    """Add to ``ready`` until the first rank that is not: cheap, and enough to know when all are."""
     for rank in range(world_size):
-        if rank in present:
+        if rank in ready:
             continue
-        if not book.check([f"rank/{rank}"]):
+        if not book.check([f"ready/{rank}"]):
             break
-        present.add(rank)
-    return present
+        ready.add(rank)
+    return ready
 
 
 def _roll(book: Store, world_size: int, present: set[int]) -> tuple[list[int], list[int]]:
