@@ -80,16 +80,17 @@ def interface_for(meeting: Meeting, verdict: Verdict, mine: Claim, *, gloo: bool
             door = _lead(book, meeting, verdict.machines, here, asked, wait, try_all=gloo)
         else:
             door = _read_door(book, verdict.machines, here, wait)
-        refusal = _await(book, "roads", verdict.machines[0].host, wait) if gloo else ""
-        if refusal:
+        if gloo and (refusal := _await(book, "roads", verdict.machines[0].host, wait)):
+            raise TrainingError(refusal)
+    except (RequestError, TrainingError) as error:
+        # Who waits for this machine ends with the same words.
+        with contextlib.suppress(RuntimeError):
+            book.compare_set("roads", "", str(error))
             _leave(book, meeting, verdict.machines[0], mine)
+        raise
     except RuntimeError as error:
-        if isinstance(error, TrainingError):
-            raise
         first = str(error).splitlines()[0]
         raise TrainingError(f"rank {mine.rank} lost the store at {meeting.url} while joining: {first}") from None
-    if refusal:
-        raise TrainingError(refusal)
     return door.interface or None if asked is None else None
 
 
@@ -176,7 +177,7 @@ def _try_all(book: Store, machines: Sequence[Machine], here: int, wait: Wait) ->
             ": every rank connects to every other one, on any port; let the machines through to each other, or name "
             f"the interface that leads there with {GLOO_INTERFACE}"
         )
-    book.set("roads", refusal)
+    book.compare_set("roads", "", refusal)
 
 
 def _unreachable(doors: Mapping[int, Door], wait: Wait) -> dict[int, str]:
@@ -224,9 +225,15 @@ def _leave(book: Store, meeting: Meeting, root: Machine, mine: Claim) -> None:
 
 
 def _await(book: Store, key: str, whose: str, wait: Wait) -> str:
-    """Return what another machine writes into the book."""
+    """Return what another machine writes into the book.
+
+    Raises:
+        TrainingError: the machines will not come together.
+    """
     pause_s = 0.001
     while not book.check([key]):
+        if key != "roads" and book.check(["roads"]):
+            raise TrainingError(book.get("roads").decode())
         if wait.left_s <= 0:
             raise JoinTimeoutError(
                 f"{whose} said nothing for {wait.timeout_s:g} s while the machines tried to reach each other"
