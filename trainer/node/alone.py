@@ -49,7 +49,7 @@ def run_alone(assignment: RankAssignment, *, environ: Mapping[str, str], target:
         # Imports torch, which a fork server would have done for the rank.
         importlib.import_module("trainer.node.preload")
         code = child.run(target, dataclasses.replace(assignment, report=alone.report, stop_asked=alone.stop_asked))
-        alone.ended(code)
+        code = alone.ended(code)
     # torch's DataLoader raises in this handler when one of its workers is killed, as the next line does.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_descendants()
@@ -65,7 +65,8 @@ class _Alone:
         self._signals = signals
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
-        self._told = False
+        self._told: ExitCode | None = None
+        """How it ended, once that is said."""
         self._over = threading.Event()
         """Set when there is nothing left to look at."""
         self._listens = False
@@ -124,17 +125,21 @@ class _Alone:
             self._tell(ExitCode.STOPPED, stopped=report)
         elif report.finished:
             self._tell(ExitCode.FINISHED, finished=True)
+        elif report.failure is not None and self._asked and report.failure.kind == "lost_peer":
+            # A rank that loses its peers while all are being stopped has not failed.
+            self._tell(ExitCode.STOPPED)
         elif report.failure is not None:
             self._tell(exit_code_of(report.failure), failure=report.failure)
 
-    def ended(self, code: int) -> None:
-        """A rank that ended without a word has failed."""
-        if self._told:
-            return
+    def ended(self, code: int) -> int:
+        """Return the exit code of what the rank has said; one that ended without a word has failed."""
+        if self._told is not None:
+            return self._told
         message = f"the rank ended with exit code {code} before its training was complete"
         here = self._assignment
         failure = Failure(time=time.time(), kind="exit", message=message, rank=here.rank, host=here.host)
         self._tell(ExitCode.FAILED, failure=failure)
+        return code
 
     def stop_asked(self) -> bool:
         """Whether the rank is to stop at the next occasion."""
@@ -171,7 +176,7 @@ class _Alone:
                 self._asked = True
 
     def _leave(self) -> NoReturn:
-        if not self._told:
+        if self._told is None:
             self._tell(ExitCode.STOPPED)
         time.sleep(FLUSH_S)
         kill_descendants(timeout_s=1.0)
@@ -186,7 +191,7 @@ class _Alone:
         stopped: RankReport | None = None,
     ) -> None:
         """Write the node's outcome, where this rank is all of the node, and say what failed or what was kept."""
-        self._told = True
+        self._told = code
         self._over.set()
         here = self._assignment
         if code == ExitCode.STOPPED:
