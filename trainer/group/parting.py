@@ -129,7 +129,12 @@ def _within(limit_s: float, act: Callable[[], None]) -> bool:
 
 
 def _hang_up(store_port: int | None) -> None:
-    """End this process's connections to other ranks, so that those notice which still wait for it."""
+    """End this process's connections to other ranks, so that those notice which still wait for it.
+
+    Gloo lets the kernel choose the ports at both ends. A connection to a service, as a script's own logger may hold
+    one for its last words, has the service's port at the other end and is left alone.
+    """
+    low, high = _chosen_ports()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if not str(entry.readlink()).startswith("socket:"):
@@ -138,8 +143,16 @@ def _hang_up(store_port: int | None) -> None:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 ports = (connection.getpeername()[1], connection.getsockname()[1])
-                if store_port not in ports:
+                if store_port not in ports and all(low <= port <= high for port in ports):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def _chosen_ports() -> tuple[int, int]:
+    """Return the lowest and the highest port that the kernel gives to who asks for none."""
+    with contextlib.suppress(OSError, ValueError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        return low, high
+    return 1024, 65535
 
 
 def _is_down(interface: str | None) -> str:
