@@ -23,6 +23,7 @@ from gputrain_tui.preflight import NotReadyError, Result, errors, judge, look
 from gputrain_tui.preflight.reach import launching
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.running.processes import ProcessIdentity
+from gputrain_tui.running.wishes import HELD_BACK
 from gputrain_tui.runs import Run, create, find, open_run, read_status
 from trainer.errors import RequestError
 from trainer.record import RunDir
@@ -184,7 +185,7 @@ def start_supervisor(
     if warm is not None and (waiting := warm.launch(words)) is not None:
         return waiting
     # It inherits the mask and lifts it once it has handlers: a Ctrl-C while its modules load waits, and kills nobody.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
         with (run_dir.logs / "supervisor.log").open("ab") as log:
             return subprocess.Popen(

@@ -1,0 +1,103 @@
+"""What a run's directory says of it as a whole: ``status.json`` and the run's own events; a full disk ends no run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from gputrain_tui.plan import Plan
+from gputrain_tui.running import outcome
+from gputrain_tui.running.attempt import Ended
+from gputrain_tui.running.processes import identify
+from gputrain_tui.runs import Status, last_step, read_status, write_status
+from trainer.errors import ExitCode
+from trainer.outcome import exit_code_of
+from trainer.record import Event, RunDir, RunEnded, RunStarted, encode_event
+
+
+class Account:
+    """Kept by the one process that answers for the run."""
+
+    def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float]) -> None:
+        """Go on from what the directory says.
+
+        Args:
+            run_dir: the run's.
+            plan: how many ranks there are.
+            now: Unix seconds.
+        """
+        self._dir = run_dir
+        self._plan = plan
+        self._now = now
+        self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
+        self.remark = ""
+        """What is to be known of the record besides how the run ended."""
+
+    def answer(self) -> None:
+        """Become the one who answers for the run."""
+        self._status.status = "running"
+        self._status.supervisor = identify()
+        self._write_status()
+
+    def started(self) -> None:
+        """Say that the nodes are on their way."""
+        self.answer()
+        self.record(
+            RunStarted(
+                time=self._now(),
+                run=self._status.run,
+                recipe=self._status.recipe,
+                world_size=self._plan.world_size,
+                run_dir=str(self._dir.path),
+            )
+        )
+
+    def stopping(self) -> None:
+        """Say that somebody has asked for the end."""
+        self._status.status = "stopping"
+        self._write_status()
+
+    def record(self, event: Event) -> None:
+        """Append to the run's own events."""
+        try:
+            with self._dir.run_events.open("ab") as file:
+                file.write(encode_event(event))
+        except OSError as error:
+            print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def close(self, ended: Ended, *, left: list[int]) -> ExitCode:
+        """Write how the run ended, which readers take as its last words; return its exit code.
+
+        Args:
+            ended: how.
+            left: processes that would not go.
+        """
+        message = None
+        if ended.status == "stopped":
+            kept = outcome.kept(self._dir, [node.node for node in self._plan.nodes])
+            message = " ".join(filter(None, [ended.reason, kept]))
+        code = ExitCode.STOPPED if ended.status == "stopped" else ExitCode.FINISHED
+        if ended.failure is not None:
+            if not ended.recorded:
+                self.record(ended.failure)
+            message, code = ended.failure.message, exit_code_of(ended.failure)
+        message = "; ".join(filter(None, [message, self.remark])) or None
+        if left:
+            message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))
+        status = self._status
+        status.status, status.exit_code, status.message = ended.status, int(code), message
+        status.ended = self._now()
+        last = [step for rank in range(self._plan.world_size) if (step := last_step(self._dir, rank)) is not None]
+        if last:
+            status.step = min(step.step for step in last)
+            losses = [step.loss for step in last if step.loss is not None]
+            status.loss = sum(losses) / len(losses) if losses else None
+        self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
+        self._write_status()
+        return code
+
+    def _write_status(self) -> None:
+        try:
+            write_status(self._dir, self._status)
+        except OSError as error:
+            print(f"cannot write {self._dir.status}: {error.strerror}", file=sys.stderr, flush=True)

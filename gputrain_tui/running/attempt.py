@@ -1,0 +1,74 @@
+"""One launch of a run's nodes: what is known of it while it lasts, how it ended, and what is left for a successor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from gputrain_tui.launchers import NodeProcess
+from gputrain_tui.running import outcome
+from gputrain_tui.running.processes import ProcessIdentity
+from gputrain_tui.running.wishes import Urgency
+from trainer.record import Failure, RunDir, write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run, or one attempt at it, ended."""
+
+    status: Literal["finished", "failed", "stopped"]
+    reason: str | None = None
+    """Who stopped it, where somebody did."""
+    failure: Failure | None = None
+    recorded: bool = False
+    """Whether the failure stands in the record already."""
+
+
+@dataclass
+class Attempt:
+    """The nodes of one launch."""
+
+    since: Mapping[str, int]
+    """Sizes of the event files when it began."""
+    running: dict[int, NodeProcess] = field(default_factory=dict)
+    """By descriptor."""
+    ended: dict[int, outcome.NodeEnd] = field(default_factory=dict)
+    """By node, in the order in which they ended."""
+    failure: Failure | None = None
+    """What this process itself saw go wrong."""
+    stopping: Urgency = 0
+    """What the nodes have been asked."""
+    deadline: float | None = None
+    """When what is still running is killed, monotonic seconds."""
+
+
+class Launched(msgspec.Struct, kw_only=True):
+    """What a supervisor leaves for one that takes over, ``attempt.json``."""
+
+    since: dict[str, int]
+    """Sizes of the event files when the attempt began."""
+    processes: dict[int, ProcessIdentity]
+    """Of each node."""
+    tmp: str
+
+
+def leave_word(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
+    """Write down what a supervisor needs that takes over from this one; a full disk costs it only that."""
+    processes = {process.node: process.identity for process in attempt.running.values()}
+    launched = Launched(since=dict(attempt.since), processes=processes, tmp=tmp)
+    try:
+        write_atomically(run_dir.attempt, msgspec.json.encode(launched))
+    except OSError as error:
+        print(f"cannot write {run_dir.attempt}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def word_of(run_dir: RunDir) -> Launched:
+    """Read what a supervisor that was killed has left; nothing where it was killed before: what it started is swept."""
+    try:
+        return msgspec.json.decode(run_dir.attempt.read_bytes(), type=Launched)
+    except (OSError, msgspec.MsgspecError):
+        return Launched(since={}, processes={}, tmp=str(run_dir.tmp))
