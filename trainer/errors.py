@@ -26,6 +26,10 @@ class RequestError(ValueError):
     """The request was wrong. The message is one line: what, where, what is allowed; exit code 2."""
 
 
+class CheckpointError(RequestError):
+    """A checkpoint cannot be used; one line that names the file."""
+
+
 class TrainingError(RuntimeError):
     """The training cannot go on, for a reason that needs no traceback; exit code 1."""
 

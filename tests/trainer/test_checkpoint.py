@@ -19,7 +19,7 @@ import torch
 from gloo_group import Member, Processes, Raised
 from torch import nn
 
-from trainer import checkpoint, distributed
+from trainer import distributed
 from trainer.checkpoint import (
     CheckpointError,
     CheckpointWriter,
@@ -31,9 +31,10 @@ from trainer.checkpoint import (
     restore_rng,
     write_file,
 )
+from trainer.checkpoint import writer as writing
+from trainer.checkpoint.folder_lock import LOCK
 from trainer.errors import RequestError
 from trainer.group.encoding import encode
-from trainer.training.folder_lock import LOCK
 
 
 class Log:
@@ -253,14 +254,14 @@ def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, log: Log) ->
 def held_writer(folder: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> tuple[CheckpointWriter, threading.Event]:
     """Return a writer whose disk holds up the first save until the event is set."""
     go, begun = threading.Event(), threading.Event()
-    write = checkpoint.write_file
+    write = writing.write_file
 
     def slow(path: Path, state: Any) -> int:
         begun.set()
         assert go.wait(30)
         return write(path, state)
 
-    monkeypatch.setattr(checkpoint, "write_file", slow)
+    monkeypatch.setattr(writing, "write_file", slow)
     writer = log.writer(folder, keep_last=9)
     writer.save({"step": 1}, step=1)
     assert begun.wait(30)

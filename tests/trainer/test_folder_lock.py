@@ -15,16 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.checkpoint import CheckpointWriter
+from trainer.checkpoint import CheckpointWriter, folder_lock
+from trainer.checkpoint.folder_lock import LOCK, FolderLock
 from trainer.errors import RequestError
-from trainer.training import folder_lock
-from trainer.training.folder_lock import LOCK, FolderLock
 
 TASK = f"{Path(__file__).with_name('tiny_task.py')}:TinyTask"
 HOLD = """
 import os, signal, sys
 from pathlib import Path
-from trainer.training.folder_lock import FolderLock
+from trainer.checkpoint.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), run_id=sys.argv[2])
 print("held", flush=True)
 sys.stdin.readline()

@@ -1,0 +1,25 @@
+"""What is saved of a training, atomically and checked, and how it comes back.
+
+A face: what may be kept is in ``state``, one file in ``file``, which of them are written in ``writer`` and read in
+``reader``, and who may write into a folder in ``folder_lock``.
+"""
+
+from trainer.checkpoint.file import BEST, MAGIC, write_file
+from trainer.checkpoint.reader import load, newest
+from trainer.checkpoint.state import capture_rng, copy_to_cpu, restore_rng
+from trainer.checkpoint.writer import CheckpointWriter, Saved
+from trainer.errors import CheckpointError
+
+__all__ = [
+    "BEST",
+    "MAGIC",
+    "CheckpointError",
+    "CheckpointWriter",
+    "Saved",
+    "capture_rng",
+    "copy_to_cpu",
+    "load",
+    "newest",
+    "restore_rng",
+    "write_file",
+]

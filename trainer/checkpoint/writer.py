@@ -1,0 +1,179 @@
+"""Writes a training's checkpoints in the background, and keeps as many of them as are wanted."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.file import BEST, clear_unfinished, link, write_file
+from trainer.checkpoint.folder_lock import FolderLock
+from trainer.checkpoint.reader import by_time, tell
+from trainer.checkpoint.state import copy_to_cpu
+from trainer.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is complete on disk."""
+
+    step: int
+    """Optimizer steps done."""
+    path: Path
+    bytes: int
+    """Size of the file."""
+    write_ms: float
+    """From the beginning of writing until it was on disk; the copy in ``save`` comes before."""
+    best: bool
+
+
+@dataclass
+class _Job:
+    state: dict[str, Any]
+    step: int
+    best: bool
+
+
+@dataclass
+class _Queue:
+    """What waits for the thread: at most the newest save and the newest best one."""
+
+    jobs: list[_Job] = field(default_factory=list)
+    busy: bool = False
+    closing: bool = False
+
+    def add(self, job: _Job) -> None:
+        """Append a save; one that still waits is superseded, unless it is a best one and this is not."""
+        self.jobs = [waiting for waiting in self.jobs if waiting.best and not job.best]
+        self.jobs.append(job)
+
+
+class CheckpointWriter:
+    """Writes checkpoints in the background; training pauses only for the copy of the state.
+
+    When saves come faster than the disk takes them, one that has not been begun is superseded by the next, so that
+    at most three copies of the state are in memory. A save that fails is reported and the training goes on.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep_last: int,
+        run_id: str = "",
+        on_saved: Callable[[Saved], None] | None = None,
+        on_failed: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """Make the folder, hold it against other trainings and clear away what an interrupted save has left in it.
+
+        Args:
+            folder: where the files go, ``step_<step>.pt`` and ``best.pt``.
+            keep_last: how many of the files written last stay; the best one stays besides.
+            run_id: the run's, by which others learn who holds the folder; empty where it has none.
+            on_saved: called in the writing thread when a checkpoint is on disk.
+            on_failed: called in the writing thread with the step and one line about why it could not be written;
+                default: the line goes to stderr.
+
+        Raises:
+            CheckpointError: the folder cannot be made or written to.
+            RequestError: another training holds the folder.
+        """
+        assert keep_last >= 1
+        self.folder = Path(folder)
+        self._keep_last = keep_last
+        self._on_saved = on_saved
+        self._on_failed = on_failed or (lambda _step, line: tell(line))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Before anything is touched: what looks left over may be the file that another training is writing.
+            self._lock = FolderLock(self.folder, run_id=run_id)
+            clear_unfinished(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: no folder for checkpoints ({error.strerror})") from None
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
+        if self._lock.why_not:
+            tell(f"{self.folder}: two trainings are not kept apart here, there are no locks ({self._lock.why_not})")
+        self._queue = _Queue()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def save(self, state: Mapping[str, Any], *, step: int, best: bool = False) -> None:
+        """Copy the state and have it written.
+
+        Args:
+            state: tensors, numbers, strings, and lists, tuples and dicts of them; may change after the call.
+            step: optimizer steps done; names the file.
+            best: whether this is the best so far and becomes ``best.pt`` as well.
+
+        Raises:
+            CheckpointError: the state holds something else.
+        """
+        job = _Job(copy_to_cpu(state), step, best)
+        with self._changed:
+            assert not self._queue.closing, "save after close"
+            self._queue.add(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when everything saved so far has been written or has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
+
+    def close(self) -> None:
+        """Write what is left, end the thread and let go of the folder."""
+        with self._changed:
+            self._queue.closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._lock.release()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue.jobs or self._queue.closing)
+                if not self._queue.jobs:
+                    return
+                job = self._queue.jobs.pop(0)
+                self._queue.busy = True
+            try:
+                self._write(job)
+            except Exception as error:  # noqa: BLE001 - a thread that ended here would keep nothing from then on
+                self._on_failed(job.step, f"checkpoint of step {job.step} was not written: {_why(error)}")
+            finally:
+                del job  # the copy's memory is free while the thread waits
+                with self._changed:
+                    self._queue.busy = False
+                    self._changed.notify_all()
+
+    def _write(self, job: _Job) -> None:
+        began = time.perf_counter()
+        path = self.folder / f"step_{job.step:08d}.pt"
+        size = write_file(path, job.state)
+        if job.best:
+            link(path, self.folder / BEST)
+        self._prune()
+        write_ms = (time.perf_counter() - began) * 1000
+        if self._on_saved is not None:
+            self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
+
+    def _prune(self) -> None:
+        """Delete all but the files written last; a file that is not a whole checkpoint of ours is left alone."""
+        written = [path for path in by_time(self.folder, lambda _: None) if path.name != BEST]
+        for path in written[self._keep_last :]:
+            path.unlink(missing_ok=True)
+
+
+def _why(error: Exception) -> str:
+    """Say in one line what went wrong; the number of a system's error says less than its text."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]
