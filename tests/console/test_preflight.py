@@ -93,6 +93,13 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             "left from an earlier run",
         ),
         (Facts(home=Folder(path="/h", problem="/h is not writable")), None, "error", "", "cannot make a run directory"),
+        (
+            Facts(home=Folder(path="/h", free_files=7)),
+            None,
+            "error",
+            "",
+            "takes 7 more files, but",
+        ),
         (Facts(home=Folder(path="/h", free_bytes=1 << 20)), None, "error", "", "the disk of /h is full"),
         (Facts(home=Folder(path="/h", free_bytes=1 << 28)), None, "warning", "", "only 256 MiB free"),
         (Facts(save_dir=Folder(path="/keep", problem="no")), SAVING, "error", "train.save_dir", "no checkpoint can be"),

@@ -326,6 +326,11 @@ def test_a_resumed_training_that_is_at_its_end_already_is_refused(tmp_path: Path
     assert train(tmp_path / "first", *flags, "--resume", folder).code == 0
 
 
+def test_an_epoch_that_ends_where_an_evaluation_is_due_by_updates_has_one_evaluation(tmp_path: Path) -> None:
+    done = train(tmp_path, "--batch-size", 25, "--valid-every-updates", 1, "--max-epochs", 2)  # 50 samples
+    assert [event["step"] for event in done.of("validation")] == [1, 2, 3, 4]
+
+
 def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no_update_is_made(tmp_path: Path) -> None:
     flags = ("--batch-size", 10, "--max-updates", 3)
     assert train(tmp_path / "first", *flags).code == 0
@@ -337,5 +342,6 @@ def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no
     assert done.code == 0, done.output
     line = "no update is left to make, max_updates 3 reached: its last validation is made now"
     assert line in (tmp_path / "second" / "logs" / "0.log").read_text().splitlines()
+    assert [event["message"] for event in done.of("finding")] == [line], "who looks at the run sees it too"
     assert [event["step"] for event in done.of("validation")] == [3]
     assert done.of("step") == []
