@@ -228,19 +228,19 @@ ACTIONS: tuple[Action, ...] = (
            description="Scroll on by a page"),
     Action(name="oldest", keys=("home",), label="Oldest", group="Log", places=LOG,
            description="Go to the oldest line that is kept"),
-    Action(name="follow", keys=("end", "F"), label="Follow", group="Log", places=LOG,
+    Action(name="follow", keys=("end", "F"), label="Follow", group="Log", places=LOG, footer=4,
            description="Go to the end and follow it"),
     Action(name="shift(-1)", keys=("left",), label="Left", group="Log", places=LOG,
            description="Move long lines back"),
     Action(name="shift(1)", keys=("right",), label="Right", group="Log", places=LOG,
            description="Move long lines sideways"),
-    Action(name="search", keys=("slash",), label="Search", group="Log", places=LOG,
+    Action(name="search", keys=("slash",), label="Search", group="Log", places=LOG, footer=1,
            description="Search the log"),
-    Action(name="next_match", keys=("n",), label="Next match", group="Log", places=LOG,
+    Action(name="next_match", keys=("n",), label="Next match", group="Log", places=LOG, footer=2,
            description="Go to the next line that was searched for"),
     Action(name="previous_match", keys=("N",), label="Previous match", group="Log", places=LOG,
            description="Go to the line before that was searched for"),
-    Action(name="level", keys=("L",), label="Level", group="Log", places=LOG,
+    Action(name="level", keys=("L",), label="Level", group="Log", places=LOG, footer=3,
            description="Show all lines, warnings and errors, or errors only"),
     Action(name="clear_search", keys=("escape",), label="Clear", group="Log", places=LOG,
            description="Forget the search"),
@@ -278,6 +278,13 @@ def footer(place: str) -> list[Action]:
     """Return what the footer offers, the most important first."""
     offered = [action for action in available(place) if action.footer and place in (action.footers or (place,))]
     return sorted(offered, key=lambda action: action.footer)
+
+
+def footer_of_focus(place: str, focused: str) -> list[Action]:
+    """Return what the footer of a screen offers while something on it has the keys that has actions of its own."""
+    own = sorted((action for action in of_place(focused) if action.footer), key=lambda action: action.footer)
+    taken = {key for action in of_place(focused) for key in action.keys}
+    return own + [action for action in footer(place) if not taken.intersection(action.keys)]
 
 
 def groups(place: str) -> dict[str, list[Action]]:

@@ -17,6 +17,7 @@ from gputrain_tui.console.actions import (
     bindings,
     clashes,
     footer,
+    footer_of_focus,
     groups,
     of_place,
     readme_keys,
@@ -87,6 +88,17 @@ def test_a_narrow_footer_folds_the_panels_to_their_keys() -> None:
     assert "S Stop" in text_of(row)
     row, _ = draw_keys(footer("run"), 200)
     assert "l Loss  g Sync  b Bars" in text_of(row)
+
+
+@pytest.mark.parametrize("place", WITH_LOG)
+def test_while_the_log_has_the_keys_the_footer_shows_its_own_and_none_that_it_takes(place: str) -> None:
+    offered = footer_of_focus(place, "log")
+    text = text_of(draw_keys(offered, 120)[0])
+    assert text.startswith(" / Search  n Next match  L Level  end Follow")
+    assert "Filter" not in text
+    assert "q Quit" in text
+    keys = [key for action in offered for key in action.keys]
+    assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize(("width", "said"), [(80, "1–4 Screens"), (120, "1–4 Screens"), (160, "1 Cluster  2 Launch")])

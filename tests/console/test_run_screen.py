@@ -11,6 +11,7 @@ from screen_frames import SIZES, assert_screen, console, played, press, rows, se
 from gputrain_tui.console.screens.rank import RankScreen, arrange_rank
 from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.stage import PANELS, PanelName, Wish, arrange
+from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.runs import Run, write_status
@@ -327,3 +328,18 @@ async def test_ranks_can_be_sorted_while_the_table_is_not_to_be_seen(tmp_path: P
         await pilot.resize_terminal(80, 24)
         await press(pilot, "z")
         assert grid.display
+
+
+@played
+async def test_the_footer_shows_the_keys_of_the_log_while_it_has_them_and_a_click_presses_them(tmp_path: Path) -> None:
+    app = console(two_ranks(tmp_path))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert "/ Filter" in rows(app)[-1]
+        await press(pilot, "o")
+        assert "/ Search" in rows(app)[-1]
+        await pilot.click(KeyBar, offset=(rows(app)[-1].index("Search"), 0))
+        await settle(pilot)
+        assert any("search the log" in row for row in rows(app))
+        await press(pilot, "escape", "escape")
+        assert "/ Filter" in rows(app)[-1]

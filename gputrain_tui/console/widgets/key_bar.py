@@ -10,7 +10,7 @@ from textual import events
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gputrain_tui.console.actions import Action, footer
+from gputrain_tui.console.actions import Action, footer, footer_of_focus
 from gputrain_tui.console.widgets.drawing import Row, length
 
 SURE = 20
@@ -114,10 +114,19 @@ class KeyBar(Widget):
         self.place = place
         self._spots: list[tuple[int, int, Action]] = []
 
+    def on_mount(self) -> None:
+        """Show other keys when something else takes them."""
+        self.watch(self.screen, "focused", self._show_keys, init=False)
+
+    def _show_keys(self) -> None:
+        self.refresh()
+
     def render_line(self, y: int) -> Strip:
         """Return the line of keys."""
         width = self.size.width
-        row, self._spots = draw_keys(footer(self.place), width)
+        focused = getattr(self.screen.focused, "PLACE", None)
+        actions = footer(self.place) if focused is None else footer_of_focus(self.place, focused)
+        row, self._spots = draw_keys(actions, width)
         styles = {name: self.get_component_rich_style(f"key-bar--{name}") for name in ("key", "label")}
         segments = [Segment(text, styles.get(role, self.rich_style)) for text, role in row]
         return Strip(segments).adjust_cell_length(width, self.rich_style)
@@ -127,5 +136,7 @@ class KeyBar(Widget):
         for begin, end, action in self._spots:
             if begin <= event.x < end:
                 event.stop()
-                await self.screen.run_action(action.path)
+                focused = self.screen.focused
+                own = focused is not None and getattr(focused, "PLACE", None) in action.places
+                await (focused if own and focused is not None else self.screen).run_action(action.path)
                 return

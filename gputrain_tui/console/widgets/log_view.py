@@ -37,6 +37,8 @@ ROLES = ("title", "dim", "rule", "accent", "prefix", "warning", "error", "match"
 class LogView(Widget, can_focus=True):
     """The log of a run, or of one rank of it; ``tick`` is called by the screen's clock."""
 
+    PLACE = "log"
+    """What the table of actions calls it: its keys stand in the footer while it has the focus."""
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("log")]
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"log--{role}" for role in ROLES}
@@ -139,6 +141,7 @@ class LogView(Widget, can_focus=True):
         if self._follower is not None:
             for name, data in self._follower.poll(BUDGET_BYTES):
                 self.buffer.feed(name, data)
+                self._missed = False  # what came may match
         if self.buffer.version != self._painted:
             self._painted = self.buffer.version
             self.refresh()
