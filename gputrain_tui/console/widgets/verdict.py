@@ -32,14 +32,14 @@ WORDS = {
 }
 """What is found, where the name of its kind is clumsy."""
 JUDGED_FROM = 20
-"""Steps after which a run without findings is called healthy."""
+"""Steps before which nothing can be told."""
 
 
 def verdict(state: RunState) -> list[Row]:
     """Return the worst of what stands and how much more there is, in ever fewer words; empty before any judgement."""
     findings = sorted(state.findings.values(), key=_order)
     if not findings:
-        return [[("✓ healthy", "dim")]] if state.step >= JUDGED_FROM else []
+        return [[("✓ no findings", "dim")]] if state.step >= JUDGED_FROM else []
     worst = findings[0]
     mark, role = MARKS.get(worst.severity, MARKS["warning"])
     said = printable(in_short(worst))

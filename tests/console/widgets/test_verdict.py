@@ -27,8 +27,8 @@ def said(*findings: Finding, step: int = JUDGED_FROM) -> list[str]:
     return [text_of(form) for form in verdict(state_with(*findings, step=step))]
 
 
-def test_a_run_without_findings_is_healthy_once_there_was_enough_to_judge() -> None:
-    assert said() == ["✓ healthy"]
+def test_a_run_without_findings_says_so_once_there_was_enough_to_judge() -> None:
+    assert said() == ["✓ no findings"]
     assert said(step=JUDGED_FROM - 1) == []
 
 
@@ -46,7 +46,7 @@ def test_what_is_critical_comes_first() -> None:
 
 def test_what_was_cleared_is_not_told() -> None:
     over = Finding(time=3.0, kind="straggler", rank=1, state="cleared")
-    assert said(late(1, 20.0), over) == ["✓ healthy"]
+    assert said(late(1, 20.0), over) == ["✓ no findings"]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS | {"desync", "something_new"}))
