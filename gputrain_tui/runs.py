@@ -102,7 +102,7 @@ def create(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             return _create(folder, hidden, recipe, world_size, recipe_toml, plan, started)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: no half of a run is left behind; it goes on
             shutil.rmtree(hidden, ignore_errors=True)
             raise
     except OSError as error:

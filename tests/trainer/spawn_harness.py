@@ -6,7 +6,7 @@ import os
 import sys
 
 from trainer import spawn
-from trainer.node import forkserver
+from trainer.node import ending, forkserver
 from trainer.node.assignment import RankAssignment
 from trainer.options import Distributed
 from trainer.outcome import RankReport
@@ -42,7 +42,7 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
         )
         for rank in range(world)
     ]
-    spawn.EXIT_S = 0.5
+    ending.EXIT_S = 0.5
     outcome = spawn.run_node(
         assignments,
         start_method="spawn" if start_method == "spawn" else "forkserver",

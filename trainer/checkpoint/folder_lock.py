@@ -56,7 +56,7 @@ class FolderLock:
         self._fd: int | None = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._take(self._fd, folder, run_id)
-        except BaseException:
+        except BaseException:  # Ctrl-C while it waits, too; it goes on
             self._close()
             raise
 
