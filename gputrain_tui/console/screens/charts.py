@@ -59,6 +59,6 @@ class ChartScreen(Screen[None]):
     def action_stop_run(self) -> None:
         """Stop the run, after a question."""
         if self.live.over:
-            console_of(self).say(f"{self.live.id} is {self.live.status} already")
+            console_of(self).say(f"{self.live.id} has ended: {self.live.status}")
         else:
             console_of(self).ask_to_stop(self.live.run)

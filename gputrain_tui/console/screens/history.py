@@ -241,7 +241,7 @@ class HistoryScreen(Page):
         if run is None:
             return
         if run.state in ENDED:
-            self.console.say(f"{run.id} is {run.state} already")
+            self.console.say(f"{run.id} has ended: {run.state}")
         else:
             self.console.ask_to_stop(run)
 
