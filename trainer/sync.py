@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.measure.bucket_hook import BucketHook, CommHook
-from trainer.measure.clocks import Clock, CudaClock, HostClock, Mark, Scalar, core_waits
+from trainer.measure.clocks import START, Clock, CudaClock, HostClock, Mark, Scalar, core_waits
 from trainer.measure.ddp_log import DdpLog
 from trainer.measure.step_maker import WARM_UP, Part, Readings, StepMaker
 from trainer.record import Doing, EventWriter, Finding, Step
@@ -123,7 +123,7 @@ class StepMeter:
         if not self._on:
             return
         # The old mark is not released: it is also the end of the last step, which may still be under way.
-        self._marks = [self._clock.mark("start")]
+        self._marks = [self._clock.mark(START)]
         self._parts = []
         self._gc_s = 0.0
         self._moved = self._host_clock()

@@ -320,7 +320,7 @@ def test_what_nobody_looked_for_is_not_taken_for_a_later_wait() -> None:
     parts = Parts()
     parts.wait_seen(10.0)
     for _ in range(50):
-        parts.wait_seen(10.5, waits=0.5)
+        parts.wait_seen(10.4, waits=0.4)
     assert parts.wait_seen(14.0) == pytest.approx(4.0)  # no more than what is unusual
     assert parts.wait_seen(14.0) == 0.0
 

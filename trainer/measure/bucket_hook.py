@@ -28,6 +28,9 @@ from trainer.measure.clocks import Clock, Mark
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
+SYNC_SLACK = 0.25
+"""Of a wait for others, which varies by itself, only so much of a step is worth a look at what of it was for a core."""
+
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
@@ -259,7 +262,7 @@ class BucketHook:
 
     def _all_reduced(self, buckets: Buckets) -> None:
         try:
-            buckets.end = self._clock.mark("reduced")
+            buckets.end = self._clock.mark("reduced", slack=SYNC_SLACK)
             if buckets.detailed:
                 buckets.reduced.append(buckets.end)
         except Exception as error:  # noqa: BLE001 - as above

@@ -26,11 +26,13 @@ Scalar = Tensor | float | None
 class Clock(Protocol):
     """Marks points in time and fetches numbers, both without waiting."""
 
-    def mark(self, place: str | None = None) -> Mark:
+    def mark(self, place: str | None = None, *, slack: float = 0.0) -> Mark:
         """Return a mark for now: after all that was asked of the device so far.
 
         Args:
             place: Where in a step this is, always the same word; None when ``waits_ms`` will not be asked of it.
+            slack: Share of a step that may be waited for a core before this place without being seen; the clock has
+                a least share of its own.
         """
         ...
 
@@ -85,10 +87,12 @@ def core_waits() -> CoreWaits | None:
     return waits
 
 
+START = "start"
+"""The place where steps begin: what came before it is none."""
 CLOSE_S = 100e-6
 """A part shorter than this is too short for a wait worth a look."""
-SLACK = 0.1
-"""By how much a part must be longer than it usually is, as a share of that."""
+SLACK = 0.05
+"""By how much a part must be longer than it usually is, as a share of a step; a rank is late from 0.1 on."""
 RISES, FALLS = 1 / 32, 1 / 2
 """Shares by which what is usual follows a longer part, and a shorter one: it stays near the shortest."""
 
@@ -97,7 +101,7 @@ class HostClock:
     """The clock of a CPU rank: everything has happened by the time it is asked.
 
     What the thread waited for a core is looked up only after a part that took longer than it usually does, since a
-    look costs more than everything else here. What goes unseen is less than ``SLACK`` of a part.
+    look costs more than everything else here. What goes unseen is less than ``SLACK`` of a step.
 
     Args:
         clock: Seconds.
@@ -111,6 +115,8 @@ class HostClock:
         self._waits = waits
         self._usual: dict[str, float] = {}
         """Seconds until each place from the one before it, without waits for a core."""
+        self._step = 0.0
+        """Their sum."""
         self._last = -math.inf
         """When the last mark with a place was made."""
         self._waited = 0.0
@@ -120,19 +126,19 @@ class HostClock:
         self._looked = False
         """Whether that was at the last mark with a place."""
 
-    def mark(self, place: str | None = None) -> tuple[float, float]:
+    def mark(self, place: str | None = None, *, slack: float = SLACK) -> tuple[float, float]:
         """Return now, and how long the thread has waited for a core."""
         now = self._clock()
         if place is not None and self._waits is not None:
             took, self._last = now - self._last, now
             if took > CLOSE_S:
                 usual = self._usual.get(place, 0.0)
-                if took > (1.0 + SLACK) * usual:
+                if took - usual > slack * self._step:
                     self._look(place, took, usual)
                 else:
                     self._looked = False
                     if took < usual:
-                        self._usual[place] = usual + FALLS * (took - usual)
+                        self._learn(place, took, usual)
         return now, self._waited
 
     def _look(self, place: str, took: float, usual: float) -> None:
@@ -144,11 +150,14 @@ class HostClock:
             waited = min(waited, took - usual)
         self._waited += waited
         self._count, self._looked = count, True
-        net = took - waited
-        if usual:
-            self._usual[place] = usual + (RISES if net > usual else FALLS) * (net - usual)
-        elif net < math.inf:
-            self._usual[place] = net
+        if place != START:
+            self._learn(place, took - waited, usual)
+
+    def _learn(self, place: str, net: float, usual: float) -> None:
+        """Take up how long it was to a place without waiting for a core."""
+        change = net if usual == 0.0 else (RISES if net > usual else FALLS) * (net - usual)
+        self._usual[place] = usual + change
+        self._step += change
 
     def ready(self, marks: Iterable[Mark]) -> bool:
         """Tell that they are."""
@@ -194,7 +203,7 @@ class CudaClock:
         self._events: list[Any] = []
         self._pinned: list[Tensor] = []
 
-    def mark(self, place: str | None = None) -> Any:
+    def mark(self, place: str | None = None, *, slack: float = 0.0) -> Any:
         """Record an event on the device's current stream."""
         try:
             event = self._events.pop()
