@@ -66,7 +66,9 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
         symptom = None
         if merged and lately[index] >= OVERWHELMING * (step_ms + lately[index]):
             symptom = _slow(state, timeline.ranks, rows, index, step_ms, SHORT_WINDOW)
-        elif owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
+            if symptom.cause == "unattributed":  # all parts longer for a moment: the machine, told of when it lasts
+                symptom = None
+        if symptom is None and owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _slow(state, timeline.ranks, rows, index, step_ms, WINDOW)
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.told(symptom, timeline.ranks)

@@ -353,6 +353,13 @@ def test_a_few_slow_steps_among_very_fast_ones_are_no_straggler() -> None:
         assert covering(run, 12, 25) == []
 
 
+def test_a_rank_whose_parts_are_all_longer_for_a_moment_is_no_straggler() -> None:
+    run = Run(2)
+    assert covering(run, 60, 6) == []
+    assert covering(run, 8, 2, late(1, first=run.step + 1, forward=80.0, backward=90.0, optimizer=60.0)) == []
+    assert covering(run, 40, 6) == []
+
+
 @pytest.mark.parametrize("steps", [2, 17])
 def test_events_that_cover_several_noisy_balanced_steps_are_no_finding(steps: int) -> None:
     assert covering(Run(2, noise=0.5), 400, steps) == []

@@ -34,6 +34,16 @@ class Held(nn.Module):
         return x
 
 
+class HeldSGD(torch.optim.SGD):
+    """Holds its rank up in the optimizer's step."""
+
+    pause_s = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(self.pause_s)
+        return super().step(closure)
+
+
 def main() -> None:
     where, late_rank, first, steps = sys.argv[1], *map(int, sys.argv[2:5])
     torch.set_num_threads(1)
@@ -42,8 +52,7 @@ def main() -> None:
     torch.manual_seed(1)
     held = Held()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 256), held, nn.Tanh(), nn.Linear(256, 256)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer.register_step_pre_hook(lambda *_: time.sleep(pause_s if where == "optimizer" else 0.0))
+    optimizer = HeldSGD(model.parameters(), lr=0.01)
     pause_s = 0.0
 
     def batches() -> Any:
@@ -54,6 +63,7 @@ def main() -> None:
     with watch(model, optimizer) as watched:
         for number, batch in enumerate(watched.batches(batches()), start=1):
             pause_s = DELAY_S if late and number >= first else 0.0
+            optimizer.pause_s = pause_s if where == "optimizer" else 0.0
             held.forward_s = pause_s if where == "forward" else 0.0
             held.backward_s = pause_s if where == "backward" else 0.0
             optimizer.zero_grad()
