@@ -20,10 +20,10 @@ SHORT_WINDOW = 6
 """Rows that do, where each stands for several steps and a rank is more than ``OVERWHELMING`` late."""
 OVERWHELMING = 0.5
 """Share of a step: the others wait for longer than they work."""
-LEAST_STEPS = 20
-"""Steps to know a run by, before anything is said."""
-LEAST_ROWS = SHORT_WINDOW + 2
-"""And rows, where each stands for several: some from before a rank became slow."""
+LEAST_ROWS = 20
+"""Rows to know a run by, before anything is said."""
+LEAST_SHORT_ROWS = SHORT_WINDOW + 2
+"""Rows that do for what a short window shows: some from before a rank became slow."""
 WARNING, CRITICAL = 0.10, 0.20
 """Share of a step that a rank is late (TraceML's gates)."""
 AT_ONCE = 0.15
@@ -50,7 +50,7 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW)):
         return []
     rows = [row for row in timeline.rows if row.synced]
-    if len(rows) < LEAST_ROWS or sum(row.steps for row in rows) < LEAST_STEPS:
+    if len(rows) < LEAST_SHORT_ROWS:
         return []
     broadcast = Broadcast.seen_in(rows[-WINDOW:])
     if broadcast is not None:
@@ -60,6 +60,7 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     owns = _own_excess(window)
     lately = _own_excess(rows[-SHORT_WINDOW:])
     merged = all(row.steps > 1 for row in rows[-SHORT_WINDOW:])
+    known = len(rows) >= LEAST_ROWS
     waits = _waits_for_cores(rows)
     found = []
     for index, rank in enumerate(timeline.ranks):
@@ -68,7 +69,7 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
             symptom = _slow(state, timeline.ranks, rows, index, step_ms, SHORT_WINDOW)
             if symptom.cause == "unattributed":  # all parts longer for a moment: the machine, told of when it lasts
                 symptom = None
-        if symptom is None and owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
+        if symptom is None and known and owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _slow(state, timeline.ranks, rows, index, step_ms, WINDOW)
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.told(symptom, timeline.ranks)
