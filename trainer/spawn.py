@@ -22,7 +22,7 @@ from trainer.node.descendants import kill_descendants, reap
 from trainer.node.ending import Ending
 from trainer.node.neighbours import Neighbours
 from trainer.node.node_sampler import NodeSampler, gpus_of
-from trainer.node.rank_process import RankProcess, begin, spawned
+from trainer.node.rank_process import RankProcess, begin
 from trainer.node.scratch import scratch_folder
 from trainer.node.stopping_signals import StopRequested, StopSignals
 from trainer.node.verdict import Verdict
@@ -153,7 +153,7 @@ class _Node:
         self._ranks.append(rank)
         assert rank.process.pid is not None
         self._pids[assignment.rank] = rank.process.pid
-        self._writer.write(spawned(rank))
+        self._writer.write(rank.assignment.spawned(rank.process.pid))
 
     # --- watching -------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from trainer.node.neighbours import Neighbours
 from trainer.node.node_sampler import NodeSampler, gpus_of
 from trainer.node.stopping_signals import AT_ONCE, STOPPING, StopSignals
 from trainer.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
-from trainer.record import EventWriter, Failure, RankState, RunDir
+from trainer.record import EventWriter, Failure, RunDir
 
 SAMPLE_S = 1.0
 """Time between two looks at the machine, when a record is kept."""
@@ -81,18 +81,7 @@ class _Alone:
         assert self._run_dir is not None
         here = self._assignment
         writer = EventWriter(self._run_dir.node_events(here.node), shared=True)
-        writer.write(
-            RankState(
-                time=time.time(),
-                rank=here.rank,
-                state="spawned",
-                local_rank=here.local_rank,
-                node=here.node,
-                host=here.host,
-                device=here.device,
-                pid=os.getpid(),
-            )
-        )
+        writer.write(here.spawned(os.getpid()))
         writer.close()
 
     def look_at_the_machine(self) -> None:

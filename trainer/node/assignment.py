@@ -14,7 +14,7 @@ import msgspec
 
 from trainer.options import Distributed
 from trainer.outcome import RankReport
-from trainer.record import Failure
+from trainer.record import Failure, RankState
 
 ReportSink = Callable[[RankReport], None]
 """Takes a rank's reports."""
@@ -71,6 +71,19 @@ class RankAssignment:
     """What the rank finds in its environment besides what is there; None takes a variable away."""
     is_script: bool = False
     """Whether ``words`` are a script and its arguments; ending with exit code 0 and no report, it has succeeded."""
+
+    def spawned(self, pid: int | None) -> RankState:
+        """Return the event that the rank exists, as this process."""
+        return RankState(
+            time=time.time(),
+            rank=self.rank,
+            state="spawned",
+            local_rank=self.local_rank,
+            node=self.node,
+            host=self.host,
+            device=self.device,
+            pid=pid,
+        )
 
     def listens(self) -> None:
         """Say that from here on the rank can be asked to stop."""

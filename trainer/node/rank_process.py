@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -17,7 +16,7 @@ import msgspec
 from trainer.node import child, forkserver
 from trainer.node.assignment import PipeSink, RankAssignment
 from trainer.outcome import RankOutcome, RankReport, signal_name
-from trainer.record import RankState, RunDir
+from trainer.record import RunDir
 
 
 @dataclass
@@ -107,18 +106,3 @@ def begin(context: BaseContext, assignment: RankAssignment, target: str) -> Rank
     finally:
         pipe.close()
     return RankProcess(assignment, process, reports, log, log_from)
-
-
-def spawned(rank: RankProcess) -> RankState:
-    """Return the event that it exists."""
-    here = rank.assignment
-    return RankState(
-        time=time.time(),
-        rank=here.rank,
-        state="spawned",
-        local_rank=here.local_rank,
-        node=here.node,
-        host=here.host,
-        device=here.device,
-        pid=rank.process.pid,
-    )
