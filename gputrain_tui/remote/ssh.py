@@ -125,7 +125,7 @@ class Ssh:
                 if process.returncode is None:
                     end(process)
                     process.wait()
-            except BaseException:
+            except BaseException:  # Ctrl-C, too: no ssh is left behind; it goes on
                 end(process)
                 process.wait()
                 raise

@@ -117,6 +117,6 @@ def ask_all(
     with ThreadPoolExecutor(min(AT_ONCE, len(names)), thread_name_prefix="ask") as pool:
         try:
             return list(pool.map(lambda host: one(host, connections, limit_s=limit_s), names))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too; it goes on
             connections.close()  # or the threads would be waited for
             raise

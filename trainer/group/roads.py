@@ -91,7 +91,7 @@ def interface_for(meeting: Meeting, verdict: Verdict, mine: Claim, *, gloo: bool
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise TrainingError(f"rank {mine.rank} lost the store at {meeting.url} while joining: {first}") from None
-    return door.interface or None if asked is None else None
+    return None if asked is not None else door.interface or None
 
 
 def _lead(

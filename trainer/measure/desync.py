@@ -85,11 +85,11 @@ def check(
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return events
     peers = _Peers(device, group)
-    processor = _processor(device)
-    # The collective carries signed numbers.
-    if peers.agree([processor, *(digest - 2**63 for digest in digests)]):
+    # The collectives carry signed numbers.
+    held = [_processor(device), *(digest - 2**63 for digest in digests)]
+    if peers.agree(held):
         return events
-    rows = peers.gather([rank, processor, *(digest - 2**63 for digest in digests)], torch.int64)
+    rows = peers.gather([rank, *held], torch.int64)
     ranks = [int(row[0]) for row in rows]
     unlike = len({row[1] for row in rows}) > 1
     for column, what, tensors, sums in (
