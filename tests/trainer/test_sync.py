@@ -25,9 +25,9 @@ import trainer
 from trainer.measure.bucket_hook import BucketHook
 from trainer.measure.clocks import CudaClock, HostClock, core_waits
 from trainer.measure.ddp_log import DdpLog, sync_times
-from trainer.measure.step_events import StepMerger, merge
+from trainer.measure.step_events import InParts, Measured, StepMerger, merge
 from trainer.record import Doing, EventWriter, Failure, Finding, Step, decode_events
-from trainer.sync import StepMeter
+from trainer.sync import StepMeter, stride
 
 CPU = torch.device("cpu")
 
@@ -87,22 +87,74 @@ def test_launching_after_the_last_bucket_is_ready_exposes_everything() -> None:
     assert (times.sync_ms, times.exposed_ms) == (3.5, 4.0)
 
 
-def _step(step: int, **fields: Any) -> Step:
-    return Step(**({"time": float(step), "rank": 0, "step": step, "epoch": 1, "steps": 1, "samples": 8} | fields))
+def _step(step: int, **fields: Any) -> Measured:
+    """One of 1 ms; of which ``fields`` says in what parts it was measured, if in any."""
+    base: dict[str, Any] = {"time": float(step), "epoch": 1, "samples": 8, "tokens": None, "lr": None, "gc_ms": 0.0}
+    base |= {"step_ms": 1.0, "loss": None, "grad_norm": None}
+    of_parts = {name: fields.pop(name) for name in InParts._fields if name in fields}
+    if of_parts:
+        base["in_parts"] = InParts(**({"parts": (), "laps_ms": (1.0,)} | of_parts))
+        base["step_ms"] = sum(base["in_parts"].laps_ms)
+    return Measured(**(base | {"step": step} | fields))
+
+
+def _merge(*steps: Measured, synchronised: bool = True) -> Step:
+    return merge(steps, rank=0, synchronised=synchronised, wire_ratio=0.5)
 
 
 def test_merged_steps_have_totals_of_samples_and_means_of_what_was_measured() -> None:
-    merged = merge(
-        [
-            _step(4, tokens=10, loss=2.0, step_ms=10.0, lr=0.1),
-            _step(5, tokens=20, loss=4.0, step_ms=20.0, sync_ms=3.0, sync_bytes=8, bucket_ms=[1.0, 2.0], lr=0.2),
-            _step(6, tokens=30, loss=6.0, step_ms=30.0, epoch=2, lr=0.3),
-        ]
+    sync = {"settled": True, "sync_ms": 3.0, "exposed_ms": 1.0, "bucket_bytes": (6, 2), "bucket_ms": (1.0, 2.0)}
+    merged = _merge(
+        _step(4, tokens=10, loss=2.0, laps_ms=(10.0,), lr=0.1),
+        _step(5, tokens=20, loss=4.0, laps_ms=(20.0,), lr=0.2, **sync),
+        _step(6, tokens=30, loss=6.0, laps_ms=(30.0,), lr=0.3, epoch=2, gc_ms=0.6),
     )
     assert (merged.step, merged.epoch, merged.steps, merged.samples, merged.tokens) == (6, 2, 3, 24, 60)
     assert (merged.loss, merged.step_ms, merged.lr, merged.time) == (4.0, 20.0, 0.3, 6.0)
-    assert (merged.sync_ms, merged.sync_bytes, merged.bucket_ms) == (3.0, 8, [1.0, 2.0]), "measured once"
-    assert (merged.data_ms, merged.grad_norm) == (None, None), "never measured"
+    assert (merged.sync_ms, merged.sync_exposed_ms, merged.bucket_ms) == (3.0, 1.0, [1.0, 2.0]), "measured once"
+    assert (merged.sync_bytes, merged.sync_buckets) == (4, 2), "half of each byte goes over the wire"
+    assert merged.gc_ms == pytest.approx(0.2)
+    assert (merged.data_ms, merged.grad_norm, merged.parts_step_ms) == (None, None, None), "never measured"
+
+
+def test_parts_add_up_within_a_step_and_are_means_over_the_steps_that_have_them() -> None:
+    merged = _merge(
+        _step(1, parts=("forward", "backward"), laps_ms=(1.0, 2.0, 0.5)),
+        _step(2, parts=("forward", "backward", "forward", "backward", "data"), laps_ms=(3.0, 4.0, 2.0, 4.0, 7.0, 0.5)),
+        synchronised=False,
+    )
+    assert (merged.forward_ms, merged.backward_ms, merged.data_ms, merged.step_ms) == (3.0, 5.0, 7.0, 12.0)
+
+
+def test_the_exposed_synchronisation_is_taken_out_of_the_backward_pass_where_it_is_known() -> None:
+    steps = [
+        _step(1, parts=("backward",), laps_ms=(10.0, 0.0), exposed_ms=4.0),
+        _step(2, parts=("backward",), laps_ms=(20.0, 0.0), exposed_ms=6.0),
+        _step(3, parts=("backward",), laps_ms=(90.0, 0.0)),
+    ]
+    assert _merge(*steps).backward_ms == 10.0
+    assert _merge(steps[2]).backward_ms is None, "how much of it was synchronisation nobody knows"
+    assert _merge(*steps, synchronised=False).backward_ms == 40.0
+
+
+def test_parts_belong_to_the_steps_that_were_measured_in_parts() -> None:
+    merged = _merge(
+        _step(1, step_ms=50.0),
+        _step(2, parts=("forward",), laps_ms=(2.0, 1.0), core_wait_ms={"forward": 0.5}),
+        _step(3, parts=("forward",), laps_ms=(4.0, 1.0), core_wait_ms={}),
+        _step(4, step_ms=2.0),
+    )
+    assert (merged.step_ms, merged.parts_step_ms, merged.forward_ms) == (15.0, 4.0, 3.0)
+    assert merged.core_wait_ms == {"forward": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("end_ms", "step_ms", "every"),
+    [(0.01, 20.0, 1), (0.015, 4.5, 1), (0.015, 4.4, 2), (0.045, 3.0, 8), (0.045, 0.0, 8), (0.0, 0.0, 1)],
+)
+def test_the_faster_the_steps_the_fewer_are_measured_in_parts(end_ms: float, step_ms: float, every: int) -> None:
+    assert stride(end_ms / 1e3, step_ms / 1e3, 0.01) == every
+    assert stride(end_ms / 1e3, step_ms / 1e3, math.inf) == 1, "without a limit"
 
 
 def _events(folder: Path, rank: int = 0) -> list[Any]:
@@ -111,7 +163,7 @@ def _events(folder: Path, rank: int = 0) -> list[Any]:
 
 def test_fast_steps_share_events_and_none_is_dropped(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "0.ndjson")
-    merger = StepMerger(writer)
+    merger = StepMerger(writer, rank=0)
     for step in range(1, 101):
         merger.add(_step(step, time=1000 + step * 0.01))
     merger.flush()
@@ -125,7 +177,7 @@ def test_fast_steps_share_events_and_none_is_dropped(tmp_path: Path) -> None:
 
 def test_slow_steps_have_an_event_each_and_a_clock_set_back_holds_nothing_up(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "0.ndjson")
-    merger = StepMerger(writer)
+    merger = StepMerger(writer, rank=0)
     for step, moment in enumerate([1000.0, 1000.06, 1000.12, 400.0, 400.06], start=1):
         merger.add(_step(step, time=moment))
     writer.close()
@@ -244,10 +296,9 @@ def test_a_step_that_does_not_go_on_tells_once_what_it_is_at(tmp_path: Path) -> 
     meter.end(step=1, epoch=1, samples=1)
     meter.lap("data")
     meter.lap("h2d")
-    hand.advance(6000)
-    assert writer.flush()
     deadline = time.monotonic() + 10
     while not (found := _doing(tmp_path)) and time.monotonic() < deadline:
+        hand.advance(1000)
         time.sleep(0.005)  # and no further call: a hang
     meter.lap("forward")
     meter.pause()
@@ -267,6 +318,7 @@ def test_waits_for_a_core_are_told_per_part_and_rounded(tmp_path: Path) -> None:
     hand, waited = Hand(), Hand()
     meter, writer = _meter(tmp_path, hand)
     meter._clock = HostClock(hand, waited)
+    meter._mark = meter._clock.mark
     meter.start()
     for part, milliseconds in (("data", 0.0), ("forward", 3.0), ("backward", 5.123456), ("optimizer", 1.0)):
         hand.advance(10)
@@ -285,7 +337,7 @@ class Parts:
     def __init__(self) -> None:
         self.hand, self.waited, self.looks = Hand(), Hand(), 0
         self.clock = HostClock(self.hand, self._look)
-        self._before = self.clock.mark("start")
+        self.clock.mark("start")
 
     def _look(self) -> float:
         self.looks += 1
@@ -294,9 +346,11 @@ class Parts:
     def wait_seen(self, milliseconds: float, *, waits: float = 0.0, place: str = "forward") -> float:
         self.hand.advance(milliseconds)
         self.waited.advance(waits)
-        before, self._before = self._before, self.clock.mark(place)
-        (seen,) = self.clock.waits_ms([before, self._before]) or [math.nan]
-        return seen
+        self.clock.mark(place)
+        waits = self.clock.take_waits_ms()
+        assert waits is not None
+        assert not waits.keys() - {place}
+        return waits.get(place, 0.0)
 
 
 def test_a_wait_for_a_core_is_looked_up_where_a_part_took_longer_than_usual() -> None:
@@ -347,7 +401,9 @@ def test_places_are_told_apart_and_short_parts_never_looked_at() -> None:
 
 def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:
     clock = HostClock()
-    assert clock.waits_ms([clock.mark("start"), clock.mark("end")]) is None
+    clock.mark("start")
+    clock.mark("end")
+    assert clock.take_waits_ms() is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel counts no waits for a core")
@@ -431,7 +487,12 @@ def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
     writer = EventWriter(tmp_path / "0.ndjson")
     moment = itertools.count(1000)
     meter = StepMeter(
-        nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0, now=lambda: float(next(moment))
+        nn.Linear(2, 2),
+        device=torch.device("cuda"),
+        writer=writer,
+        rank=0,
+        now=lambda: float(next(moment)),
+        share=1e-9,
     )
     meter.start()
     for step in range(1, 5):
@@ -604,7 +665,7 @@ def _train(
         rank=rank,
         detail_every=detail_every,
         now=lambda: float(next(moment)),
-        **(meter_options or {}),
+        **({"share": math.inf} | (meter_options or {})),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(rank)
@@ -674,6 +735,39 @@ def test_warm_up_has_no_synchronisation_values_and_later_steps_have_all(gang: Ga
         if event.bucket_ms is not None:
             assert len(event.bucket_ms) == 2
             assert 0 < max(event.bucket_ms) <= event.sync_ms * 1.01 + 0.5
+
+
+def test_of_fast_steps_some_are_measured_in_parts_and_all_in_length(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_with, str(tmp_path), {"steps": 16, "meter_options": {"share": 1e-9}})
+    for rank in range(2):
+        events = _steps(tmp_path, rank)
+        assert [event.step for event in events] == list(range(1, 17))
+        assert all(event.step_ms > 0 and event.loss is not None and event.grad_norm > 0 for event in events)
+        in_parts = [event for event in events if event.forward_ms is not None]
+        assert [event.step for event in in_parts] == [1, 2, 3, 6, 9, 11, 16], "every eighth, and the detailed"
+        for event in in_parts:
+            assert None not in (event.data_ms, event.backward_ms, event.optimizer_ms)
+            assert event.step_ms >= event.forward_ms + event.backward_ms + event.optimizer_ms
+        settled = [event.step for event in events if event.sync_exposed_ms is not None]
+        assert settled == [3, 6, 9, 11, 16]
+        assert all(event.sync_bytes == PARAMETER_BYTES for event in events if event.step in settled)
+
+
+def test_after_a_pause_the_first_step_is_measured_in_parts(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson")
+    moment = itertools.count(1000)
+    meter = StepMeter(
+        nn.Linear(2, 2), device=CPU, writer=writer, rank=0, now=lambda: float(next(moment)), detail_every=0, share=1e-9
+    )
+    for step in range(1, 13):
+        if step in (1, 6):
+            meter.pause()
+            meter.start()
+        meter.lap("forward")
+        meter.end(step=step, epoch=1, samples=1)
+    meter.close()
+    writer.close()
+    assert [event.step for event in _events(tmp_path) if event.forward_ms is not None] == [1, 2, 6, 9]
 
 
 def test_accumulated_micro_steps_synchronise_once(gang: Gang, tmp_path: Path) -> None:
@@ -805,44 +899,6 @@ def test_a_fault_while_measuring_ends_the_measuring_and_not_the_training(gang: G
     assert fault is not None
     assert "OSError: no clock" in fault
     assert healthy == (True, None)
-
-
-def _work_in_the_wait(rank: int, world_size: int, broken: bool) -> tuple[int, int, str | None]:
-    """Let rank 1 be late once; return how often work was asked for then and in all, and the fault."""
-    torch.manual_seed(1)
-    model = DistributedDataParallel(Net(), bucket_cap_mb=0.03)
-    asked = 0
-
-    def work() -> bool:
-        nonlocal asked
-        asked += 1
-        if broken:
-            raise RuntimeError("no work")
-        return True
-
-    hook = BucketHook(model, HostClock(), meanwhile=work)
-    for late_s in (0.0, 0.1, 0.0):
-        before = asked
-        model.module.backward_s = late_s * rank
-        hook.measure(detailed=False)
-        model(torch.randn(16, 64)).square().mean().backward()
-        if late_s:
-            while_late = asked - before
-    return while_late, asked, hook.fault
-
-
-def test_a_rank_works_while_it_waits_for_the_late_one(gang: Gang) -> None:
-    (waiting, _, fault), (late, _, _) = gang.run(_work_in_the_wait, False)
-    assert waiting > 1000
-    assert late < waiting / 2
-    assert fault is None
-
-
-def test_work_that_fails_in_the_wait_ends_the_measuring_and_not_the_training(gang: Gang) -> None:
-    (_, asked, fault), _ = gang.run(_work_in_the_wait, True)
-    assert asked >= 1
-    assert fault is not None
-    assert "RuntimeError: no work" in fault
 
 
 def _train_without_the_private_interface(rank: int, world_size: int, folder: str) -> None:

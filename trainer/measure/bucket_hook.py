@@ -6,8 +6,8 @@ ends the measuring.
 
 On CPU ranks the hook of the last bucket waits until all are reduced, which DDP would do next anyway. So no future
 calls back into Python from a gloo thread, which would have to wrest the interpreter lock from the waiting one: that
-costs 70–100 µs per bucket (measured with torch 2.13), this some 20 µs. While it waits, it does what must be done some
-time. On GPU ranks nothing waits, and each bucket's end is an event recorded in its future's callback.
+costs 70–100 µs per bucket (measured with torch 2.13), this some 20 µs. On GPU ranks nothing waits, and each bucket's
+end is an event recorded in its future's callback.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Buckets:
 
     def complete(self) -> bool:
         """Tell whether a synchronisation was measured to its end."""
-        return bool(self.ready) and (self.end is not None or bool(self.reduced)) and None not in self.reduced
+        return self.end is not None or (bool(self.reduced) and None not in self.reduced)
 
     def marks(self) -> list[Mark]:
         """All marks, to ask whether they are ready and to release them."""
@@ -69,11 +69,6 @@ class Buckets:
     def exposed_ms(self, clock: Clock) -> float:
         """Last bucket ready to all reduced."""
         return self._until_reduced(clock, self.ready[-1])
-
-    def core_wait_ms(self, clock: Clock) -> float | None:
-        """Of the exposed synchronisation, what the thread waited for a core; None where that is not counted."""
-        waits = clock.waits_ms((self.ready[-1], self.end)) if self.end is not None else None
-        return waits[0] if waits is not None else None
 
     def norm(self) -> Tensor | float | None:
         """Norm [] of all buckets before the reduction, on the device where they are; None where it is not measured."""
@@ -99,8 +94,6 @@ class BucketHook:
         clock: Of the device that the buckets are on.
         inner: A hook that does the averaging in its own way, and its ``state``. It is measured from outside.
         waits: Whether the last bucket's hook waits for all of them: on CPU ranks, without an inner hook.
-        meanwhile: Does a small piece of work in the time in which this rank waits for the others (CPU), and returns
-            False when there is none left.
     """
 
     def __init__(
@@ -111,7 +104,6 @@ class BucketHook:
         inner: CommHook | None = None,
         state: object = None,
         waits: bool = True,
-        meanwhile: Callable[[], bool] = lambda: False,
     ) -> None:
         self.fault: str | None = None
         """Why nothing is measured any more, for people; None while all is well."""
@@ -121,12 +113,13 @@ class BucketHook:
         self._group = model.process_group
         self._share = 1.0 / dist.get_world_size(self._group)
         self._options = dist.AllreduceOptions()
-        self._meanwhile = meanwhile
         self._under_way: list[Any] = []
+        self._done: dict[int, tuple[Tensor, torch.futures.Future[Tensor]]] = {}
+        """Of each bucket, its buffer and the future that is done with it: both last until buckets are rebuilt."""
         self._measuring = False
         self._detailed = False
         self._syncs: list[Buckets] = []
-        """Synchronisations since ``measure``; the last one may be under way."""
+        """Synchronisations not yet taken; the last one may be under way."""
         self._inner = inner
         hook = self._around if inner is not None else self._wait if waits else self._launch
         try:
@@ -137,42 +130,60 @@ class BucketHook:
                 raise
             self.fault = "the model has a comm hook already: buckets and the local gradient norm are not measured"
 
-    def measure(self, *, detailed: bool) -> None:
-        """Measure the synchronisations from here on, until ``take``."""
+    def measure(self, *, detailed: bool = False) -> None:
+        """Measure the synchronisations from here on, each bucket's end and norm too when detailed."""
         if self.fault is None:
-            self._measuring, self._detailed, self._syncs = True, detailed, []
+            self._measuring, self._detailed = True, detailed
+
+    def rest(self) -> None:
+        """Measure nothing from here on."""
+        self._measuring = self._detailed = False
 
     def take(self) -> Sequence[Buckets]:
-        """Return the synchronisations since ``measure``, and stop measuring; empty unless all are complete."""
-        syncs, self._syncs = self._syncs, []
-        self._measuring = self._detailed = False
-        return syncs if self.fault is None and all(buckets.complete() for buckets in syncs) else ()
+        """Return the synchronisations since the last call; empty unless all are complete."""
+        syncs = self._syncs
+        if not syncs:
+            return ()
+        self._syncs = []
+        for buckets in syncs:
+            if not buckets.complete():
+                return ()
+        return syncs
 
     # ------------------------------------------------------------------------------------- three ways to reduce
 
     def _wait(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch; at the last bucket wait for all (CPU)."""
-        buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
-        if first:
+        buffer, index, last = bucket.buffer(), bucket.index(), bucket.is_last()
+        if index == 0:
             self._under_way.clear()  # an iteration that failed may have left some behind
         norm = self._norm(buffer) if self._detailed else None
         buffer.mul_(self._share)
-        buckets = self._ready(buffer, norm, first=first, last=last) if self._measuring else None
+        buckets = self._ready(buffer, norm, first=index == 0, last=last) if self._measuring else None
         work: Any = self._group.allreduce([buffer], self._options)
         if buckets is not None and buckets.detailed and not last:
             work = work.get_future().then(partial(self._reduced, buckets, self._expect_end(buckets)))
         self._under_way.append(work)
         if last:
             self.waiting = True
-            self._work_until(work)
             for each in self._under_way:
                 each.wait()
             self.waiting = False
             self._under_way.clear()
             if buckets is not None:
                 self._all_reduced(buckets)
+        return self._done_with(index, buffer)
+
+    def _done_with(self, index: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Return a future that is done; making one costs more than all else here, so a bucket's is used again."""
+        known = self._done.get(index)
+        if known is not None and known[0] is buffer:
+            return known[1]
+        if index == 0:
+            self._done.clear()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
+        self._done[index] = buffer, done
         return done
 
     def _launch(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -219,7 +230,7 @@ class BucketHook:
         """
         try:
             if first:
-                self._syncs.append(Buckets(detailed=self._detailed))
+                self._syncs.append(Buckets(self._detailed))
             buckets = self._syncs[-1]
             buckets.sizes.append(buffer.nbytes)
             if norm is not None:
@@ -229,14 +240,6 @@ class BucketHook:
             self._give_up(error)
             return None
         return buckets
-
-    def _work_until(self, work: dist.Work) -> None:
-        """Use the wait."""
-        try:
-            while not work.is_completed() and self._meanwhile():
-                pass
-        except Exception as error:  # noqa: BLE001 - as above
-            self._give_up(error)
 
     @staticmethod
     def _expect_end(buckets: Buckets) -> int:

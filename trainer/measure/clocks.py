@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ class Clock(Protocol):
         """Return a mark for now: after all that was asked of the device so far.
 
         Args:
-            place: Where in a step this is, always the same word; None when ``waits_ms`` will not be asked of it.
+            place: What it is the end of, always the same word; None where waits for a core are not to be told apart.
             slack: Share of a step that may be waited for a core before this place without being seen; the clock has
                 a least share of its own.
         """
@@ -44,8 +44,11 @@ class Clock(Protocol):
         """Return the milliseconds between each mark and the next; all are ready."""
         ...
 
-    def waits_ms(self, marks: Sequence[Mark]) -> list[float] | None:
-        """Return how long, from each mark to the next, the training's thread was ready to run and had no core."""
+    def take_waits_ms(self) -> Mapping[str, float] | None:
+        """Return how long the training's thread was ready to run and had no core since the last call.
+
+        By the place that it was on its way to; None where nobody counts it.
+        """
         ...
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
@@ -95,13 +98,20 @@ SLACK = 0.05
 """By how much a part must be longer than it usually is, as a share of a step; a rank is late from 0.1 on."""
 RISES, FALLS = 1 / 32, 1 / 2
 """Shares by which what is usual follows a longer part, and a shorter one: it stays near the shortest."""
+BUDGET = 0.004
+"""Share of the time that may go into looks."""
+UNKNOWN = (0.0, CLOSE_S)
+"""Between which seconds a part is while nothing is known of it."""
+NOTHING: Mapping[str, float] = {}
 
 
 class HostClock:
     """The clock of a CPU rank: everything has happened by the time it is asked.
 
-    What the thread waited for a core is looked up only after a part that took longer than it usually does, since a
-    look costs more than everything else here. What goes unseen is less than ``SLACK`` of a step.
+    What the thread waited for a core is looked up only after a part that took longer than it usually does, and no
+    more often than ``BUDGET`` allows, since a look costs more than everything else here. Where a look comes only after
+    several such parts, what was waited is theirs in proportion to how much longer than usual they were. What goes
+    unseen is less than ``SLACK`` of a step.
 
     Args:
         clock: Seconds.
@@ -117,65 +127,87 @@ class HostClock:
         """Seconds until each place from the one before it, without waits for a core."""
         self._step = 0.0
         """Their sum."""
+        self._band: dict[str, tuple[float, float]] = {}
+        """Of each place, between which seconds nothing is worth a look, nor news about what is usual."""
         self._last = -math.inf
         """When the last mark with a place was made."""
-        self._waited = 0.0
-        """Seconds waited for a core until then, as far as anybody looked."""
         self._count = 0.0
         """The kernel's count at the last look."""
-        self._looked = False
-        """Whether that was at the last mark with a place."""
+        self._looked_at = -math.inf
+        """The mark at which that was."""
+        self._next_look = -math.inf
+        """From when on another one is within the budget."""
+        self._owed: dict[str, float] = {}
+        """By how much parts were longer than usual since then, by place."""
+        self._found: dict[str, float] = {}
+        """Seconds waited for a core on the way to each place, not yet taken."""
 
-    def mark(self, place: str | None = None, *, slack: float = SLACK) -> tuple[float, float]:
-        """Return now, and how long the thread has waited for a core."""
+    def mark(self, place: str | None = None, *, slack: float = SLACK) -> float:
+        """Return now, in seconds."""
         now = self._clock()
         if place is not None and self._waits is not None:
-            took, self._last = now - self._last, now
-            if took > CLOSE_S:
-                usual = self._usual.get(place, 0.0)
-                if took - usual > slack * self._step:
-                    self._look(place, took, usual)
-                else:
-                    self._looked = False
-                    if took < usual:
-                        self._learn(place, took, usual)
-        return now, self._waited
+            before, self._last = self._last, now
+            low, high = self._band.get(place, UNKNOWN)
+            if not low <= now - before <= high:
+                self._notice(place, before, now, slack)
+        return now
 
-    def _look(self, place: str, took: float, usual: float) -> None:
-        """Find out what was waited since the last mark with a place, ``took`` seconds ago."""
+    def _notice(self, place: str, before: float, now: float, slack: float) -> None:
+        """Take up an unusual part, which went from ``before`` to ``now``."""
         assert self._waits is not None
-        count = self._waits()
-        waited = count - self._count
-        if not self._looked:  # some of it may lie before that mark
-            waited = min(waited, took - usual)
-        self._waited += waited
-        self._count, self._looked = count, True
-        if place != START:
-            self._learn(place, took - waited, usual)
+        if place == START or before == -math.inf:
+            self._count, self._looked_at = self._waits(), now
+            self._owed.clear()
+            return
+        took, usual = now - before, self._usual.get(place, 0.0)
+        if took < usual:
+            self._learn(place, took, slack)
+            return
+        self._owed[place] = self._owed.get(place, 0.0) + took - usual
+        if now < self._next_look:
+            return
+        waited, self._count = -self._count, self._waits()
+        waited += self._count
+        self._next_look = now + (self._clock() - now) / BUDGET
+        if self._looked_at != before:  # some of it may lie before that mark, or in parts that were not unusual
+            share = min(1.0, waited / sum(self._owed.values()))
+            waited = share * (took - usual)
+            for earlier, excess in self._owed.items():
+                self._found[earlier] = self._found.get(earlier, 0.0) + share * excess
+        elif waited:
+            self._found[place] = self._found.get(place, 0.0) + waited
+        self._looked_at = now
+        self._owed.clear()
+        self._learn(place, took - waited, slack)
 
-    def _learn(self, place: str, net: float, usual: float) -> None:
+    def _learn(self, place: str, net: float, slack: float) -> None:
         """Take up how long it was to a place without waiting for a core."""
+        usual = self._usual.get(place, 0.0)
         change = net if usual == 0.0 else (RISES if net > usual else FALLS) * (net - usual)
-        self._usual[place] = usual + change
+        self._usual[place] = usual = usual + change
         self._step += change
+        self._band[place] = usual, max(CLOSE_S, usual + slack * self._step)
+
+    def take_waits_ms(self) -> Mapping[str, float] | None:
+        """Return the milliseconds without a core since the last call; None where nobody counts them."""
+        if self._waits is None:
+            return None
+        if not self._found:
+            return NOTHING
+        found, self._found = self._found, {}
+        return {place: seconds * 1e3 for place, seconds in found.items() if seconds > 0.0}
 
     def ready(self, marks: Iterable[Mark]) -> bool:
         """Tell that they are."""
         return True
 
-    def laps_ms(self, marks: Sequence[tuple[float, float]]) -> list[float]:
+    def laps_ms(self, marks: Sequence[float]) -> list[float]:
         """Return the milliseconds between each mark and the next."""
-        return [(end[0] - start[0]) * 1e3 for start, end in pairwise(marks)]
+        return [(end - start) * 1e3 for start, end in pairwise(marks)]
 
-    def waits_ms(self, marks: Sequence[tuple[float, float]]) -> list[float] | None:
-        """Return the milliseconds without a core from each mark to the next, None where nobody counts them."""
-        if self._waits is None:
-            return None
-        return [(end[1] - start[1]) * 1e3 for start, end in pairwise(marks)]
-
-    def elapsed_ms(self, start: tuple[float, float], end: tuple[float, float]) -> float:
+    def elapsed_ms(self, start: float, end: float) -> float:
         """Return the milliseconds between two marks."""
-        return (end[0] - start[0]) * 1e3
+        return (end - start) * 1e3
 
     def release(self, marks: Sequence[Mark]) -> None:
         """Forget nothing: a number needs no returning."""
@@ -220,7 +252,7 @@ class CudaClock:
         """Return the device's milliseconds between each event and the next."""
         return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
-    def waits_ms(self, marks: Sequence[Any]) -> list[float] | None:
+    def take_waits_ms(self) -> Mapping[str, float] | None:
         """Return None: the device's time is not the thread's."""
         return None
 

@@ -1,74 +1,75 @@
-"""Steps on their way into the record: fast ones are merged, so that the record stays small and none is dropped."""
+"""Measured steps on their way into the record: fast ones share an event, so that the record stays small."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from trainer.record import EventWriter, Step
 
-_MEANS = (
-    "loss",
-    "grad_norm",
-    "local_grad_norm",
-    "step_ms",
-    "data_ms",
-    "h2d_ms",
-    "forward_ms",
-    "backward_ms",
-    "optimizer_ms",
-    "gc_ms",
-    "sync_ms",
-    "sync_exposed_ms",
-)
-_DURATIONS = tuple(name for name in _MEANS if name.endswith("_ms"))
-_LATEST = ("sync_bytes", "sync_buckets", "bucket_ms")
+Part = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
+"""What a step's time goes into; ``other`` is in ``step_ms`` only."""
 
 
-def merge(steps: Sequence[Step]) -> Step:
-    """Return one event for consecutive steps of one rank.
+class InParts(NamedTuple):
+    """What there is to tell of a step that was measured in parts."""
 
-    Means are taken over the steps that have the value, since one not measured at a step says nothing about it;
-    ``samples`` and ``tokens`` are totals; what has no mean is the latest.
-    """
-    last = steps[-1]
-    if len(steps) == 1:
-        return last
-    merged = Step(
-        time=last.time,
-        rank=last.rank,
-        step=last.step,
-        epoch=last.epoch,
-        lr=last.lr,
-        steps=sum(step.steps for step in steps),
-        samples=sum(step.samples for step in steps),
-        tokens=None if last.tokens is None else sum(step.tokens or 0 for step in steps),
-    )
-    for name in _MEANS:
-        values = [value for step in steps if (value := getattr(step, name)) is not None]
-        if values:
-            setattr(merged, name, sum(values) / len(values))
-    for name in _LATEST:
-        values = [value for step in steps if (value := getattr(step, name)) is not None]
-        if values:
-            setattr(merged, name, values[-1])
-    waits = [step.core_wait_ms for step in steps if step.core_wait_ms is not None]
-    if waits:
-        parts = dict.fromkeys(part for each in waits for part in each)
-        merged.core_wait_ms = {part: sum(each.get(part, 0.0) for each in waits) / len(waits) for part in parts}
-    return merged
+    parts: Sequence[Part]
+    """In order."""
+    laps_ms: Sequence[float]
+    """Of each part; after them one more interval, of no part."""
+    local_grad_norm: float | None = None
+    core_wait_ms: Mapping[str, float] | None = None
+    """By part, and ``sync``; None where nobody counts it."""
+    sync_ms: float | None = None
+    exposed_ms: float | None = None
+    settled: bool = False
+    """Whether the synchronisation is one that means something: after the warm-up, with the buckets of the last one."""
+    bucket_bytes: Sequence[int] | None = None
+    bucket_ms: Sequence[float] | None = None
+    """Only at sampled steps."""
+
+
+class Measured(NamedTuple):
+    """One step of one rank, whose times are known."""
+
+    time: float
+    step: int
+    epoch: int
+    samples: int
+    tokens: int | None
+    lr: float | None
+    gc_ms: float
+    step_ms: float
+    loss: float | None
+    grad_norm: float | None
+    in_parts: InParts | None = None
+    """None where only the step's length was measured."""
 
 
 class StepMerger:
-    """Writes each step, or one event for several when they come faster than 20 a second."""
+    """Writes each step, or one event for several when they come faster than 20 a second.
+
+    Args:
+        writer: Where events go.
+        rank: For the events.
+        synchronised: Whether the ranks exchange gradients.
+        wire_ratio: Bytes sent per byte of gradient; None where it cannot be told.
+    """
 
     interval_s = 0.05
 
-    def __init__(self, writer: EventWriter) -> None:
+    def __init__(
+        self, writer: EventWriter, *, rank: int, synchronised: bool = False, wire_ratio: float | None = 1.0
+    ) -> None:
         self._writer = writer
-        self._waiting: list[Step] = []
+        self._rank = rank
+        self._synchronised = synchronised
+        self._wire_ratio = wire_ratio
+        self._waiting: list[Measured] = []
         self._next_at = 0.0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Measured) -> None:
         """Take the next step; the first one is written at once, since start latency is measured by it."""
         self._waiting.append(step)
         waits = 0.0 < self._next_at - step.time <= self.interval_s  # else time is up, or was set back
@@ -79,7 +80,9 @@ class StepMerger:
         """Write what waits."""
         if self._waiting:
             self._next_at = self._waiting[-1].time + self.interval_s
-            self._writer.write(rounded(merge(self._waiting)))
+            self._writer.write(
+                merge(self._waiting, rank=self._rank, synchronised=self._synchronised, wire_ratio=self._wire_ratio)
+            )
             self._waiting.clear()
 
     def flush_old(self, now: float) -> None:
@@ -88,14 +91,108 @@ class StepMerger:
             self.flush()
 
 
-def rounded(step: Step) -> Step:
-    """Round durations to a tenth of a microsecond, beyond which no clock here tells anything."""
-    for name in _DURATIONS:
-        value = getattr(step, name)
-        if value is not None:
-            setattr(step, name, round(value, 4))
-    if step.bucket_ms is not None:
-        step.bucket_ms = [round(value, 4) for value in step.bucket_ms]
-    if step.core_wait_ms is not None:
-        step.core_wait_ms = {part: round(value, 4) for part, value in step.core_wait_ms.items()}
-    return step
+def merge(steps: Sequence[Measured], *, rank: int, synchronised: bool, wire_ratio: float | None) -> Step:
+    """Return one event for consecutive steps of one rank.
+
+    Means are taken over the steps that have the value, since one not measured at a step says nothing about it;
+    ``samples`` and ``tokens`` are totals; what has no mean is the latest. Durations are rounded to a tenth of a
+    microsecond, beyond which no clock here tells anything.
+
+    Args:
+        steps: In order.
+        rank: Of all of them.
+        synchronised: Whether exposed synchronisation is to be taken out of the backward pass.
+        wire_ratio: Bytes sent per byte of gradient; None where it cannot be told.
+    """
+    last = steps[-1]
+    _, _, _, samples, tokens, _, gc_ms, step_ms, losses, grad_norms, in_parts = zip(*steps, strict=True)
+    event = Step(
+        time=last.time,
+        rank=rank,
+        step=last.step,
+        epoch=last.epoch,
+        lr=last.lr,
+        steps=len(steps),
+        samples=sum(samples),
+        tokens=None if last.tokens is None else sum([count or 0 for count in tokens]),
+        loss=_mean(losses),
+        grad_norm=_mean(grad_norms),
+        gc_ms=_round(_mean(gc_ms)),
+        step_ms=_round(_mean(step_ms)),
+    )
+    if known := [each for each in in_parts if each is not None]:
+        if len(known) < len(steps):
+            event.parts_step_ms = _round(_mean([each.step_ms for each in steps if each.in_parts is not None]))
+        _tell_parts(event, known, synchronised)
+        _tell_synchronisation(event, [each for each in known if each.settled], wire_ratio)
+    return event
+
+
+def _tell_parts(event: Step, steps: Sequence[InParts], synchronised: bool) -> None:
+    parts_ms = _means_by_part(steps)
+    event.data_ms = _round(parts_ms.get("data"))
+    event.h2d_ms = _round(parts_ms.get("h2d"))
+    event.forward_ms = _round(parts_ms.get("forward"))
+    event.optimizer_ms = _round(parts_ms.get("optimizer"))
+    backward_ms = parts_ms.get("backward")
+    event.backward_ms = _round(_without_exposed(steps, backward_ms) if synchronised else backward_ms)
+    event.local_grad_norm = _mean([step.local_grad_norm for step in steps])
+    event.core_wait_ms = _core_wait_ms(steps)
+
+
+def _tell_synchronisation(event: Step, settled: Sequence[InParts], wire_ratio: float | None) -> None:
+    if not settled:
+        return
+    event.sync_ms = _round(_mean([step.sync_ms for step in settled]))
+    event.sync_exposed_ms = _round(_mean([step.exposed_ms for step in settled]))
+    if sizes := settled[-1].bucket_bytes:
+        event.sync_buckets = len(sizes)
+        event.sync_bytes = None if wire_ratio is None else int(sum(sizes) * wire_ratio)
+    for step in settled:
+        if step.bucket_ms is not None:
+            event.bucket_ms = [round(value, 4) for value in step.bucket_ms]
+
+
+def _means_by_part(steps: Sequence[InParts]) -> dict[Part, float]:
+    """Return the mean of each part over the steps that have it, ms."""
+    alike: dict[tuple[Part, ...], list[Sequence[float]]] = {}
+    for step in steps:
+        alike.setdefault(tuple(step.parts), []).append(step.laps_ms)
+    total: dict[Part, float] = {}
+    count: dict[Part, int] = {}
+    for parts, laps_ms in alike.items():
+        for part, value in zip(parts, map(sum, zip(*laps_ms, strict=True)), strict=False):
+            total[part] = total.get(part, 0.0) + value
+        for part in set(parts):
+            count[part] = count.get(part, 0) + len(laps_ms)
+    return {part: value / count[part] for part, value in total.items()}
+
+
+def _without_exposed(steps: Sequence[InParts], mean_ms: float | None) -> float | None:
+    """Return the mean backward pass without the exposed synchronisation, over the steps where that is known."""
+    known = [step for step in steps if step.exposed_ms is not None]
+    if mean_ms is None or not known:
+        return None
+    if len(known) < len(steps):
+        mean_ms = _means_by_part(known).get("backward", 0.0)
+    return max(0.0, mean_ms - sum([step.exposed_ms or 0.0 for step in known]) / len(known))
+
+
+def _core_wait_ms(steps: Sequence[InParts]) -> dict[str, float] | None:
+    counted = [step.core_wait_ms for step in steps if step.core_wait_ms is not None]
+    if not counted:
+        return None
+    total: dict[str, float] = {}
+    for waits in counted:
+        for part, value in waits.items():
+            total[part] = total.get(part, 0.0) + value
+    return {part: round(value / len(counted), 4) for part, value in total.items()}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,27 +1,26 @@
-"""Makes events of the readings that a rank's training thread has taken.
+"""Finishes the readings that a rank's training thread has taken: waits for the device, and tells what they say.
 
-Mostly on the writer's thread, some steps at a time: that costs a third of what it would between two steps, where
-nothing of it is in the processor's caches.
+On the writer's thread, many steps at a time: that costs a small part of what it would between two steps, where nothing
+of it is in the processor's caches.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from trainer.measure.bucket_hook import Buckets
 from trainer.measure.clocks import Clock, Mark
 from trainer.measure.ddp_log import SyncTimes
-from trainer.measure.step_events import StepMerger
-from trainer.record import EventWriter, Step
-
-Part = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
-"""What a step's time goes into; ``other`` is in ``step_ms`` only."""
+from trainer.measure.step_events import InParts, Measured, Part, StepMerger
+from trainer.record import EventWriter
 
 WARM_UP = 2
 """Synchronisations before bucket times mean anything: DDP starts with one bucket and arranges them after the first."""
+PARTS = {"ready": "backward", "reduced": "sync", "start": None, "end": None}
+"""What a place of the clock ends, where it is no part by itself; the exposed synchronisation is one here."""
 
 
 class Readings(NamedTuple):
@@ -37,6 +36,8 @@ class Readings(NamedTuple):
     marks: list[Mark]
     parts: list[Part]
     """What lies between two consecutive marks; after the last part there is one more interval, of no part."""
+    waits_ms: Mapping[str, float] | None
+    """What the training's thread waited for a core, by the place that it was on its way to."""
     numbers: Callable[[], list[float | None]]
     """Loss, gradient norm and, at sampled steps, the local gradient norm."""
     grad_scale: float
@@ -45,11 +46,6 @@ class Readings(NamedTuple):
     """The synchronisations that the comm hook measured: one, or several where each backward pass makes one."""
     before: int
     """Steps measured before this one."""
-
-    @property
-    def bucket_bytes(self) -> tuple[int, ...]:
-        """Bytes of gradient in each bucket, in launch order."""
-        return tuple(size for buckets in self.syncs for size in buckets.sizes)
 
     def all_marks(self) -> Iterator[Mark]:
         """Yield what the device must have reached before anything can be told."""
@@ -72,19 +68,17 @@ class StepMaker:
     def __init__(
         self, clock: Clock, writer: EventWriter, *, rank: int, synchronised: bool, wire_ratio: float | None
     ) -> None:
-        self.latest: Step | None = None
-        """The last step that an event was made of."""
+        self.latest: Measured | None = None
+        """The last step that is done on the device too."""
         self.longest_s = 0.0
         """The longest step of late."""
         self.fault: str | None = None
         """Why there may be no later steps; None while all is well."""
         self._clock = clock
-        self._rank = rank
         self._synchronised = synchronised
-        self._wire_ratio = wire_ratio
         self._layout: tuple[int, ...] = ()
-        self._pending: deque[Readings] = deque()
-        self._merger = StepMerger(writer)
+        self._pending: deque[Readings | Measured] = deque()
+        self._merger = StepMerger(writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
         self._lock = threading.Lock()
         """Held by whoever makes events."""
 
@@ -93,24 +87,15 @@ class StepMaker:
         """Whether nothing is left to make an event of."""
         return not self._pending
 
-    def add(self, readings: Readings) -> None:
-        """Take a step's readings."""
-        self._pending.append(readings)
+    def add(self, step: Readings | Measured) -> None:
+        """Take a step: its readings, or at once what there is to know of it."""
+        self._pending.append(step)
 
     def make_all(self) -> None:
         """Turn the steps that the device has finished into events, in order."""
         with self._lock:
             while self._make_next():
                 pass
-
-    def make_one(self) -> bool:
-        """Turn one step into an event, if nobody else is at it; False when nothing is left to do."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return self._make_next()
-        finally:
-            self._lock.release()
 
     def flush(self) -> None:
         """Write what waits to be merged with later steps."""
@@ -125,109 +110,81 @@ class StepMaker:
     def _make_next(self) -> bool:
         """Turn the oldest step into an event, if the device has finished it; the caller holds the lock."""
         try:
-            if not self._pending or not self._clock.ready(self._pending[0].all_marks()):
+            if not self._pending:
                 return False
-            step = self._make(self._pending.popleft())
-        except RuntimeError as error:
-            # A device that failed says so to whoever asks it next. That must not be the end of the writer's thread,
-            # which is to record the failure, nor hide the script's own exception when it closes its meter.
+            step = self._pending[0]
+            if isinstance(step, Readings):
+                if not self._clock.ready(step.all_marks()):
+                    return False
+                step = self._finish(step)
+            self._pending.popleft()
+        except Exception as error:  # noqa: BLE001
+            # A device that failed says so to whoever asks it next. That, or a fault in here, must not be the end of the
+            # writer's thread, which is to record the failure, nor hide the script's own exception when it closes its
+            # meter.
             self._pending.clear()
             reason = (str(error).splitlines() or [""])[0]
             self.fault = f"reading a step's times failed, later ones may be missing: {type(error).__name__}: {reason}"
             return False
         self.latest = step
-        self.longest_s = max(0.9 * self.longest_s, (step.step_ms or 0.0) * 1e-3)
+        self.longest_s = max(0.9 * self.longest_s, step.step_ms * 1e-3)
         self._merger.add(step)
         return True
 
-    def _make(self, readings: Readings) -> Step:
-        clock, marks = self._clock, readings.marks
+    def _finish(self, readings: Readings) -> Measured:
+        clock, marks, syncs, log = self._clock, readings.marks, readings.syncs, readings.log
         loss, grad_norm, local = readings.numbers()
-        laps = clock.laps_ms(marks)
-        event = Step(
-            time=readings.time,
-            rank=self._rank,
-            step=readings.step,
-            epoch=readings.epoch,
-            steps=1,
-            samples=readings.samples,
-            tokens=readings.tokens,
-            lr=readings.lr,
+        sync_ms = exposed_ms = bucket_bytes = bucket_ms = None
+        settled = False
+        if log is not None:
+            sync_ms, exposed_ms, bucket_bytes, settled = log.sync_ms, log.exposed_ms, log.bucket_bytes, log.settled
+        if syncs:
+            sizes = tuple([size for buckets in syncs for size in buckets.sizes])
+            layout, self._layout = self._layout, sizes
+            if log is None:
+                sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
+                exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
+                settled = readings.before >= WARM_UP and layout == sizes
+            bucket_bytes = sizes
+            if syncs[0].detailed:
+                bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)]
+        laps_ms = clock.laps_ms(marks)
+        measured = Measured(
+            readings.time,
+            readings.step,
+            readings.epoch,
+            readings.samples,
+            readings.tokens,
+            readings.lr,
+            gc_ms=readings.gc_s * 1e3,
+            step_ms=sum(laps_ms),
             loss=loss,
             grad_norm=grad_norm,
-            step_ms=sum(laps),
-            gc_ms=readings.gc_s * 1e3,
+            in_parts=InParts(
+                readings.parts,
+                laps_ms,
+                local_grad_norm=None if local is None else local / readings.grad_scale,
+                core_wait_ms=self._core_waits(readings),
+                sync_ms=sync_ms,
+                exposed_ms=exposed_ms,
+                settled=settled,
+                bucket_bytes=bucket_bytes,
+                bucket_ms=bucket_ms,
+            ),
         )
-        milliseconds = _by_part(readings.parts, laps)
-        event.data_ms = milliseconds.get("data")
-        event.h2d_ms = milliseconds.get("h2d")
-        event.forward_ms = milliseconds.get("forward")
-        event.optimizer_ms = milliseconds.get("optimizer")
-        sync, exposed = self._sync(readings)
-        backward = milliseconds.get("backward")
-        if backward is not None and not self._synchronised:
-            event.backward_ms = backward
-        elif backward is not None and exposed is not None:
-            event.backward_ms = max(0.0, backward - exposed)
-        event.core_wait_ms = self._core_waits(readings)
-        if self._is_settled(readings):
-            event.sync_ms, event.sync_exposed_ms = sync, exposed
-            self._describe_buckets(event, readings)
-        if local is not None:
-            event.local_grad_norm = local / readings.grad_scale
         clock.release(marks[:-1])  # the last one is the first of the next step
-        for buckets in readings.syncs:
+        for buckets in syncs:
             clock.release(buckets.marks())
-        return event
+        return measured
 
-    def _is_settled(self, readings: Readings) -> bool:
-        """Tell whether the warm-up is over and the buckets are those of the synchronisation before."""
-        if readings.log is not None:
-            return readings.log.settled
-        if not readings.syncs:
-            return False
-        layout, self._layout = self._layout, readings.bucket_bytes
-        return readings.before >= WARM_UP and layout == self._layout
-
-    def _sync(self, readings: Readings) -> tuple[float | None, float | None]:
-        if readings.log is not None:
-            return readings.log.sync_ms, readings.log.exposed_ms
-        if not readings.syncs:
-            return None, None
-        return (
-            sum(buckets.sync_ms(self._clock) for buckets in readings.syncs),
-            sum(buckets.exposed_ms(self._clock) for buckets in readings.syncs),
-        )
-
-    def _core_waits(self, readings: Readings) -> dict[str, float] | None:
-        """Of each part, what the thread waited for a core; the exposed synchronisation is a part of its own here."""
-        waits_ms = self._clock.waits_ms(readings.marks)
-        if waits_ms is None:
+    def _core_waits(self, readings: Readings) -> Mapping[str, float] | None:
+        """Of each part, what the thread waited for a core; None also where the synchronisation's are not apart."""
+        waits, syncs = readings.waits_ms, readings.syncs
+        if waits is None or (self._synchronised and not (syncs and all(sync.end is not None for sync in syncs))):
             return None
-        waits: dict[str, float] = _by_part(readings.parts, waits_ms)
-        if self._synchronised and "backward" in waits:
-            in_sync = [buckets.core_wait_ms(self._clock) for buckets in readings.syncs]
-            if not in_sync or None in in_sync:
-                return None
-            waits["sync"] = sum(waited or 0.0 for waited in in_sync)
-            waits["backward"] = max(0.0, waits["backward"] - waits["sync"])
-        return {part: waited for part, waited in waits.items() if waited > 0.0}
-
-    def _describe_buckets(self, event: Step, readings: Readings) -> None:
-        sizes = readings.log.bucket_bytes if readings.log is not None else None
-        if readings.syncs:
-            if readings.syncs[0].detailed:
-                event.bucket_ms = [ms for buckets in readings.syncs for ms in buckets.bucket_ms(self._clock)]
-            sizes = readings.bucket_bytes
-        if sizes is not None:
-            event.sync_buckets = len(sizes)
-            if self._wire_ratio is not None:
-                event.sync_bytes = int(sum(sizes) * self._wire_ratio)
-
-
-def _by_part(parts: Sequence[Part], laps: Sequence[float]) -> dict[str, float]:
-    """Add up the laps of each part; the one after the last part is of none."""
-    total: dict[str, float] = {}
-    for part, lap in zip(parts, laps, strict=False):
-        total[part] = total.get(part, 0.0) + lap
-    return total
+        by_part: dict[str, float] = {}
+        for place, waited in waits.items():
+            part = PARTS.get(place, place)
+            if part is not None:
+                by_part[part] = by_part.get(part, 0.0) + waited
+        return by_part

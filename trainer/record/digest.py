@@ -19,8 +19,8 @@ from trainer.record.events import AnyEvent, Event, NodeSample, Step
 LEVELS = (16, 64, 256, 1024, 4096)
 """Steps of a block, per file; times the steps of an event where events cover several."""
 MEANS = (
-    "loss", "grad_norm", "local_grad_norm", "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms",
-    "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
+    "loss", "grad_norm", "local_grad_norm", "step_ms", "parts_step_ms", "data_ms", "h2d_ms", "forward_ms",
+    "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
 )  # fmt: skip
 """What a block has the mean of, over the steps where it was measured."""
 SPREADS = ("loss", "step_ms", "sync_exposed_ms")

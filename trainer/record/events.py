@@ -101,6 +101,9 @@ class Step(Event, kw_only=True, tag="step"):
     """Norm of this rank's own gradient, before the reduction."""
     step_ms: float | None = None
     """From the end of the previous step to the end of this one."""
+    parts_step_ms: float | None = None
+    """Likewise of those steps alone that were measured in parts, to which all other times belong; None where the event
+    covers no others."""
     data_ms: float | None = None
     """Waiting for the data loader."""
     h2d_ms: float | None = None
