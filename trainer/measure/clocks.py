@@ -98,8 +98,6 @@ SLACK = 0.05
 """By how much a part must be longer than it usually is, as a share of a step; a rank is late from 0.1 on."""
 RISES, FALLS = 1 / 32, 1 / 2
 """Shares by which what is usual follows a longer part, and a shorter one: it stays near the shortest."""
-BUDGET = 0.004
-"""Share of the time that may go into looks."""
 UNKNOWN = (0.0, CLOSE_S)
 """Between which seconds a part is while nothing is known of it."""
 NOTHING: Mapping[str, float] = {}
@@ -108,10 +106,8 @@ NOTHING: Mapping[str, float] = {}
 class HostClock:
     """The clock of a CPU rank: everything has happened by the time it is asked.
 
-    What the thread waited for a core is looked up only after a part that took longer than it usually does, and no
-    more often than ``BUDGET`` allows, since a look costs more than everything else here. Where a look comes only after
-    several such parts, what was waited is theirs in proportion to how much longer than usual they were. What goes
-    unseen is less than ``SLACK`` of a step.
+    What the thread waited for a core is looked up only after a part that took longer than it usually does, since a
+    look costs more than everything else here. What goes unseen is less than ``SLACK`` of a step.
 
     Args:
         clock: Seconds.
@@ -135,10 +131,6 @@ class HostClock:
         """The kernel's count at the last look."""
         self._looked_at = -math.inf
         """The mark at which that was."""
-        self._next_look = -math.inf
-        """From when on another one is within the budget."""
-        self._owed: dict[str, float] = {}
-        """By how much parts were longer than usual since then, by place."""
         self._found: dict[str, float] = {}
         """Seconds waited for a core on the way to each place, not yet taken."""
 
@@ -157,27 +149,18 @@ class HostClock:
         assert self._waits is not None
         if place == START or before == -math.inf:
             self._count, self._looked_at = self._waits(), now
-            self._owed.clear()
             return
         took, usual = now - before, self._usual.get(place, 0.0)
         if took < usual:
             self._learn(place, took, slack)
             return
-        self._owed[place] = self._owed.get(place, 0.0) + took - usual
-        if now < self._next_look:
-            return
-        waited, self._count = -self._count, self._waits()
-        waited += self._count
-        self._next_look = now + (self._clock() - now) / BUDGET
-        if self._looked_at != before:  # some of it may lie before that mark, or in parts that were not unusual
-            share = min(1.0, waited / sum(self._owed.values()))
-            waited = share * (took - usual)
-            for earlier, excess in self._owed.items():
-                self._found[earlier] = self._found.get(earlier, 0.0) + share * excess
-        elif waited:
+        count = self._waits()
+        waited = count - self._count
+        if self._looked_at != before:  # some of it may lie before that mark
+            waited = min(waited, took - usual)
+        self._count, self._looked_at = count, now
+        if waited > 0.0:
             self._found[place] = self._found.get(place, 0.0) + waited
-        self._looked_at = now
-        self._owed.clear()
         self._learn(place, took - waited, slack)
 
     def _learn(self, place: str, net: float, slack: float) -> None:
@@ -195,7 +178,7 @@ class HostClock:
         if not self._found:
             return NOTHING
         found, self._found = self._found, {}
-        return {place: seconds * 1e3 for place, seconds in found.items() if seconds > 0.0}
+        return {place: seconds * 1e3 for place, seconds in found.items()}
 
     def ready(self, marks: Iterable[Mark]) -> bool:
         """Tell that they are."""
