@@ -42,6 +42,8 @@ IN_ALL = 3.0
 """What measuring a step in parts takes, in times of what its end takes (measured on CPU ranks: 146 and 45 µs)."""
 SPARSEST = 8
 """At least one step of so many is measured in parts."""
+PATIENCE_S = 0.025
+"""And at least one in about this time: every event of the record covers some, be it of several steps or of one."""
 LONG_S = 5.0
 """From when on a part that does not end is told: this, and so many times the longest step of late."""
 LONG_STEPS = 4.0
@@ -250,7 +252,10 @@ class StepMeter:
         self._count += 1
         self._arm(took)
         change = self._host_clock() - entered - self._end_s
-        self._end_s += change * (RISES if change > 0.0 and self._end_s else FALLS)
+        if self._end_s == 0.0 or change < 0.0:
+            self._end_s += FALLS * change
+        else:  # a moment without a core says nothing about what it takes
+            self._end_s += RISES * min(change, self._end_s)
 
     @property
     def latest(self) -> Measured | None:
@@ -369,7 +374,7 @@ def stride(end_s: float, step_s: float, share: float) -> int:
         share: Of the time, what measuring may take.
     """
     every = 1
-    while every < SPARSEST and IN_ALL * end_s > share * every * step_s:
+    while every < SPARSEST and 2 * every * step_s <= PATIENCE_S and IN_ALL * end_s > share * every * step_s:
         every *= 2
     return every
 

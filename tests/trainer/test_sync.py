@@ -150,7 +150,15 @@ def test_parts_belong_to_the_steps_that_were_measured_in_parts() -> None:
 
 @pytest.mark.parametrize(
     ("end_ms", "step_ms", "every"),
-    [(0.01, 20.0, 1), (0.015, 4.5, 1), (0.015, 4.4, 2), (0.045, 3.0, 8), (0.045, 0.0, 8), (0.0, 0.0, 1)],
+    [
+        (0.01, 20.0, 1),
+        (0.015, 4.5, 1),
+        (0.015, 4.4, 2),
+        (0.045, 3.0, 8),
+        (0.045, 0.0, 8),
+        (0.0, 0.0, 1),
+        (9.0, 13.0, 1),
+    ],
 )
 def test_the_faster_the_steps_the_fewer_are_measured_in_parts(end_ms: float, step_ms: float, every: int) -> None:
     assert stride(end_ms / 1e3, step_ms / 1e3, 0.01) == every
@@ -204,6 +212,17 @@ class Hand:
 
     def advance(self, milliseconds: float) -> None:
         self.seconds += milliseconds / 1e3
+
+
+class Ticking:
+    """A clock that is a microsecond further each time it is looked at."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def __call__(self) -> float:
+        self.ticks += 1
+        return self.ticks * 1e-6
 
 
 def _meter(folder: Path, hand: Hand, model: nn.Module | None = None) -> tuple[StepMeter, EventWriter]:
@@ -738,7 +757,7 @@ def test_warm_up_has_no_synchronisation_values_and_later_steps_have_all(gang: Ga
 
 
 def test_of_fast_steps_some_are_measured_in_parts_and_all_in_length(gang: Gang, tmp_path: Path) -> None:
-    gang.run(_train_with, str(tmp_path), {"steps": 16, "meter_options": {"share": 1e-9}})
+    gang.run(_train_with, str(tmp_path), {"steps": 16, "meter_options": {"share": 1e-9, "clock": Ticking()}})
     for rank in range(2):
         events = _steps(tmp_path, rank)
         assert [event.step for event in events] == list(range(1, 17))
@@ -757,7 +776,14 @@ def test_after_a_pause_the_first_step_is_measured_in_parts(tmp_path: Path) -> No
     writer = EventWriter(tmp_path / "0.ndjson")
     moment = itertools.count(1000)
     meter = StepMeter(
-        nn.Linear(2, 2), device=CPU, writer=writer, rank=0, now=lambda: float(next(moment)), detail_every=0, share=1e-9
+        nn.Linear(2, 2),
+        device=CPU,
+        writer=writer,
+        rank=0,
+        now=lambda: float(next(moment)),
+        clock=Ticking(),
+        detail_every=0,
+        share=1e-9,
     )
     for step in range(1, 13):
         if step in (1, 6):
