@@ -94,6 +94,31 @@ def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path, ranks: int, numb
     assert seen[0] + seen[1] == seen[2], "each validation once"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_every_process_of_a_job_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    process = begin(tmp_path, "--max-updates", 1_000_000)
+    await_steps(tmp_path)
+    for pid in (pid_of(tmp_path, 0), pid_of(tmp_path, 1), process.pid):  # as Slurm ends a job, or a terminal its group
+        os.kill(pid, number)
+    code, stderr = end(process, 15)
+    told = outcome(tmp_path)
+    assert told.stopped_at is not None
+    path = tmp_path / "checkpoints" / f"step_{told.stopped_at:08}.pt"
+    assert (code, told.exit_code, told.failure, told.saved) == (130, 130, None, str(path))
+    assert f"trainer: stopped at update {told.stopped_at}, saved {path}" in stderr
+    assert load(path)["updates"] == told.stopped_at
+
+
+def test_all_ranks_stop_in_order_when_somebody_ends_one_of_them(tmp_path: Path) -> None:
+    process = begin(tmp_path, "--max-updates", 1_000_000)
+    await_steps(tmp_path)
+    os.kill(pid_of(tmp_path, 1), signal.SIGTERM)
+    code, _ = end(process, 15)
+    told = outcome(tmp_path)
+    assert (code, told.failure, told.unanswered) == (130, None, [])
+    assert told.saved is not None
+
+
 def test_a_validation_is_broken_off_and_made_up_for(tmp_path: Path) -> None:
     flags = ("--valid-samples", 200_000, "--valid-batch-size", 1, "--max-updates", 8)
     process = begin(tmp_path / "first", *flags)

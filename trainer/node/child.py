@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import NoReturn
 from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.node import guard
 from trainer.node.assignment import RankAssignment
+from trainer.node.wish import Wish
 from trainer.outcome import exit_code_of
 from trainer.record import Failure, RunDir
 
@@ -32,7 +34,8 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
         guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
     else:
         guard.print_by_line()
-    leave(run(target, assignment))
+    wish = Wish(assignment.report, assignment.stop_asked)
+    leave(run(target, dataclasses.replace(assignment, report=wish.report, stop_asked=wish.asked)))
 
 
 def _set_environment(assignment: RankAssignment) -> None:

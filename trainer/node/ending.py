@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 
 from trainer.node.rank_process import RankProcess
-from trainer.node.stopping_signals import StopSignals
+from trainer.node.stopping_signals import AT_ONCE, StopSignals
 from trainer.outcome import SAVE_S
 from trainer.record import Failure
 
 GRACE_S = 1.5
-"""From SIGTERM to SIGKILL."""
+"""From the signal that ends a rank to SIGKILL."""
 SETTLE_S = 1.0
 """How long the node waits for the cause when a rank says no more than that a peer is gone."""
 EXIT_S = 20.0
@@ -40,11 +40,12 @@ class Ending:
         """When ranks that have answered are killed."""
 
     def stop(self, ranks: Sequence[RankProcess], grace_s: float = GRACE_S) -> None:
-        """End all ranks now; those that a SIGTERM does not end are killed after a grace."""
+        """End all ranks now; those that a signal does not end are killed after a grace."""
         if self.kill_at is None:
             self.kill_at = time.monotonic() + grace_s
             for rank in ranks:
-                rank.signal(signal.SIGTERM)
+                # To a rank that can keep its work SIGTERM is no more than a wish.
+                rank.signal(AT_ONCE if rank.listens else signal.SIGTERM)
 
     def _obey(self, running: Sequence[RankProcess], now: float) -> None:
         """Stop because somebody asked for it: in order where every rank can, at once where one cannot or must not."""

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from trainer.node.rank_log import LogFile
+from trainer.node.stopping_signals import AT_ONCE
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -80,10 +81,11 @@ def _kill_self() -> None:
 
 
 def set_signals() -> None:
-    """Leave Ctrl-C to the node's parent, let SIGTERM kill even inside a collective, print stacks on SIGUSR1."""
+    """Leave Ctrl-C to the node's parent, let its signals kill even inside a collective, print stacks on SIGUSR1."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(AT_ONCE, signal.SIG_DFL)
     print_stacks_on_signal()
 
 
