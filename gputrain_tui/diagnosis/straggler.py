@@ -29,6 +29,8 @@ WARNING, CRITICAL = 0.10, 0.20
 AT_ONCE = 0.15
 """Share of a step from which one window is enough; for less, ``SUSTAINED`` windows must all show it."""
 SUSTAINED = 4
+UNEXPLAINED = 2
+"""Windows that must show lateness which no part accounts for: the machine makes a rank late for one now and then."""
 AGREEING = 0.75
 """Share of the window's steps in which the rank must be late by at least half of the median."""
 STEP_SIGMAS = 6.0
@@ -103,12 +105,13 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
     step_ms = base + max(late_ms, 0.0)
     gate = WARNING * step_ms
     blocks = [middle(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)][:SUSTAINED]
-    lasting = late_ms >= AT_ONCE * step_ms or (len(blocks) == SUSTAINED and min(blocks) >= gate)
     noise = _noise(late)
     threshold = max(gate, noise)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
     parts = {part: middle([row.excess(part, index) for row in agreeing]) for part in (*PARTS, "gc")}
     cause = cause_of(state, rank, late_ms, parts, window, ranks)
+    windows = SUSTAINED if late_ms < AT_ONCE * step_ms else UNEXPLAINED if cause.name == "unattributed" else 0
+    lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])
     share = late_ms / step_ms
     return Symptom(
         kind="straggler",
