@@ -7,10 +7,12 @@ no clock.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from gputrain_tui.diagnosis.bounds import bounds
 from gputrain_tui.diagnosis.health import Memory, desync, losses
 from gputrain_tui.diagnosis.stall import Heard, stalls
-from gputrain_tui.diagnosis.straggler import stragglers
+from gputrain_tui.diagnosis.straggler import WINDOW, stragglers
 from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, who
 from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
@@ -57,13 +59,20 @@ class Diagnosis:
             if symptom.confirmed and symptom.value >= symptom.threshold and self._is_news(key, symptom):
                 finding = _finding(symptom, state, now)
                 self._raised[key] = finding, CLEARED * symptom.threshold
+                if finding.kind == "straggler":
+                    for row in self._timeline.last(WINDOW):
+                        row.troubled = True
                 events.append(finding)
         return events
 
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
         """Return all that can be seen now."""
         timeline = self._timeline
+        before = timeline.rows[-1] if timeline.rows else None
         timeline.follow(state)
+        if any(kind == "straggler" for kind, _ in self._raised):
+            for row in takewhile(lambda row: row is not before, reversed(timeline.rows)):
+                row.troubled = True
         return [
             *stragglers(state, timeline),
             *bounds(state, timeline),

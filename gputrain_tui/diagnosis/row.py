@@ -59,6 +59,8 @@ class Row:
         """How many it stands for."""
         self.cycles = cycles
         """In the order of the ranks."""
+        self.troubled = False
+        """Whether a rank was known to be late meanwhile: then it says nothing about the usual noise."""
         self._sorted: dict[str, list[float]] = {}
         self._relieved: tuple[object, Row] | None = None
 
@@ -134,7 +136,9 @@ class Row:
                 lead = first.before_forward - cycle.before_forward
                 wait = max(0.0, min(cycle.forward - first.forward, lead))
                 cycles[index] = cycle._replace(forward=cycle.forward - wait, own=cycle.own - wait)
-            self._relieved = about, Row(self.step, cycles, self.steps)
+            relieved = Row(self.step, cycles, self.steps)
+            relieved.troubled = self.troubled
+            self._relieved = about, relieved
         return self._relieved[1]
 
     def _column(self, part: str) -> list[float]:

@@ -105,7 +105,7 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
     step_ms = base + max(late_ms, 0.0)
     gate = WARNING * step_ms
     blocks = [middle(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)][:SUSTAINED]
-    noise = _noise(late)
+    noise = _noise(late, [row.troubled for row in rows])
     threshold = max(gate, noise)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
     parts = {part: middle([row.excess(part, index) for row in agreeing]) for part in (*PARTS, "gc")}
@@ -185,10 +185,15 @@ def _severity(share: float) -> Severity:
     return "critical" if share >= CRITICAL else "warning"
 
 
-def _noise(late: Sequence[float]) -> float:
-    """Return how late a rank must be over a window not to be taken for noise, ms."""
+def _noise(late: Sequence[float], troubled: Sequence[bool]) -> float:
+    """Return how late a rank must be over a window not to be taken for noise, ms.
+
+    Args:
+        late: by how much it was at each row.
+        troubled: whether a rank was known to be late at that row: faults that are over are not the machine's noise.
+    """
     step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW)  # 1.2533: a median's against a mean's
-    earlier = late[:-WINDOW]  # not the window that is judged
+    earlier = [value for value, known in zip(late[:-WINDOW], troubled[:-WINDOW], strict=True) if not known]
     starts = range(len(earlier) % WINDOW, len(earlier), WINDOW)
     blocks = [middle(earlier[start : start + WINDOW]) for start in starts]
     in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= LEAST_BLOCKS else 0.0

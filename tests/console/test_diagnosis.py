@@ -179,6 +179,17 @@ def test_a_finding_is_cleared_once_and_raised_again() -> None:
     assert told(run.steps(20, late(1, data=30.0))) == [("straggler", "raised", 1, "data")]
 
 
+def test_faults_that_are_over_are_not_taken_for_the_noise_of_the_machine() -> None:
+    run = Run(2)
+    assert run.steps(60) == []
+    for turn, part in enumerate(["forward", "backward", "data", "optimizer"] * 3):
+        rank = turn % 2
+        found = run.steps(20, lambda _, who: {part: 30.0} if who == rank else {})  # noqa: B023 - called at once
+        assert told(found) == [("straggler", "raised", rank, part)]
+        found = run.steps(15, lambda _, who: {part: 30.0} if who == rank else {}) + run.steps(25)  # noqa: B023
+        assert told(found) == [("straggler", "cleared", rank, part)]
+
+
 def test_a_finding_stands_while_more_than_half_of_the_threshold_is_left() -> None:
     run = Run(noise=0.0)
     assert told(run.steps(120, late(1, forward=6.0))) == [("straggler", "raised", 1, "forward")]
