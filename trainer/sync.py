@@ -115,10 +115,6 @@ class StepMeter:
         self._count = 0
         self._full = True
         """Whether the step under way is measured in parts."""
-        self._measures = False
-        """Whether the comm hook does."""
-        self._detailed = False
-        """Whether it measures each bucket."""
         self._began = 0.0
         """When the step under way began, by the host's clock."""
         self._end_s = 0.0
@@ -298,13 +294,10 @@ class StepMeter:
         if self._hook is None or not detail_every:
             return
         # Where the hook is the only source of synchronisation times, it measures those of every full step.
-        measures = detailed or (full and self._log is None)
-        if measures != self._measures or detailed != self._detailed:
-            self._measures, self._detailed = measures, detailed
-            if measures:
-                self._hook.measure(detailed=detailed)
-            else:
-                self._hook.rest()
+        if detailed or (full and self._log is None):
+            self._hook.measure(detailed=detailed)
+        else:
+            self._hook.rest()
 
     def _hand_over(self, last: bool) -> None:
         """Make events of what has gathered; the writer's thread calls this."""

@@ -118,7 +118,7 @@ class StepMaker:
                     return False
                 step = self._finish(step)
             self._pending.popleft()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
             # A device that failed says so to whoever asks it next. That, or a fault in here, must not be the end of the
             # writer's thread, which is to record the failure, nor hide the script's own exception when it closes its
             # meter.
