@@ -42,8 +42,10 @@ IN_ALL = 3.0
 """What measuring a step in parts takes, in times of what its end takes (measured on CPU ranks: 146 and 45 µs)."""
 SPARSEST = 8
 """At least one step of so many is measured in parts."""
-PATIENCE_S = 0.025
-"""And at least one in about this time: every event of the record covers some, be it of several steps or of one."""
+PATIENCE_S = 0.045
+"""And at least one in this time: each event of the record is to cover some, of the 50 ms that it stands for."""
+SLOWER = 2.0
+"""A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known."""
 LONG_S = 5.0
 """From when on a part that does not end is told: this, and so many times the longest step of late."""
 LONG_STEPS = 4.0
@@ -76,12 +78,12 @@ class StepMeter:
         device: torch.device,
         writer: EventWriter,
         rank: int,
-        detail_every: int = 10,
+        detail_every: int = 16,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
-        share: float = 0.01,
+        share: float = 0.005,
     ) -> None:
         self._on = writer.enabled
         self._now = now
@@ -115,6 +117,10 @@ class StepMeter:
         self._count = 0
         self._full = True
         """Whether the step under way is measured in parts."""
+        self._due = 0
+        """Steps to be done before the next one that is."""
+        self._slow_s = math.inf
+        """A step longer than this is not one of those that ``_due`` was made for."""
         self._began = 0.0
         """When the step under way began, by the host's clock."""
         self._end_s = 0.0
@@ -195,11 +201,12 @@ class StepMeter:
             # As little as can be: this is for steps that are so fast that measuring them would slow them down.
             loss, grad_norm = self._clock.fetch((loss, grad_norm))()
             gc_ms = self._gc_s * 1e3
-            self._maker.add(Measured(self._now(), step, epoch, samples, tokens, lr, gc_ms, took * 1e3, loss, grad_norm))
+            self._maker.add((self._now(), step, epoch, samples, tokens, lr, gc_ms, took * 1e3, loss, grad_norm))
             self._count += 1
-            self._arm(took)
-            if self._full:
-                self._marks = [self._mark(START)]
+            if self._count >= self._due or took > self._slow_s:
+                self._arm(took)
+                if self._full:
+                    self._marks = [self._mark(START)]
         self._step = step
         self._parts = []
         self._gc_s = 0.0
@@ -284,13 +291,19 @@ class StepMeter:
         self._on = False
 
     def _arm(self, step_s: float) -> None:
-        """Decide what the next step measures, after one of ``step_s`` seconds.
+        """Decide what the next step measures, and which one is in parts again, after one of ``step_s`` seconds.
 
         All ranks count alike, so they measure the same steps in detail, and mostly the same ones in parts.
         """
         count, detail_every = self._count, self._detail_every
-        detailed = detail_every > 0 and count >= WARM_UP and (count == WARM_UP or count % detail_every == 0)
-        self._full = full = detailed or count % stride(self._end_s, step_s, self._share) == 0
+        due = count + -count % stride(self._end_s, step_s, self._share)
+        detailed = False
+        if detail_every:
+            next_detailed = WARM_UP if count <= WARM_UP else count + -count % detail_every
+            due = min(due, next_detailed)
+            detailed = count == next_detailed
+        self._due, self._slow_s = due, SLOWER * step_s
+        self._full = full = count == due
         if self._hook is None or not detail_every:
             return
         # Where the hook is the only source of synchronisation times, it measures those of every full step.

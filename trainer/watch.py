@@ -36,7 +36,7 @@ def watch(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    detail_every: int = 10,
+    detail_every: int = 16,
     checksum_every: int = 100,
     first_step: int = 0,
     environ: Mapping[str, str] = os.environ,

@@ -157,7 +157,8 @@ def test_parts_belong_to_the_steps_that_were_measured_in_parts() -> None:
         (0.045, 3.0, 8),
         (0.045, 0.0, 8),
         (0.0, 0.0, 1),
-        (9.0, 13.0, 1),
+        (9.0, 12.0, 2),
+        (9.0, 23.0, 1),
     ],
 )
 def test_the_faster_the_steps_the_fewer_are_measured_in_parts(end_ms: float, step_ms: float, every: int) -> None:

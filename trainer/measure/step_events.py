@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from trainer.record import EventWriter, Step
@@ -45,6 +45,10 @@ class Measured(NamedTuple):
     grad_norm: float | None
     in_parts: InParts | None = None
     """None where only the step's length was measured."""
+
+
+Length = tuple[float, int, int, int, int | None, float | None, float, float, float | None, float | None]
+"""``Measured`` of a step whose length alone was measured, as the plain tuple that the training thread makes of it."""
 
 
 class StepMerger:
@@ -117,12 +121,12 @@ def merge(steps: Sequence[Measured], *, rank: int, synchronised: bool, wire_rati
         tokens=None if last.tokens is None else sum([count or 0 for count in tokens]),
         loss=_mean(losses),
         grad_norm=_mean(grad_norms),
-        gc_ms=_round(_mean(gc_ms)),
-        step_ms=_round(_mean(step_ms)),
+        gc_ms=_mean_ms(gc_ms),
+        step_ms=_mean_ms(step_ms),
     )
     if known := [each for each in in_parts if each is not None]:
         if len(known) < len(steps):
-            event.parts_step_ms = _round(_mean([each.step_ms for each in steps if each.in_parts is not None]))
+            event.parts_step_ms = _mean_ms([each.step_ms for each in steps if each.in_parts is not None])
         _tell_parts(event, known, synchronised)
         _tell_synchronisation(event, [each for each in known if each.settled], wire_ratio)
     return event
@@ -130,12 +134,12 @@ def merge(steps: Sequence[Measured], *, rank: int, synchronised: bool, wire_rati
 
 def _tell_parts(event: Step, steps: Sequence[InParts], synchronised: bool) -> None:
     parts_ms = _means_by_part(steps)
-    event.data_ms = _round(parts_ms.get("data"))
-    event.h2d_ms = _round(parts_ms.get("h2d"))
-    event.forward_ms = _round(parts_ms.get("forward"))
-    event.optimizer_ms = _round(parts_ms.get("optimizer"))
+    event.data_ms = _rounded(parts_ms.get("data"))
+    event.h2d_ms = _rounded(parts_ms.get("h2d"))
+    event.forward_ms = _rounded(parts_ms.get("forward"))
+    event.optimizer_ms = _rounded(parts_ms.get("optimizer"))
     backward_ms = parts_ms.get("backward")
-    event.backward_ms = _round(_without_exposed(steps, backward_ms) if synchronised else backward_ms)
+    event.backward_ms = _rounded(_without_exposed(steps, backward_ms) if synchronised else backward_ms)
     event.local_grad_norm = _mean([step.local_grad_norm for step in steps])
     event.core_wait_ms = _core_wait_ms(steps)
 
@@ -143,8 +147,8 @@ def _tell_parts(event: Step, steps: Sequence[InParts], synchronised: bool) -> No
 def _tell_synchronisation(event: Step, settled: Sequence[InParts], wire_ratio: float | None) -> None:
     if not settled:
         return
-    event.sync_ms = _round(_mean([step.sync_ms for step in settled]))
-    event.sync_exposed_ms = _round(_mean([step.exposed_ms for step in settled]))
+    event.sync_ms = _mean_ms([step.sync_ms for step in settled])
+    event.sync_exposed_ms = _mean_ms([step.exposed_ms for step in settled])
     if sizes := settled[-1].bucket_bytes:
         event.sync_buckets = len(sizes)
         event.sync_bytes = None if wire_ratio is None else int(sum(sizes) * wire_ratio)
@@ -155,16 +159,14 @@ def _tell_synchronisation(event: Step, settled: Sequence[InParts], wire_ratio: f
 
 def _means_by_part(steps: Sequence[InParts]) -> dict[Part, float]:
     """Return the mean of each part over the steps that have it, ms."""
-    alike: dict[tuple[Part, ...], list[Sequence[float]]] = {}
-    for step in steps:
-        alike.setdefault(tuple(step.parts), []).append(step.laps_ms)
     total: dict[Part, float] = {}
     count: dict[Part, int] = {}
-    for parts, laps_ms in alike.items():
-        for part, value in zip(parts, map(sum, zip(*laps_ms, strict=True)), strict=False):
+    for step in steps:
+        parts = step.parts
+        for part, value in zip(parts, step.laps_ms, strict=False):
             total[part] = total.get(part, 0.0) + value
-        for part in set(parts):
-            count[part] = count.get(part, 0) + len(laps_ms)
+        for part in dict.fromkeys(parts):
+            count[part] = count.get(part, 0) + 1
     return {part: value / count[part] for part, value in total.items()}
 
 
@@ -189,10 +191,15 @@ def _core_wait_ms(steps: Sequence[InParts]) -> dict[str, float] | None:
     return {part: round(value / len(counted), 4) for part, value in total.items()}
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None] if None in values else values
+    return sum(known) / len(known) if known else None  # type: ignore[arg-type]
 
 
-def _round(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+def _mean_ms(values: Sequence[float | None]) -> float | None:
+    return _rounded(_mean(values))
+
+
+def _rounded(duration_ms: float | None) -> float | None:
+    # ``round`` to so many places goes through a decimal string, which takes ten times as long.
+    return None if duration_ms is None else int(duration_ms * 1e4 + 0.5) / 1e4

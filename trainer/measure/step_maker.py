@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trainer.measure.bucket_hook import Buckets
 from trainer.measure.clocks import Clock, Mark
 from trainer.measure.ddp_log import SyncTimes
-from trainer.measure.step_events import InParts, Measured, Part, StepMerger
+from trainer.measure.step_events import InParts, Length, Measured, Part, StepMerger
 from trainer.record import EventWriter
 
 WARM_UP = 2
@@ -77,7 +77,7 @@ class StepMaker:
         self._clock = clock
         self._synchronised = synchronised
         self._layout: tuple[int, ...] = ()
-        self._pending: deque[Readings | Measured] = deque()
+        self._pending: deque[Readings | Length] = deque()
         self._merger = StepMerger(writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
         self._lock = threading.Lock()
         """Held by whoever makes events."""
@@ -87,8 +87,8 @@ class StepMaker:
         """Whether nothing is left to make an event of."""
         return not self._pending
 
-    def add(self, step: Readings | Measured) -> None:
-        """Take a step: its readings, or at once what there is to know of it."""
+    def add(self, step: Readings | Length) -> None:
+        """Take a step: its readings, or at once all that is to be known of it."""
         self._pending.append(step)
 
     def make_all(self) -> None:
@@ -112,11 +112,13 @@ class StepMaker:
         try:
             if not self._pending:
                 return False
-            step = self._pending[0]
-            if isinstance(step, Readings):
-                if not self._clock.ready(step.all_marks()):
-                    return False
-                step = self._finish(step)
+            pending = self._pending[0]
+            if not isinstance(pending, Readings):
+                step = Measured(*pending)
+            elif self._clock.ready(pending.all_marks()):
+                step = self._finish(pending)
+            else:
+                return False
             self._pending.popleft()
         except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
             # A device that failed says so to whoever asks it next. That, or a fault in here, must not be the end of the
