@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ class Training:
 
 def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple[float, list[float]]:
     """Return the plain step's milliseconds and, for each pair of runs, plain time over recorded time."""
+    _stay_on_a_core(rank)
     batch = 16
     steps = max(5, round(BLOCK_S * 1e3 / target_ms))
     while True:
@@ -118,6 +120,16 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
         if over:
             break
     return statistics.median(times), ratios
+
+
+def _stay_on_a_core(rank: int) -> None:
+    """Keep all threads of a rank on one core, which its writer's thread then takes from the training.
+
+    Left to themselves they wander, and steps take 3 ms or 6 as they happen to lie, which hides what is measured.
+    """
+    core = sorted(os.sched_getaffinity(0))[rank]
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
 
 
 def interval(values: list[float]) -> tuple[float, float]:

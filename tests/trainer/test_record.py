@@ -23,6 +23,7 @@ from trainer.record import (
     encode_event,
     write_atomically,
 )
+from trainer.record.writer import until_next
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +49,21 @@ def wait_for(condition: object, timeout_s: float = 10.0) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ the lines
+
+
+@pytest.mark.parametrize(
+    ("now", "waits"),
+    [
+        (1000.0, 0.5),
+        (1000.001, 0.499),
+        (999.999, 0.501),  # woken a little early: not again a moment later
+        (1000.2, 0.3),
+        (1000.3, 0.7),
+        (1000.25, 0.75),
+    ],
+)
+def test_writers_of_all_ranks_write_at_the_same_moments(now: float, waits: float) -> None:
+    assert until_next(now, 0.5) == pytest.approx(waits)
 
 
 def test_a_value_that_was_not_measured_is_absent() -> None:
