@@ -98,8 +98,6 @@ SLACK = 0.05
 """By how much a part must be longer than it usually is, as a share of a step; a rank is late from 0.1 on."""
 RISES, FALLS = 1 / 32, 1 / 2
 """Shares by which what is usual follows a longer part, and a shorter one: it stays near the shortest."""
-STALE_S = 0.1
-"""How old the kernel's count may be where a step begins: what a part waited is told by less than the thread idled."""
 UNKNOWN = (0.0, CLOSE_S)
 """Between which seconds a part is while nothing is known of it."""
 NOTHING: Mapping[str, float] = {}
@@ -108,25 +106,19 @@ NOTHING: Mapping[str, float] = {}
 class HostClock:
     """The clock of a CPU rank: everything has happened by the time it is asked.
 
-    What the thread waited for a core is looked up only after a part that took longer than it usually does, and in which
-    the thread did not run all the time, since a look costs more than everything else here. What goes unseen is less
-    than ``SLACK`` of a step.
+    What the thread waited for a core is looked up only after a part that took longer than it usually does, since a
+    look costs more than everything else here. What goes unseen is less than ``SLACK`` of a step.
 
     Args:
         clock: Seconds.
         waits: Seconds that the training's thread has waited for a core; None where nobody counts them.
-        ran: Seconds that it has run.
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        waits: Callable[[], float] | None = None,
-        ran: Callable[[], float] = time.thread_time,
+        self, clock: Callable[[], float] = time.perf_counter, waits: Callable[[], float] | None = None
     ) -> None:
         self._clock = clock
         self._waits = waits
-        self._ran = ran
         self._usual: dict[str, float] = {}
         """Seconds until each place from the one before it, without waits for a core."""
         self._step = 0.0
@@ -137,12 +129,8 @@ class HostClock:
         """When the last mark with a place was made."""
         self._count = 0.0
         """The kernel's count at the last look."""
-        self._counted_at = -math.inf
-        """When that was."""
-        self._ran_s = 0.0
-        """What the thread had run at an earlier mark."""
-        self._ran_at = -math.inf
-        """Which one."""
+        self._looked_at = -math.inf
+        """The mark at which that was."""
         self._found: dict[str, float] = {}
         """Seconds waited for a core on the way to each place, not yet taken."""
 
@@ -160,26 +148,19 @@ class HostClock:
         """Take up an unusual part, which went from ``before`` to ``now``."""
         assert self._waits is not None
         if place == START or before == -math.inf:
-            self._ran_s, self._ran_at = self._ran(), now
-            if now - self._counted_at > STALE_S:
-                self._count, self._counted_at = self._waits(), now
+            self._count, self._looked_at = self._waits(), now
             return
         took, usual = now - before, self._usual.get(place, 0.0)
         if took < usual:
             self._learn(place, took, slack)
             return
-        ran = self._ran()
-        idle = now - self._ran_at - (ran - self._ran_s)
-        if self._ran_at != before:  # some of it may lie before that mark
-            idle = min(idle, took - usual)
-        self._ran_s, self._ran_at = ran, now
-        waited = 0.0
-        if idle > CLOSE_S:
-            count = self._waits()
-            waited = min(count - self._count, idle)
-            self._count, self._counted_at = count, now
-            if waited > 0.0:
-                self._found[place] = self._found.get(place, 0.0) + waited
+        count = self._waits()
+        waited = count - self._count
+        if self._looked_at != before:  # some of it may lie before that mark
+            waited = min(waited, took - usual)
+        self._count, self._looked_at = count, now
+        if waited > 0.0:
+            self._found[place] = self._found.get(place, 0.0) + waited
         self._learn(place, took - waited, slack)
 
     def _learn(self, place: str, net: float, slack: float) -> None:
