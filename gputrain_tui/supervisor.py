@@ -200,6 +200,7 @@ class Supervisor:
         if missing and code == ExitCode.FINISHED and outcome.is_full(self.dir):
             missing = []  # their parent has heard what they could not write down
             self._account.remark = "the disk of the run directory is full: the end of the record is missing"
+        code = outcome.exit_code(self.dir, process.node, code) if missing else code
         attempt.ended[process.node] = outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
         if missing and not attempt.stopping:
             self._stop(attempt, 2, FAILURE_GRACE_S)

@@ -90,6 +90,15 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
     return Failure(time=now, kind="exit", message="the run ended and no rank says why")
 
 
+def exit_code(run_dir: RunDir, node: int, code: int) -> int:
+    """Return a node's exit code, and SIGINT's where it came while Python itself was starting.
+
+    Then Python, which cannot import what it is to run, ends with 1 as if it had failed, and only its last word tells.
+    """
+    silent = code == ExitCode.FAILED and _result(run_dir, node) is None
+    return -signal.SIGINT if silent and last_lines(run_dir.node_log(node), 1) == ["KeyboardInterrupt"] else code
+
+
 def stopped_first(ended: Mapping[int, NodeEnd]) -> int | None:
     """Return the node that somebody stopped on its own machine before anything had failed; None when none was.
 

@@ -10,12 +10,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from bench import FOR_EVER, Bench, node_parent, supervisor_of, until
 
-from gputrain_tui.running import leftovers
+from gputrain_tui.running import leftovers, outcome
 from gputrain_tui.runs import Run
 from trainer.checkpoint import newest
+from trainer.outcome import NodeOutcome
+from trainer.record import RunDir
 
 Victim = Callable[[subprocess.Popen[str], Run], int]
 FOREGROUND: Victim = lambda process, _: process.pid  # noqa: E731
@@ -73,6 +76,28 @@ def test_a_node_that_is_stopped_before_it_answers_is_stopped_and_not_failed(
     process.communicate(timeout=90)
     assert (process.returncode, bench.runs()[0].state) == (130, "stopped")
     assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "reported", "expected"),
+    [
+        (1, "Could not import runpy module\nTraceback: …\n\nKeyboardInterrupt\n", False, -signal.SIGINT),
+        (1, "KeyboardInterrupt\n", True, 1),  # its parent was up, and says itself how it ended
+        (1, "KeyboardInterrupt: of the script's own\n", False, 1),
+        (1, "", False, 1),
+        (2, "KeyboardInterrupt\n", False, 2),
+    ],
+)
+def test_a_node_that_is_interrupted_while_python_starts_was_not_wrong(
+    tmp_path: Path, code: int, words: str, reported: bool, expected: int
+) -> None:
+    run_dir = RunDir(tmp_path)
+    for path in (run_dir.node_log(0), run_dir.node_result(0)):
+        path.parent.mkdir()
+    run_dir.node_log(0).write_text(words)
+    if reported:
+        run_dir.node_result(0).write_bytes(msgspec.json.encode(NodeOutcome(node=0, host="here", exit_code=code)))
+    assert outcome.exit_code(run_dir, 0, code) == expected
 
 
 def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs_up(bench: Bench) -> None:
