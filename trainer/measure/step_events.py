@@ -201,5 +201,5 @@ def _mean_ms(values: Sequence[float | None]) -> float | None:
 
 
 def _rounded(duration_ms: float | None) -> float | None:
-    # ``round`` to so many places goes through a decimal string, which takes ten times as long.
+    # ``round`` to so many places goes through a decimal string, which takes three times as long.
     return None if duration_ms is None else int(duration_ms * 1e4 + 0.5) / 1e4
