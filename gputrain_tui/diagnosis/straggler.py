@@ -11,7 +11,7 @@ from gputrain_tui.diagnosis.causes import cause_of
 from gputrain_tui.diagnosis.measures import jitter, middle, spread
 from gputrain_tui.diagnosis.row import PARTS, Row, base_ms
 from gputrain_tui.diagnosis.symptom import Severity, Symptom, percent
-from gputrain_tui.diagnosis.timeline import Timeline
+from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
 
 WINDOW = 12
@@ -29,8 +29,12 @@ WARNING, CRITICAL = 0.10, 0.20
 AT_ONCE = 0.15
 """Share of a step from which one window is enough; for less, ``SUSTAINED`` windows must all show it."""
 SUSTAINED = 4
-UNEXPLAINED = 2
-"""Windows that must show lateness which no part accounts for: the machine makes a rank late for one now and then."""
+UNEXPLAINED, UNEXPLAINED_S = 2, 5.0
+"""Windows that must show lateness which no part accounts for, and seconds for a rank that computes on a core.
+
+Where all that such a rank does takes longer, it is its core that is slower. Other work on the machine, or other
+guests of its host, make it so for a second or two now and then, however many steps that is.
+"""
 AGREEING = 0.75
 """Share of the window's steps in which the rank must be late by at least half of the median."""
 STEP_SIGMAS = 6.0
@@ -104,13 +108,15 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
     late_ms = middle(recent)
     step_ms = base + max(late_ms, 0.0)
     gate = WARNING * step_ms
-    blocks = [middle(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)][:SUSTAINED]
+    blocks = [middle(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)]
     noise = _noise(late, [row.troubled for row in rows])
     threshold = max(gate, noise)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
     parts = {part: middle([row.excess(part, index) for row in agreeing]) for part in (*PARTS, "gc")}
     cause = cause_of(state, rank, late_ms, parts, window, ranks)
-    windows = SUSTAINED if late_ms < AT_ONCE * step_ms else UNEXPLAINED if cause.name == "unattributed" else 0
+    windows = SUSTAINED if late_ms < AT_ONCE * step_ms else 0
+    if cause.name == "unattributed":
+        windows = max(windows, UNEXPLAINED if _on_gpu(state, rank) else _windows_of(window, UNEXPLAINED_S))
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])
     share = late_ms / step_ms
     return Symptom(
@@ -135,6 +141,17 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
         },
         advice=ADVICE[cause.name],
     )
+
+
+def _on_gpu(state: RunState, rank: int) -> bool:
+    return (state.ranks[rank].device or "").startswith("cuda")
+
+
+def _windows_of(window: Sequence[Row], seconds: float) -> int:
+    """Return how many windows like this one last that long, at least ``UNEXPLAINED`` and at most all that are kept."""
+    window_s = sum(row.step_ms * row.steps for row in window) * 1e-3
+    lasting = math.ceil(seconds / max(window_s, 1e-6))
+    return max(UNEXPLAINED, min(lasting, HISTORY // WINDOW))
 
 
 def _waits_for_cores(rows: Sequence[Row]) -> list[float] | None:

@@ -161,9 +161,25 @@ def test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps(ranks: int,
     ids=["within the forward pass", "two parts alike", "more than four fifths", "less than four fifths"],
 )
 def test_a_cause_is_named_only_when_it_covers_four_fifths(extra: dict[str, float], cause: str) -> None:
-    run = Run()
+    run = Run(device="cuda:0")
     run.steps(60)
     assert told(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
+
+
+def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does() -> None:
+    """As other guests of a host make it: each part longer, a few seconds at a time."""
+    all_longer = {"forward": 12.0, "backward": 14.0, "optimizer": 4.0}
+    run = Run(2)
+    assert run.steps(60) == []
+    for _ in range(3):
+        began = run.now
+        assert run.steps(44, late(1, first=run.step + 1, **all_longer)) == []
+        assert run.now - began > 3.0
+        assert run.steps(60) == []
+    began = run.now
+    found = run.steps(90, late(1, first=run.step + 1, **all_longer))
+    assert told(found) == [("straggler", "raised", 1, "unattributed")]
+    assert 4.0 < found[0].time - began < 7.0
 
 
 def test_a_rank_that_is_slow_from_the_first_step_is_found() -> None:
