@@ -194,17 +194,29 @@ def test_only_the_owner_can_read_the_record(path: Path) -> None:
 
 
 FULL_DISK = """
-import resource, sys, time
+import os, resource, sys, threading, time
 from pathlib import Path
 from trainer.record import EventWriter, Sample
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
+refusals, real_write = threading.Semaphore(0), os.write
+
+def write(fd, data):
+    try:
+        return real_write(fd, data)
+    except OSError:
+        refusals.release()
+        raise
+
+os.write = write
+
 def wait_until_full():
-    # The file ends exactly at the limit, in the middle of a line, when the next write is refused.
-    while path.stat().st_size < 10_007:
-        time.sleep(0.002)
+    # At the second refusal the writer knows of the first. The file ends at the limit then, in the middle of a line.
+    for _ in range(2):
+        assert refusals.acquire(timeout=30)
+    assert path.stat().st_size == 10_007
 
 path = Path(sys.argv[1])
 writer = EventWriter(path, rank=4)
