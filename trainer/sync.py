@@ -85,6 +85,12 @@ class StepMeter:
         wire_ratio: float | None = 1.0,
         share: float = 0.005,
     ) -> None:
+        self.lap: Callable[[Part], object] = _ignore
+        """The time since the last mark belongs to this part; micro-steps add up.
+
+        Called several times a step, between computations that leave nothing of it in the caches: what it does is
+        bound here for the step under way, so that it is one call and asks nothing.
+        """
         self._on = writer.enabled
         self._now = now
         self._rank = rank
@@ -152,18 +158,10 @@ class StepMeter:
             return
         # The old mark is not released: it is also the end of the last step, which may still be under way.
         self._marks = [self._mark(START)]
-        self._parts = []
         self._gc_s = 0.0
         self._paused = False
         self._began = self._host_clock()
         self._arm(math.inf)
-
-    def lap(self, part: Part) -> None:
-        """The time since the last mark belongs to this part; micro-steps add up."""
-        if self._on:
-            self._parts.append(part)
-            if self._full:
-                self._marks.append(self._mark(part))
 
     def end(
         self,
@@ -207,8 +205,9 @@ class StepMeter:
                 self._arm(took)
                 if self._full:
                     self._marks = [self._mark(START)]
+            else:
+                self._parts.clear()
         self._step = step
-        self._parts = []
         self._gc_s = 0.0
 
     def _end_full(
@@ -289,6 +288,7 @@ class StepMeter:
         self._tell()
         gc.callbacks.remove(self._on_gc)
         self._on = False
+        self.lap = _ignore
 
     def _arm(self, step_s: float) -> None:
         """Decide what the next step measures, and which one is in parts again, after one of ``step_s`` seconds.
@@ -304,6 +304,8 @@ class StepMeter:
             detailed = count == next_detailed
         self._due, self._slow_s = due, SLOWER * step_s
         self._full = full = count == due
+        self._parts = []
+        self.lap = self._lap if full else self._parts.append
         if self._hook is None or not detail_every:
             return
         # Where the hook is the only source of synchronisation times, it measures those of every full step.
@@ -311,6 +313,11 @@ class StepMeter:
             self._hook.measure(detailed=detailed)
         else:
             self._hook.rest()
+
+    def _lap(self, part: Part) -> None:
+        """What ``lap`` is in a step that is measured in parts."""
+        self._parts.append(part)
+        self._marks.append(self._mark(part))
 
     def _hand_over(self, last: bool) -> None:
         """Make events of what has gathered; the writer's thread calls this."""
@@ -330,7 +337,7 @@ class StepMeter:
         if self._moved is None or (waited_s := now - self._moved) < max(LONG_S, LONG_STEPS * self._maker.longest_s):
             return
         self._moved = None
-        parts = self._parts
+        parts = self._parts.copy()  # which the training goes on with
         part: Any = NEXT[parts[-1] if parts else None]
         if part == "backward" and self._hook is not None and self._hook.waiting:
             part = "sync"
@@ -369,6 +376,10 @@ class StepMeter:
                         message=source.fault,
                     )
                 )
+
+
+def _ignore(part: Part) -> None:
+    """What ``lap`` is where nothing is measured."""
 
 
 def stride(end_s: float, step_s: float, share: float) -> int:
