@@ -236,8 +236,9 @@ class Loop:
             lr=lr,
             grad_norm=grad_norm,
         )
+        self._replicas.finish()
         if self._due(options.desync_every):
-            self._replicas.check(self.raw_model, step=self.updates)
+            self._replicas.begin(self.raw_model, step=self.updates)
         self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
 
     def _correct(self, pending: Any, denominator: float) -> None:
@@ -283,6 +284,7 @@ class Loop:
         """Keep what has been trained since the last checkpoint, and nothing else: somebody is waiting."""
         self.here.stopping()
         self._agreement.close()
+        self._replicas.finish()
         self.meter.close()
         self._save()
         self._saving.close()
@@ -300,6 +302,7 @@ class Loop:
 
     def _finish(self, reason: str) -> None:
         """Validate, test and save at the end, each only if the last step has not been yet, until asked to stop."""
+        self._replicas.finish()
         self.meter.close()
         if "valid" in self.splits and self._validated_at != self.updates and self.updates:
             self._validate()
@@ -312,7 +315,8 @@ class Loop:
             if result is None:
                 return
             telling.report(self.here, "test", result, step=self.updates, epoch=self.epoch)
-        self._replicas.check(self.raw_model, step=self.updates)
+        self._replicas.begin(self.raw_model, step=self.updates)
+        self._replicas.finish()
         if self.here.rank == 0 and (text := self.task.sample(self.raw_model)):
             telling.show(self.here, text, step=self.updates)
         self.here.stopping()  # whoever asks from here on waits for the disk

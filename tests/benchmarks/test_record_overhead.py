@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -9,6 +10,8 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +20,9 @@ from gang import Gang
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.measure import desync
 from trainer.record import EventWriter
 from trainer.sync import StepMeter
+from trainer.training.telling import Replicas
 
 pytestmark = pytest.mark.benchmark
 
@@ -45,7 +48,6 @@ class Training:
 
     def __init__(self, rank: int, path: Path | None, batch: int) -> None:
         torch.manual_seed(1)
-        self.rank = rank
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
         self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)
         self.writer = EventWriter(path, rank=rank)
@@ -53,6 +55,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.data = torch.randn(batch, WIDTH)
         self.done = 0
+        here: Any = SimpleNamespace(rank=rank, device=CPU, writer=self.writer)
+        self.replicas = Replicas(here) if self.writer.enabled else None
 
     def run(self, steps: int) -> float:
         """Train and return the seconds per step."""
@@ -74,9 +78,12 @@ class Training:
             meter.lap("optimizer")
             self.done += 1
             meter.end(step=self.done, epoch=1, loss=loss, samples=len(batch), lr=0.01, grad_norm=norm)
-            if self.writer.enabled and self.done % 100 == 0:
-                for event in desync.check(self.net, step=self.done, rank=self.rank, device=CPU):
-                    self.writer.write(event)
+            if self.replicas is not None:
+                self.replicas.finish()
+                if self.done % 100 == 0:
+                    self.replicas.begin(self.net, step=self.done)
+        if self.replicas is not None:
+            self.replicas.finish()
         return (time.perf_counter() - begin) / steps
 
 
@@ -125,11 +132,15 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
 def _stay_on_a_core(rank: int) -> None:
     """Keep all threads of a rank on one core, which its writer's thread then takes from the training.
 
-    Left to themselves they wander, and steps take 3 ms or 6 as they happen to lie, which hides what is measured.
+    Left to themselves they wander, and steps take 3 ms or 6 as they happen to lie, which hides what is measured. So
+    does when the kernel lets the thread that moves the bytes have its turn: at once, here, where that is allowed.
     """
     core = sorted(os.sched_getaffinity(0))[rank]
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), {core})
+        if "gloo" in (thread / "comm").read_text():
+            with contextlib.suppress(PermissionError):
+                os.sched_setscheduler(int(thread.name), os.SCHED_FIFO, os.sched_param(1))
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from gang import Gang
 from torch import nn
 
-from trainer.measure.desync import _minority, check, fingerprint
+from trainer.measure.desync import Check, _minority, fingerprint
 from trainer.record import Checksum, EventWriter, Finding, decode_events
 from trainer.training.telling import Replicas
 
@@ -82,8 +82,9 @@ def test_the_smaller_part_stands_apart_and_the_first_rank_decides_a_tie(keys: st
 
 
 def test_a_single_rank_has_a_checksum_and_nobody_to_differ_from() -> None:
-    (event,) = check(_model(), step=3, rank=0, device=CPU, now=5.0)
-    assert isinstance(event, Checksum)
+    check = Check(_model(), step=3, rank=0, device=CPU, now=5.0)
+    event = check.checksum
+    assert check.findings() == []
     assert (event.step, event.rank, event.time, len(event.parameters)) == (3, 0, 5.0, 16)
 
 
@@ -114,7 +115,8 @@ def _check(rank: int, world_size: int, what: str, apart: list[int], unlike: bool
         import trainer.measure.desync
 
         trainer.measure.desync._processor = lambda device: rank  # type: ignore[assignment]
-    return check(model, step=100, rank=rank, device=CPU)
+    check = Check(model, step=100, rank=rank, device=CPU)
+    return [check.checksum, *check.findings()]
 
 
 def _run(gang: Gang, what: str, apart: list[int], unlike: bool = False) -> tuple[list[Checksum], list[Finding]]:
@@ -178,7 +180,9 @@ def _follow(rank: int, world_size: int, folder: str) -> None:
     for step, differs in ((100, False), (200, True), (300, True), (400, False)):
         with torch.no_grad():
             weight[0, 0] = first + (differs and rank == 1)
-        replicas.check(model, step=step)
+        replicas.begin(model, step=step)
+        replicas.finish()
+        replicas.finish()
     writer.close()
 
 

@@ -15,11 +15,13 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.group.collectives import max_later
 from trainer.record import Checksum, Finding
 
 DRIFT = 1e-6
@@ -41,66 +43,75 @@ class Fingerprint:
 
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Return checksums that are equal when, and practically only when, all tensors are bit for bit equal."""
-    tensors = [tensor for _, tensor in _parameters(model)]
-    count = len(tensors)
-    tensors += [tensor for _, tensor in _buffers(model)]
+    parameters, buffers = _tensors(model)
+    tensors = [tensor for _, tensor in (*parameters, *buffers)]
     if not tensors:
         return Fingerprint(parameters=(), buffers=())
     with torch.no_grad():
         sums = torch.stack([_checksum(tensor) for tensor in tensors]).tolist()
-    return Fingerprint(parameters=tuple(sums[:count]), buffers=tuple(sums[count:]))
+    return Fingerprint(parameters=tuple(sums[: len(parameters)]), buffers=tuple(sums[len(parameters) :]))
 
 
-def check(
-    model: nn.Module,
-    *,
-    step: int,
-    rank: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    now: float | None = None,
-) -> list[Checksum | Finding]:
-    """Compare the model across the ranks; all of them call this at the same step.
+class Check:
+    """A comparison of the model across the ranks: begun after one step, looked at after the next.
+
+    So no rank waits for the others: by the next step's synchronisation they have all begun it too. All ranks begin it
+    at the same step, and ask for its result at the same place among their collectives.
 
     Ranks on unlike processors may differ in the last bits of what they compute by themselves. Among such ranks a
     tensor counts as equal while its norms agree to ``DRIFT``, and the difference is reported as drift.
-
-    Args:
-        model: The model inside DDP.
-        step: Optimizer steps done.
-        rank: This process's global rank.
-        device: Where the process group's tensors live.
-        group: The ranks to compare; None for all.
-        now: Unix seconds, for the events.
-
-    Returns:
-        This rank's checksum and, on the group's first rank, what was found.
     """
-    moment = time.time() if now is None else now
-    own = fingerprint(model)
-    digests = own.digests
-    events: list[Checksum | Finding] = [
-        Checksum(time=moment, rank=rank, step=step, parameters=f"{digests[0]:016x}", buffers=f"{digests[1]:016x}")
-    ]
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return events
-    peers = _Peers(device, group)
-    # The collectives carry signed numbers.
-    held = [_processor(device), *(digest - 2**63 for digest in digests)]
-    if peers.agree(held):
-        return events
-    rows = peers.gather([rank, *held], torch.int64)
-    ranks = [int(row[0]) for row in rows]
-    unlike = len({row[1] for row in rows}) > 1
-    for column, what, tensors, sums in (
-        (2, "parameter", _parameters(model), own.parameters),
-        (3, "buffer", _buffers(model), own.buffers),
-    ):
-        if len({row[column] for row in rows}) > 1:
-            told = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, peers=peers)
-            if rank == ranks[0]:
-                events.append(_finding(told, what=what, time=moment, step=step))
-    return events
+
+    def __init__(
+        self, model: nn.Module, *, step: int, rank: int, device: torch.device, now: float | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            model: The model inside DDP.
+            step: Optimizer steps done.
+            rank: This process's global rank.
+            device: Where the process group's tensors live.
+            now: Unix seconds, for the events.
+        """
+        self._model = model
+        self._rank = rank
+        self._device = device
+        self._own = fingerprint(model)
+        digests = self._own.digests
+        self.checksum = Checksum(
+            time=time.time() if now is None else now,
+            rank=rank,
+            step=step,
+            parameters=f"{digests[0]:016x}",
+            buffers=f"{digests[1]:016x}",
+        )
+        """This rank's."""
+        # The collectives carry signed numbers.
+        self._held = [_processor(device), *(digest - 2**63 for digest in digests)]
+        # The largest number and the complement of the smallest, which has no overflow as the negative would: one
+        # reduction tells whether all are equal, however many ranks there are.
+        self._extremes = max_later([*self._held, *(~number for number in self._held)], device)
+
+    def findings(self) -> list[Finding]:
+        """Return what was found, on rank 0; nobody else tells it. To be called once."""
+        held, extremes = self._held, self._extremes()
+        if all(high == ~low for high, low in zip(extremes, extremes[len(held) :], strict=False)):
+            return []
+        rows = _gather([self._rank, *held], torch.int64, self._device)
+        ranks = [int(row[0]) for row in rows]
+        unlike = len({row[1] for row in rows}) > 1
+        parameters, buffers = _tensors(self._model)
+        found = []
+        for column, what, tensors, sums in (
+            (2, "parameter", parameters, self._own.parameters),
+            (3, "buffer", buffers, self._own.buffers),
+        ):
+            if len({row[column] for row in rows}) > 1:
+                told = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
+                if self._rank == ranks[0]:
+                    found.append(_finding(told, what=what, time=self.checksum.time, step=self.checksum.step))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,20 +132,20 @@ def _examine(
     *,
     ranks: Sequence[int],
     unlike: bool,
-    peers: _Peers,
+    device: torch.device,
 ) -> _Difference:
     """Find the first differing tensor and the ranks that stand apart; every rank takes part, with the same calls."""
-    counts = [row[0] for row in peers.gather([len(sums)], torch.int64)]
+    counts = [row[0] for row in _gather([len(sums)], torch.int64, device)]
     if len(set(counts)) > 1:
         return _Difference(ranks=_minority(counts, ranks), where=f"another number of {what}s", drift=None)
-    rows = peers.gather(sums, torch.int64)
+    rows = _gather(sums, torch.int64, device)
     differing = [index for index in range(len(sums)) if len({row[index] for row in rows}) > 1]
     where = f"first in {what} {tensors[differing[0]][0]} ({len(differing)} of {len(sums)} differ)"
     apart = _minority([tuple(row[index] for index in differing) for row in rows], ranks)
     drift = None
     if unlike:
         norms = torch.stack([torch.linalg.vector_norm(tensors[index][1].detach().double()) for index in differing])
-        gathered = peers.gather(norms.tolist(), torch.float64)
+        gathered = _gather(norms.tolist(), torch.float64, device)
         largest = max(_spread(column) for column in zip(*gathered, strict=True))
         drift = largest if largest <= DRIFT else None
     return _Difference(ranks=apart, where=where, drift=drift)
@@ -162,43 +173,40 @@ def _finding(difference: _Difference, *, what: str, time: float, step: int) -> F
     return finding
 
 
-class _Peers:
-    """The ranks that are compared."""
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self._device = device
-        self._group = group
-
-    def agree(self, numbers: Sequence[int]) -> bool:
-        """Tell whether all ranks hold the same numbers, by one reduction however many ranks there are."""
-        # The largest number and the complement of the smallest, which has no overflow as the negative would.
-        extremes = torch.tensor([*numbers, *(~number for number in numbers)], dtype=torch.int64, device=self._device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
-        reduced = extremes.tolist()
-        return all(high == ~low for high, low in zip(reduced, reduced[len(numbers) :], strict=False))
-
-    def gather(self, row: Sequence[float], dtype: torch.dtype) -> list[list[int]] | list[list[float]]:
-        """Return every rank's row, in the group's order; rows are of equal length."""
-        own = torch.tensor(row, dtype=dtype, device=self._device)
-        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, own, group=self._group)
-        gathered: list[list[int]] = torch.stack(rows).tolist()
-        return gathered
+def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[list[int]] | list[list[float]]:
+    """Return every rank's row; rows are of equal length."""
+    own = torch.tensor(row, dtype=dtype, device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    gathered: list[list[int]] = torch.stack(rows).tolist()
+    return gathered
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return list(model.named_parameters())
+def _tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Return the parameters and the buffers that should be equal, each once, with their names, by one walk.
 
-
-def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers that should be equal: not the statistics of BatchNorm, which are of each rank's own data."""
-    own_data = {
-        id(buffer)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-        for buffer in module.buffers(recurse=False)
-    }
-    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in own_data]
+    The statistics of a BatchNorm are of each rank's own data and are left out.
+    """
+    parameters: dict[Tensor, str] = {}
+    buffers: dict[Tensor, str] = {}
+    own_data: set[Tensor] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters.setdefault(parameter, prefix + name)
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if batch_norm:
+                own_data.add(buffer)
+            else:
+                buffers.setdefault(buffer, prefix + name)
+    return (
+        [(name, parameter) for parameter, name in parameters.items()],
+        [(name, buffer) for buffer, name in buffers.items() if buffer not in own_data],
+    )
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -223,6 +231,7 @@ def _digest(sums: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest())
 
 
+@cache
 def _processor(device: torch.device) -> int:
     """A number for the kind of processor that a rank computes on."""
     if device.type == "cuda":

@@ -71,17 +71,22 @@ class Replicas:
 
     def __init__(self, here: Surroundings) -> None:
         self._here = here
+        self._pending: desync.Check | None = None
         self._told: dict[str | None, record.Finding] = {}
         """By what differs; on the rank that tells it."""
 
-    def check(self, model: nn.Module, *, step: int) -> None:
-        """Compare the parameters of all ranks; all of them call this after the same step."""
-        writer, found = self._here.writer, {}
-        for event in desync.check(model, step=step, rank=self._here.rank, device=self._here.device):
-            if isinstance(event, record.Finding):
-                found[event.cause] = event
-            else:
-                writer.write(event)
+    def begin(self, model: nn.Module, *, step: int) -> None:
+        """Begin to compare the parameters of all ranks; all of them call this after the same step."""
+        self._pending = desync.Check(model, step=step, rank=self._here.rank, device=self._here.device)
+        self._here.writer.write(self._pending.checksum)
+
+    def finish(self) -> None:
+        """Tell what was found, if something was begun; all ranks call this at the same place too."""
+        if self._pending is None:
+            return
+        writer, step = self._here.writer, self._pending.checksum.step
+        found = {finding.cause: finding for finding in self._pending.findings()}
+        self._pending = None
         for what, finding in self._told.items():
             if what not in found or found[what].rank != finding.rank:
                 writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
