@@ -186,7 +186,7 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         per_sample = self.task.count_per_sample
         denominator = update.global_samples * per_sample if per_sample else self._count_estimate
-        loss_sum = torch.zeros((), device=device)
+        loss_sum: Tensor | float = 0.0
         count: Tensor | int = 0
         samples = 0
         pending: Any = None
@@ -205,7 +205,7 @@ class Loop:
                     if last and not per_sample:
                         pending = distributed.sum_later(count, device)
                     meter.lap("forward")
-                    self._finite.require_loss(local_sum, batch, step=self.updates + 1)
+                    loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
                     scaled = local_sum * (self.here.world_size / denominator)
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")
@@ -213,13 +213,12 @@ class Loop:
                 if not is_out_of_memory(error):
                     raise
                 raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {too_much(batch, error)}") from error
-            loss_sum = loss_sum + local_sum.detach()
             samples += micro.samples
         if pending is not None:
             self._correct(pending, denominator)
         self.scaler.unscale_(self.optimizer)
-        grad_norm = clip(self.parameters, options.clip_norm)
-        self._finite.require_gradient(grad_norm, step=self.updates + 1)
+        norm = clip(self.parameters, options.clip_norm)
+        grad_norm = self._finite.require_gradient(norm, step=self.updates + 1)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.updates += 1

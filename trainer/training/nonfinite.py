@@ -44,30 +44,38 @@ class FiniteCheck:
         self._scaled = scaled
         self._batch: Any = None
 
-    def require_loss(self, loss: Tensor, batch: Any, *, step: int) -> None:
+    def require_loss(self, loss: Tensor, batch: Any, *, step: int) -> Tensor | float:
         """End this rank before its bad loss [] of this batch reaches the others.
+
+        Returns:
+            The loss, apart from the graph: a number on a CPU, where it has been looked at, else a tensor [].
 
         Raises:
             NonFiniteError: with the step and the place.
         """
         self._batch = batch
         if loss.device.type == "cpu":
-            if math.isfinite(loss.item()):
-                return
+            if math.isfinite(value := loss.item()):
+                return value
         elif not (latest := self._meter.latest) or latest.loss is None or math.isfinite(latest.loss):
-            return
+            return loss.detach()
         else:
             step = latest.step
         raise NonFiniteError(f"non-finite loss at step {step}: first in {locate(self._task, self._model, batch)}")
 
-    def require_gradient(self, norm: Tensor, *, step: int) -> None:
+    def require_gradient(self, norm: Tensor, *, step: int) -> Tensor | float:
         """Refuse to step on a gradient whose norm [] is not finite; all ranks have the same one and look for it.
+
+        Returns:
+            The norm: a number on a CPU, where it has been looked at, else as it is.
 
         Raises:
             NonFiniteError: with the step and the places.
         """
-        if self._scaled or norm.device.type != "cpu" or math.isfinite(norm.item()):
-            return
+        if self._scaled or norm.device.type != "cpu":
+            return norm
+        if math.isfinite(value := norm.item()):
+            return value
         found = distributed.all_gather_list(locate(self._task, self._model, self._batch))
         culprits = [f"{where} on rank {rank}" for rank, where in enumerate(found) if where != NOT_REPRODUCED]
         raise NonFiniteError(

@@ -103,7 +103,7 @@ class Progress:
         self._here = here
         self._last = 0.0
 
-    def __call__(self, *, epoch: int, step: int, loss: Tensor | None, lr: float) -> None:
+    def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:
         """Say it if the last time is long ago; the loss [] is in nats and is fetched only then."""
         now = time.monotonic()
         if loss is None or now - self._last < SAY_EVERY_S:
