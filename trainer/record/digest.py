@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ MEANS = (
     "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
 )  # fmt: skip
 """What a block has the mean of, over the steps where it was measured."""
+MEANS_OF = attrgetter(*MEANS)
 SPREADS = ("loss", "step_ms", "sync_exposed_ms")
 """What a block has the extremes of."""
+FOLDED = 16
+"""Events that are folded in together at most: memory is not to grow with the length of a block."""
 
 
 class Block(Step, kw_only=True, tag="steps"):
@@ -59,13 +63,18 @@ def note_file(folder: Path, name: str) -> Path:
 
 
 class _Open:
-    """A block that is still growing."""
+    """A block that is still growing.
 
-    __slots__ = ("begin", "highs", "last", "lows", "samples", "steps", "sums", "tokens", "weights")
+    What is added is folded in many at a time: that costs a small part of what it would between two writes each.
+    """
+
+    __slots__ = ("begin", "events", "highs", "last", "lows", "samples", "steps", "sums", "tokens", "weights")
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.last: Step | None = None
+        self.events: list[Step] = []
+        """Of one kind, to be folded in."""
         self.steps = self.samples = 0
         self.tokens: int | None = None
         self.sums = dict.fromkeys(MEANS, 0.0)
@@ -74,27 +83,36 @@ class _Open:
         self.highs: dict[str, float] = {}
 
     def add(self, event: Step) -> None:
-        n = event.steps
         self.last = event
-        self.steps += n
-        self.samples += event.samples
-        if event.tokens is not None:
-            self.tokens = (self.tokens or 0) + event.tokens
-        for name in MEANS:
-            value = getattr(event, name)
-            if value is not None and isfinite(value):
-                self.sums[name] += value * n
-                self.weights[name] += n
-        is_block = isinstance(event, Block)
+        self.events.append(event)
+        if len(self.events) == FOLDED:
+            self._fold()
+
+    def _fold(self) -> None:
+        events, self.events = self.events, []
+        if not events:
+            return
+        weights = [event.steps for event in events]
+        self.steps += sum(weights)
+        self.samples += sum([event.samples for event in events])
+        for event in events:
+            if event.tokens is not None:
+                self.tokens = (self.tokens or 0) + event.tokens
+        for name, column in zip(MEANS, zip(*map(MEANS_OF, events), strict=True), strict=True):
+            for value, n in zip(column, weights, strict=True):
+                if value is not None and isfinite(value):
+                    self.sums[name] += value * n
+                    self.weights[name] += n
+        suffix = ("_low", "_high") if isinstance(events[0], Block) else ("", "")
         for name in SPREADS:
-            low = getattr(event, f"{name}_low" if is_block else name)
-            high = getattr(event, f"{name}_high" if is_block else name)
-            if low is not None and isfinite(low):
-                self.lows[name] = min(low, self.lows.get(name, low))
-            if high is not None and isfinite(high):
-                self.highs[name] = max(high, self.highs.get(name, high))
+            for extremes, choose, attribute in ((self.lows, min, suffix[0]), (self.highs, max, suffix[1])):
+                values = [getattr(event, name + attribute) for event in events]
+                known = [value for value in values if value is not None and isfinite(value)]
+                if known:
+                    extremes[name] = choose([*known, extremes.get(name, known[0])])
 
     def closed(self, end: int) -> Block:
+        self._fold()
         last = self.last
         assert last is not None
         figures: dict[str, Any] = {name: self.sums[name] / self.weights[name] for name in MEANS if self.weights[name]}
