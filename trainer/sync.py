@@ -110,6 +110,7 @@ class StepMeter:
         self._clock: Clock = CudaClock(device) if on_gpu else HostClock(clock, core_waits())
         self._mark = self._clock.mark
         self._maker = StepMaker(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
+        self._add = self._maker.add
         if ddp is not None and synchronised:
             if detail_every or comm_hook:
                 state, inner = comm_hook or (None, None)
@@ -197,9 +198,10 @@ class StepMeter:
             self._end_full(entered, took, step, epoch, samples, tokens, lr, loss, grad_norm, grad_scale)
         else:
             # As little as can be: this is for steps that are so fast that measuring them would slow them down.
-            loss, grad_norm = self._clock.fetch((loss, grad_norm))()
+            if type(loss) is not float or type(grad_norm) is not float:
+                loss, grad_norm = self._clock.fetch((loss, grad_norm))()
             gc_ms = self._gc_s * 1e3
-            self._maker.add((self._now(), step, epoch, samples, tokens, lr, gc_ms, took * 1e3, loss, grad_norm))
+            self._add((self._now(), step, epoch, samples, tokens, lr, gc_ms, took * 1e3, loss, grad_norm, None))
             self._count += 1
             if self._count >= self._due or took > self._slow_s:
                 self._arm(took)
@@ -231,7 +233,7 @@ class StepMeter:
         numbers = self._clock.fetch((loss, grad_norm, local))
         end = self._mark("end")
         self._marks.append(end)
-        self._maker.add(
+        self._add(
             Readings(
                 self._now(),
                 step,

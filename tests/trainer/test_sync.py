@@ -25,7 +25,7 @@ import trainer
 from trainer.measure.bucket_hook import BucketHook
 from trainer.measure.clocks import CudaClock, HostClock, core_waits
 from trainer.measure.ddp_log import DdpLog, sync_times
-from trainer.measure.step_events import InParts, Measured, StepMerger, merge
+from trainer.measure.step_events import STEP_MS, TIME, InParts, Measured, StepMerger, merge
 from trainer.record import Doing, EventWriter, Failure, Finding, Step, decode_events
 from trainer.sync import StepMeter, stride
 
@@ -146,6 +146,12 @@ def test_parts_belong_to_the_steps_that_were_measured_in_parts() -> None:
     )
     assert (merged.step_ms, merged.parts_step_ms, merged.forward_ms) == (15.0, 4.0, 3.0)
     assert merged.core_wait_ms == {"forward": 0.25}
+
+
+def test_steps_of_which_only_the_length_was_measured_are_merged_as_the_plain_tuples_that_they_come_as() -> None:
+    whole = [_step(1, loss=1.0, grad_norm=2.0), _step(2, step_ms=3.0, loss=2.0), _step(3, parts=("data",))]
+    assert merge([*map(tuple, whole[:2]), whole[2]], rank=0, synchronised=True, wire_ratio=0.5) == _merge(*whole)
+    assert (whole[1][TIME], whole[1][STEP_MS]) == (whole[1].time, whole[1].step_ms)
 
 
 @pytest.mark.parametrize(

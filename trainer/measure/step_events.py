@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from trainer.record import EventWriter, Step
 
@@ -47,8 +47,11 @@ class Measured(NamedTuple):
     """None where only the step's length was measured."""
 
 
-Length = tuple[float, int, int, int, int | None, float | None, float, float, float | None, float | None]
+Length = tuple[float, int, int, int, int | None, float | None, float, float, float | None, float | None, None]
 """``Measured`` of a step whose length alone was measured, as the plain tuple that the training thread makes of it."""
+TIME: Final = 0
+STEP_MS: Final = 7
+"""Where ``time`` and ``step_ms`` are in both."""
 
 
 class StepMerger:
@@ -70,20 +73,20 @@ class StepMerger:
         self._rank = rank
         self._synchronised = synchronised
         self._wire_ratio = wire_ratio
-        self._waiting: list[Measured] = []
+        self._waiting: list[Measured | Length] = []
         self._next_at = 0.0
 
-    def add(self, step: Measured) -> None:
+    def add(self, step: Measured | Length) -> None:
         """Take the next step; the first one is written at once, since start latency is measured by it."""
         self._waiting.append(step)
-        waits = 0.0 < self._next_at - step.time <= self.interval_s  # else time is up, or was set back
+        waits = 0.0 < self._next_at - step[TIME] <= self.interval_s  # else time is up, or was set back
         if not waits:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits."""
         if self._waiting:
-            self._next_at = self._waiting[-1].time + self.interval_s
+            self._next_at = self._waiting[-1][TIME] + self.interval_s
             self._writer.write(
                 merge(self._waiting, rank=self._rank, synchronised=self._synchronised, wire_ratio=self._wire_ratio)
             )
@@ -91,11 +94,11 @@ class StepMerger:
 
     def flush_old(self, now: float) -> None:
         """Write what waits when no step has come for a while."""
-        if self._waiting and now - self._waiting[-1].time > self.interval_s:
+        if self._waiting and now - self._waiting[-1][TIME] > self.interval_s:
             self.flush()
 
 
-def merge(steps: Sequence[Measured], *, rank: int, synchronised: bool, wire_ratio: float | None) -> Step:
+def merge(steps: Sequence[Measured | Length], *, rank: int, synchronised: bool, wire_ratio: float | None) -> Step:
     """Return one event for consecutive steps of one rank.
 
     Means are taken over the steps that have the value, since one not measured at a step says nothing about it;
@@ -108,25 +111,26 @@ def merge(steps: Sequence[Measured], *, rank: int, synchronised: bool, wire_rati
         synchronised: Whether exposed synchronisation is to be taken out of the backward pass.
         wire_ratio: Bytes sent per byte of gradient; None where it cannot be told.
     """
-    last = steps[-1]
-    _, _, _, samples, tokens, _, gc_ms, step_ms, losses, grad_norms, in_parts = zip(*steps, strict=True)
+    _, _, _, samples, tokens, _, gc_ms, lengths_ms, losses, grad_norms, in_parts = zip(*steps, strict=True)
+    time, number, epoch, _, _, lr, *_ = steps[-1]
     event = Step(
-        time=last.time,
+        time=time,
         rank=rank,
-        step=last.step,
-        epoch=last.epoch,
-        lr=last.lr,
+        step=number,
+        epoch=epoch,
+        lr=lr,
         steps=len(steps),
         samples=sum(samples),
-        tokens=None if last.tokens is None else sum([count or 0 for count in tokens]),
+        tokens=None if tokens[-1] is None else sum([count or 0 for count in tokens]),
         loss=_mean(losses),
         grad_norm=_mean(grad_norms),
         gc_ms=_mean_ms(gc_ms),
-        step_ms=_mean_ms(step_ms),
+        step_ms=_mean_ms(lengths_ms),
     )
     if known := [each for each in in_parts if each is not None]:
         if len(known) < len(steps):
-            event.parts_step_ms = _mean_ms([each.step_ms for each in steps if each.in_parts is not None])
+            of_known = [ms for ms, parts in zip(lengths_ms, in_parts, strict=True) if parts is not None]
+            event.parts_step_ms = _mean_ms(of_known)
         _tell_parts(event, known, synchronised)
         _tell_synchronisation(event, [each for each in known if each.settled], wire_ratio)
     return event

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trainer.measure.bucket_hook import Buckets
 from trainer.measure.clocks import Clock, Mark
 from trainer.measure.ddp_log import SyncTimes
-from trainer.measure.step_events import InParts, Length, Measured, Part, StepMerger
+from trainer.measure.step_events import STEP_MS, InParts, Length, Measured, Part, StepMerger
 from trainer.record import EventWriter
 
 WARM_UP = 2
@@ -68,8 +68,7 @@ class StepMaker:
     def __init__(
         self, clock: Clock, writer: EventWriter, *, rank: int, synchronised: bool, wire_ratio: float | None
     ) -> None:
-        self.latest: Measured | None = None
-        """The last step that is done on the device too."""
+        self._last: Measured | Length | None = None
         self.longest_s = 0.0
         """The longest step of late."""
         self.fault: str | None = None
@@ -78,24 +77,35 @@ class StepMaker:
         self._synchronised = synchronised
         self._layout: tuple[int, ...] = ()
         self._pending: deque[Readings | Length] = deque()
+        self.add: Callable[[Readings | Length], None] = self._pending.append
+        """Take a step: its readings, or at once all that is to be known of it. Called between two steps."""
         self._merger = StepMerger(writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
         self._lock = threading.Lock()
         """Held by whoever makes events."""
+
+    @property
+    def latest(self) -> Measured | None:
+        """The last step that is done on the device too."""
+        return None if self._last is None else Measured(*self._last)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is left to make an event of."""
         return not self._pending
 
-    def add(self, step: Readings | Length) -> None:
-        """Take a step: its readings, or at once all that is to be known of it."""
-        self._pending.append(step)
-
     def make_all(self) -> None:
         """Turn the steps that the device has finished into events, in order."""
         with self._lock:
-            while self._make_next():
-                pass
+            try:
+                self._make_all()
+            except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
+                # A device that failed says so to whoever asks it next. That, or a fault in here, must not be the end of
+                # the writer's thread, which is to record the failure, nor hide the script's own exception when it
+                # closes its meter.
+                self._pending.clear()
+                reason = (str(error).splitlines() or [""])[0]
+                what = f"{type(error).__name__}: {reason}"
+                self.fault = f"reading a step's times failed, later ones may be missing: {what}"
 
     def flush(self) -> None:
         """Write what waits to be merged with later steps."""
@@ -107,31 +117,22 @@ class StepMaker:
         with self._lock:
             self._merger.flush_old(now)
 
-    def _make_next(self) -> bool:
-        """Turn the oldest step into an event, if the device has finished it; the caller holds the lock."""
-        try:
-            if not self._pending:
-                return False
-            pending = self._pending[0]
-            if not isinstance(pending, Readings):
-                step = Measured(*pending)
-            elif self._clock.ready(pending.all_marks()):
-                step = self._finish(pending)
+    def _make_all(self) -> None:
+        """Do that; the caller holds the lock."""
+        pending, add = self._pending, self._merger.add
+        while pending:
+            first = pending[0]
+            step: Measured | Length
+            if not isinstance(first, Readings):
+                step = first
+            elif self._clock.ready(first.all_marks()):
+                step = self._finish(first)
             else:
-                return False
-            self._pending.popleft()
-        except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
-            # A device that failed says so to whoever asks it next. That, or a fault in here, must not be the end of the
-            # writer's thread, which is to record the failure, nor hide the script's own exception when it closes its
-            # meter.
-            self._pending.clear()
-            reason = (str(error).splitlines() or [""])[0]
-            self.fault = f"reading a step's times failed, later ones may be missing: {type(error).__name__}: {reason}"
-            return False
-        self.latest = step
-        self.longest_s = max(0.9 * self.longest_s, step.step_ms * 1e-3)
-        self._merger.add(step)
-        return True
+                return
+            pending.popleft()
+            self._last = step
+            self.longest_s = max(0.9 * self.longest_s, step[STEP_MS] * 1e-3)
+            add(step)
 
     def _finish(self, readings: Readings) -> Measured:
         clock, marks, syncs, log = self._clock, readings.marks, readings.syncs, readings.log
