@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,15 @@ class Buckets:
         return max(clock.elapsed_ms(start, end) for end in self.reduced)
 
 
+class _Known(NamedTuple):
+    """What stays the same of a bucket."""
+
+    buffer: Tensor
+    last: bool
+    done: torch.futures.Future[Tensor]
+    """With the buffer as its value."""
+
+
 class BucketHook:
     """Averages the buckets, or lets another hook do it, and measures what ``measure`` asks for.
 
@@ -117,8 +126,8 @@ class BucketHook:
         self._share = torch.tensor(share, dtype=torch.float64) if waits else share
         self._options = dist.AllreduceOptions()
         self._under_way: list[Any] = []
-        self._done: dict[int, tuple[Tensor, torch.futures.Future[Tensor]]] = {}
-        """Of each bucket, its buffer and the future that is done with it: both last until buckets are rebuilt."""
+        self._known: dict[int, _Known] = {}
+        """Buckets by their index, until they are rebuilt."""
         self._measuring = False
         self._detailed = False
         self._syncs: list[Buckets] = []
@@ -157,7 +166,11 @@ class BucketHook:
 
     def _wait(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch; at the last bucket wait for all (CPU)."""
-        buffer, index, last = bucket.buffer(), bucket.index(), bucket.is_last()
+        buffer, index = bucket.buffer(), bucket.index()
+        known = self._known.get(index)
+        if known is None or known.buffer is not buffer:
+            known = self._know(bucket)
+        last = known.last
         if index == 0:
             self._under_way.clear()  # an iteration that failed may have left some behind
         norm = self._norm(buffer) if self._detailed else None
@@ -175,19 +188,17 @@ class BucketHook:
             self._under_way.clear()
             if buckets is not None:
                 self._all_reduced(buckets)
-        return self._done_with(index, buffer)
+        return known.done
 
-    def _done_with(self, index: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Return a future that is done; making one costs more than all else here, so a bucket's is used again."""
-        known = self._done.get(index)
-        if known is not None and known[0] is buffer:
-            return known[1]
+    def _know(self, bucket: GradBucket) -> _Known:
+        """Take up a bucket that is new; its future costs more to make than all else here, and is used again."""
+        index, buffer = bucket.index(), bucket.buffer()
         if index == 0:
-            self._done.clear()
+            self._known.clear()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
-        self._done[index] = buffer, done
-        return done
+        known = self._known[index] = _Known(buffer, bucket.is_last(), done)
+        return known
 
     def _launch(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch, and record the end when the device gets there (GPU)."""
