@@ -1,4 +1,4 @@
-"""What full recording costs a training loop on CPU ranks, as a ratio of steps per second."""
+"""What full recording costs our training loop on CPU ranks, as a ratio of steps per second."""
 
 from __future__ import annotations
 
@@ -7,84 +7,147 @@ import itertools
 import math
 import os
 import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gang import Gang
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from msgspec import structs
+from torch import Tensor, nn
 
+from trainer.batches import Update
+from trainer.loop import Loop
+from trainer.options import Training as Options
 from trainer.record import EventWriter
-from trainer.sync import StepMeter
-from trainer.training.telling import Replicas
+from trainer.tasks.task import SizedDataset, Task
+from trainer.training.surroundings import Surroundings
 
 pytestmark = pytest.mark.benchmark
 
 CPU = torch.device("cpu")
-BLOCK_S = 0.1
+BLOCK_S = 0.2
 ROUND = 20
 """Pairs of runs of the same two trainings; then new ones are made, since where their memory lies makes some 2 %."""
 SURE = 0.004
 """Pairs are run until the median's 95 % interval is no wider than this to either side, or time is up."""
 MOST_S = 120.0
 WIDTH = 128
+ROWS = 100_000
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gang() -> Iterator[Gang]:
     gang = Gang(2, timeout_s=4 * MOST_S)
     yield gang
     gang.close()
 
 
-class Training:
-    """The shape of the real loop around a small network."""
+class Rows:
+    """Random rows [WIDTH], fetched a batch at a time."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randn(ROWS, WIDTH)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self.rows[indices]]
+
+
+class SmallNet(Task):
+    """A network so small that a step takes as long as its batch is large."""
+
+    count_per_sample = 1
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        return {"train": Rows()}
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return samples[0]
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, Mapping[str, Tensor]]:
+        return model(batch).square().mean(1).sum(), len(batch), {}
+
+
+class NoMoreStepsError(Exception):
+    """The measurement needs no more steps."""
+
+
+class Training(Loop):
+    """The real loop in a thread of its own, which trains only while ``advance`` waits for it.
+
+    Args:
+        rank: This one.
+        path: Of the record; None for none.
+        batch: Samples of each rank's batch.
+    """
 
     def __init__(self, rank: int, path: Path | None, batch: int) -> None:
-        torch.manual_seed(1)
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
-        self.model = DistributedDataParallel(self.net, gradient_as_bucket_view=True)
         self.writer = EventWriter(path, rank=rank)
-        self.meter = StepMeter(self.model, device=CPU, writer=self.writer, rank=rank)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.data = torch.randn(batch, WIDTH)
-        self.done = 0
-        here: Any = SimpleNamespace(rank=rank, device=CPU, writer=self.writer)
-        self.replicas = Replicas(here) if self.writer.enabled else None
+        here = Surroundings(
+            rank=rank,
+            world_size=2,
+            device=CPU,
+            writer=self.writer,
+            set_state=lambda state: None,
+            say=lambda line: None,
+            checkpoints=None,
+        )
+        options = Options(task="", batch_size=(batch,), max_updates=10**9, optimizer="sgd", lr=0.01)
+        if path is None:  # what it finds is part of the record
+            options = structs.replace(options, desync_every=0)
+        super().__init__(SmallNet(None), options, here)
+        self._left = 0
+        self._over = False
+        self._asked, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._train)
+        self._thread.start()
+        self._done.acquire()
 
-    def run(self, steps: int) -> float:
+    def advance(self, steps: int) -> float:
         """Train and return the seconds per step."""
         dist.barrier()
         begin = time.perf_counter()
-        meter = self.meter
-        meter.start()
-        for _ in range(steps):
-            batch = self.data + 0.0
-            meter.lap("data")
-            meter.lap("h2d")
-            loss = self.model(batch).square().mean()
-            meter.lap("forward")
-            loss.backward()
-            meter.lap("backward")
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            meter.lap("optimizer")
-            self.done += 1
-            meter.end(step=self.done, epoch=1, loss=loss, samples=len(batch), lr=0.01, grad_norm=norm)
-            if self.replicas is not None:
-                self.replicas.finish()
-                if self.done % 100 == 0:
-                    self.replicas.begin(self.net, step=self.done)
-        if self.replicas is not None:
-            self.replicas.finish()
+        self._left = steps
+        self._asked.release()
+        self._done.acquire()
+        self.meter.pause()  # that its steps are made events of is not left to the other one's time
         return (time.perf_counter() - begin) / steps
+
+    def close(self) -> None:
+        """End the thread and the record."""
+        self._over = True
+        self._asked.release()
+        self._thread.join()
+        self._agreement.close()
+        self._replicas.finish()
+        self.meter.close()
+        self.writer.close()
+
+    def _train(self) -> None:
+        with contextlib.suppress(NoMoreStepsError):
+            self.run()
+
+    def _update(self, update: Update) -> None:
+        if not self._left:
+            self._done.release()
+            self._asked.acquire()
+            if self._over:
+                raise NoMoreStepsError
+            self.meter.start()
+        super()._update(update)
+        self._left -= 1
 
 
 def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple[float, list[float]]:
@@ -94,33 +157,35 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
     steps = max(5, round(BLOCK_S * 1e3 / target_ms))
     while True:
         plain = Training(rank, None, batch)
-        plain.run(20)
+        plain.advance(20)
         # The quicker runs, since a moment in which the machine is slow makes no step that has this length.
-        agreed = torch.tensor(statistics.quantiles((plain.run(steps) for _ in range(12)), n=4)[0] * 1e3)
+        agreed = torch.tensor(statistics.quantiles([plain.advance(steps) for _ in range(12)], n=4)[0] * 1e3)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if agreed >= target_ms:
             break
         batch = int(batch * min(2.0, max(1.03, target_ms / float(agreed))))
+        plain.close()
+    plain.close()
     ratios: list[float] = []
     times = []
     over = torch.tensor(False)
     end = time.monotonic() + MOST_S
     for attempt in itertools.count():
-        paths = [None, Path(folder) / f"{rank}-{attempt}.ndjson"]
+        paths = [None, Path(folder) / str(attempt) / "events" / f"{rank}.ndjson"]
         made = {path: Training(rank, path, batch) for path in (paths if attempt % 2 else reversed(paths))}
         plain, recorded = (made[path] for path in paths)
         for each in made.values():
-            each.run(20)
+            each.advance(20)
         for pair in range(ROUND):
             # The order alternates, so that a machine that gets slower favours neither.
             if pair % 2:
-                on, off = recorded.run(steps), plain.run(steps)
+                on, off = recorded.advance(steps), plain.advance(steps)
             else:
-                off, on = plain.run(steps), recorded.run(steps)
+                off, on = plain.advance(steps), recorded.advance(steps)
             ratios.append(off / on)
             times.append(off * 1e3)
-        recorded.meter.close()
-        recorded.writer.close()
+        for each in made.values():
+            each.close()
         low, high = interval(ratios)
         over.fill_((high - low) / 2 <= SURE or time.monotonic() > end)
         dist.broadcast(over, src=0)
