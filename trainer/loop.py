@@ -225,7 +225,8 @@ class Loop:
         lr = self.schedule.lr
         self.schedule.step(self.updates)
         meter.lap("optimizer")
-        loss = loss_sum / count if samples else None
+        # A rank may have read samples in which nothing counts; a count on a device is not asked.
+        loss = loss_sum / count if samples and (isinstance(count, Tensor) or count) else None
         meter.end(
             step=self.updates,
             epoch=self.epoch,

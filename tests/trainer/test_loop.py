@@ -118,6 +118,15 @@ def test_a_count_that_varies_with_the_batch_is_summed_over_the_ranks(pool: Threa
     assert relative_error(ranks.parameters, union.parameters) < 1e-12
 
 
+def test_a_rank_in_whose_batch_nothing_counts_trains_on_and_has_no_loss_of_its_own(tmp_path: Path) -> None:
+    task = TASK.replace(":TinyTask", ":OneSidedTask")
+    done = train(tmp_path, "--task", task, "--masked", "--batch-size", 5, "--max-updates", 4, ranks=2)
+    assert done.code == 0, done.output
+    assert [sum(event["steps"] for event in done.of("step", rank)) for rank in (0, 1)] == [4, 4]
+    assert all("loss" in event for event in done.of("step", 0))
+    assert not any("loss" in event for event in done.of("step", 1))
+
+
 def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) -> None:
     done = train(tmp_path, "--batch-size", 5, "--max-epochs", 2, "--dropout", 0.3, ranks=2)
     assert done.code == 0, done.output
