@@ -113,7 +113,7 @@ class Loop:
         self.epoch = 1
         self._count_estimate = 1.0
         self._progress = telling.Progress(here)
-        self._replicas = telling.Replicas(here)
+        self._replicas = telling.Replicas(here, self.raw_model)
         self._saving = Saving(here, keep_last=options.keep_last)
         self._validated_at = -1
         self._start_time = time.monotonic()
@@ -238,7 +238,7 @@ class Loop:
         )
         self._replicas.finish()
         if self._due(options.desync_every):
-            self._replicas.begin(self.raw_model, step=self.updates)
+            self._replicas.begin(step=self.updates)
         self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
 
     def _correct(self, pending: Any, denominator: float) -> None:
@@ -315,7 +315,7 @@ class Loop:
             if result is None:
                 return
             telling.report(self.here, "test", result, step=self.updates, epoch=self.epoch)
-        self._replicas.begin(self.raw_model, step=self.updates)
+        self._replicas.begin(step=self.updates)
         self._replicas.finish()
         if self.here.rank == 0 and (text := self.task.sample(self.raw_model)):
             telling.show(self.here, text, step=self.updates)

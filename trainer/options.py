@@ -334,7 +334,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             description="measure each bucket and the local gradient norm every so many steps; 0: never",
             extra={"group": "Synchronisation"},
         ),
-    ] = 16
+    ] = 32
     desync_every: Annotated[
         int,
         Meta(

@@ -40,10 +40,13 @@ NEXT: dict[Part | None, Part] = {
 """What a step is at after each part; None: at its beginning."""
 IN_ALL = 3.0
 """What measuring a step in parts takes, in times of what its end takes (measured on CPU ranks: 146 and 45 µs)."""
-SPARSEST = 8
+SPARSE, SPARSEST = 8, 32
 """At least one step of so many is measured in parts."""
-PATIENCE_S = 0.045
-"""And at least one in this time: each event of the record is to cover some, of the 50 ms that it stands for."""
+PATIENCE_S, LONG_PATIENCE_S = 0.045, 0.1
+"""And at least one in this time, since each event of the record is to cover some: the longer one where they are sparser
+than ``SPARSE``, and an event stands for many steps anyway."""
+NEWS = 8
+"""Nor are they sparser than ``SPARSE`` before there were so many measured in parts; at first everything is news."""
 SLOWER = 2.0
 """A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known."""
 LONG_S = 5.0
@@ -78,7 +81,7 @@ class StepMeter:
         device: torch.device,
         writer: EventWriter,
         rank: int,
-        detail_every: int = 16,
+        detail_every: int = 32,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         comm_hook: tuple[object, CommHook] | None = None,
@@ -298,7 +301,7 @@ class StepMeter:
         All ranks count alike, so they measure the same steps in detail, and mostly the same ones in parts.
         """
         count, detail_every = self._count, self._detail_every
-        due = count + -count % stride(self._end_s, step_s, self._share)
+        due = count + -count % stride(self._end_s, step_s, self._share, count)
         detailed = False
         if detail_every:
             next_detailed = WARM_UP if count <= WARM_UP else count + -count % detail_every
@@ -384,17 +387,21 @@ def _ignore(part: Part) -> None:
     """What ``lap`` is where nothing is measured."""
 
 
-def stride(end_s: float, step_s: float, share: float) -> int:
+def stride(end_s: float, step_s: float, share: float, count: int) -> int:
     """Return how many steps there should be to one that is measured in parts: a power of two, so that ranks agree.
 
     Args:
         end_s: What the end of such a step takes, in seconds.
         step_s: What a step takes.
         share: Of the time, what measuring may take.
+        count: Steps measured so far.
     """
     every = 1
-    while every < SPARSEST and 2 * every * step_s <= PATIENCE_S and IN_ALL * end_s > share * every * step_s:
+    sparsest, patience_s = SPARSE, PATIENCE_S
+    while IN_ALL * end_s > share * every * step_s and 2 * every <= sparsest and 2 * every * step_s <= patience_s:
         every *= 2
+        if every == SPARSE:
+            sparsest, patience_s = min(SPARSEST, count // NEWS), LONG_PATIENCE_S
     return every
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.measure.desync import fingerprint
+from trainer.measure.desync import Replica
 from trainer.node.script_environment import RANK_PID, RUN_DIR
 from trainer.record import Checksum, EventWriter, Failure, RankState, RankStateName, RunDir
 from trainer.sync import Part, StepMeter, ddp_of
@@ -36,7 +36,7 @@ def watch(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    detail_every: int = 16,
+    detail_every: int = 32,
     checksum_every: int = 100,
     first_step: int = 0,
     environ: Mapping[str, str] = os.environ,
@@ -103,6 +103,8 @@ class Watched:
         self._rank = rank
         self._local_rank = local_rank
         self._checksum_every = checksum_every if _is_replicated(model) else 0
+        ddp = ddp_of(model)
+        self._replica = Replica(model if ddp is None else ddp.module)
         parameter = next(model.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._meter = StepMeter(model, device=self._device, writer=writer, rank=rank, detail_every=detail_every)
@@ -209,8 +211,7 @@ class Watched:
             self._meter.start()
 
     def _checksum(self) -> None:
-        ddp = ddp_of(self._model)
-        parameters, buffers = fingerprint(self._model if ddp is None else ddp.module).digests
+        parameters, buffers = self._replica.fingerprint().digests
         self._writer.write(
             Checksum(
                 time=time.time(),

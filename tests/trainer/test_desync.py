@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from gang import Gang
 from torch import nn
 
-from trainer.measure.desync import Check, _minority, fingerprint
+from trainer.measure.desync import Check, Fingerprint, Replica, _minority
 from trainer.record import Checksum, EventWriter, Finding, decode_events
 from trainer.training.telling import Replicas
 
@@ -23,6 +23,10 @@ def _model() -> nn.Module:
     model.register_buffer("seen", torch.tensor([1, 2, 3]))
     model.register_buffer("flag", torch.tensor(True))
     return model
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    return Replica(model).fingerprint()
 
 
 def test_equal_models_have_equal_fingerprints() -> None:
@@ -50,6 +54,34 @@ def test_a_changed_buffer_shows_and_statistics_of_a_ranks_own_batches_do_not() -
     after = fingerprint(model)
     assert after.digests[0] == before.digests[0]
     assert after.digests[1] != before.digests[1]
+
+
+def _trained(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight += 1.0  # type: ignore[index, operator]
+
+
+def _replaced(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight + 1.0)  # type: ignore[index, operator]
+
+
+def _moved(model: nn.Module) -> None:
+    model[0].weight.data = model[0].weight.data + 1.0  # type: ignore[index, operator, union-attr]
+
+
+def _grown(model: nn.Module) -> None:
+    model[0].register_parameter("more", nn.Parameter(torch.ones(2)))  # type: ignore[index, operator, union-attr]
+    _replaced(model)
+
+
+@pytest.mark.parametrize("change", [_trained, _replaced, _moved, _grown])
+def test_a_replica_that_was_looked_at_before_is_seen_as_it_is_now(change: Callable[[nn.Module], None]) -> None:
+    model = _model()
+    replica = Replica(model)
+    before = replica.fingerprint()
+    assert replica.fingerprint() == before
+    change(model)
+    assert replica.fingerprint() == fingerprint(model) != before
 
 
 @pytest.mark.parametrize(
@@ -82,7 +114,7 @@ def test_the_smaller_part_stands_apart_and_the_first_rank_decides_a_tie(keys: st
 
 
 def test_a_single_rank_has_a_checksum_and_nobody_to_differ_from() -> None:
-    check = Check(_model(), step=3, rank=0, device=CPU, now=5.0)
+    check = Check(Replica(_model()), step=3, rank=0, device=CPU, now=5.0)
     event = check.checksum
     assert check.findings() == []
     assert (event.step, event.rank, event.time, len(event.parameters)) == (3, 0, 5.0, 16)
@@ -115,7 +147,7 @@ def _check(rank: int, world_size: int, what: str, apart: list[int], unlike: bool
         import trainer.measure.desync
 
         trainer.measure.desync._processor = lambda device: rank  # type: ignore[assignment]
-    check = Check(model, step=100, rank=rank, device=CPU)
+    check = Check(Replica(model), step=100, rank=rank, device=CPU)
     return [check.checksum, *check.findings()]
 
 
@@ -175,12 +207,12 @@ def _follow(rank: int, world_size: int, folder: str) -> None:
     weight: Any = model[0].weight
     writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
     here: Any = SimpleNamespace(rank=rank, device=CPU, writer=writer)
-    replicas = Replicas(here)
+    replicas = Replicas(here, model)
     first = float(weight[0, 0])
     for step, differs in ((100, False), (200, True), (300, True), (400, False)):
         with torch.no_grad():
             weight[0, 0] = first + (differs and rank == 1)
-        replicas.begin(model, step=step)
+        replicas.begin(step=step)
         replicas.finish()
         replicas.finish()
     writer.close()

@@ -155,21 +155,30 @@ def test_steps_of_which_only_the_length_was_measured_are_merged_as_the_plain_tup
 
 
 @pytest.mark.parametrize(
-    ("end_ms", "step_ms", "every"),
+    ("end_ms", "step_ms", "count", "every"),
     [
-        (0.01, 20.0, 1),
-        (0.015, 4.5, 1),
-        (0.015, 4.4, 2),
-        (0.045, 3.0, 8),
-        (0.045, 0.0, 8),
-        (0.0, 0.0, 1),
-        (9.0, 12.0, 2),
-        (9.0, 23.0, 1),
+        (0.01, 20.0, 1000, 1),
+        (0.015, 4.5, 1000, 1),
+        (0.015, 4.4, 1000, 2),
+        (0.045, 3.0, 1000, 8),
+        (0.09, 3.0, 1000, 16),
+        (0.17, 3.0, 1000, 32),
+        (0.17, 3.0, 255, 16),
+        (0.17, 3.0, 127, 8),
+        (9.0, 3.2, 1000, 16),
+        (0.045, 0.0, 0, 8),
+        (0.045, 0.0, 1000, 32),
+        (0.0, 0.0, 1000, 1),
+        (9.0, 6.0, 1000, 4),
+        (9.0, 12.0, 1000, 2),
+        (9.0, 23.0, 1000, 1),
     ],
 )
-def test_the_faster_the_steps_the_fewer_are_measured_in_parts(end_ms: float, step_ms: float, every: int) -> None:
-    assert stride(end_ms / 1e3, step_ms / 1e3, 0.01) == every
-    assert stride(end_ms / 1e3, step_ms / 1e3, math.inf) == 1, "without a limit"
+def test_the_faster_the_steps_the_fewer_are_measured_in_parts(
+    end_ms: float, step_ms: float, count: int, every: int
+) -> None:
+    assert stride(end_ms / 1e3, step_ms / 1e3, 0.01, count) == every
+    assert stride(end_ms / 1e3, step_ms / 1e3, math.inf, count) == 1, "without a limit"
 
 
 def _events(folder: Path, rank: int = 0) -> list[Any]:
@@ -194,9 +203,25 @@ def test_slow_steps_have_an_event_each_and_a_clock_set_back_holds_nothing_up(tmp
     writer = EventWriter(tmp_path / "0.ndjson")
     merger = StepMerger(writer, rank=0)
     for step, moment in enumerate([1000.0, 1000.06, 1000.12, 400.0, 400.06], start=1):
-        merger.add(_step(step, time=moment))
+        merger.add(_step(step, time=moment, parts=("data",)))
     writer.close()
     assert [event.steps for event in _events(tmp_path)] == [1, 1, 1, 1, 1]
+
+
+def test_an_event_waits_a_while_for_a_step_that_was_measured_in_parts(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson")
+    merger = StepMerger(writer, rank=0)
+    for step in range(1, 25):
+        measured = {"parts": ("data",)} if step in (5, 7, 20) else {}
+        merger.add(_step(step, time=1000 + step / 64, **measured))
+    writer.close()
+    assert [(event.step, event.steps, event.data_ms) for event in _events(tmp_path)] == [
+        (1, 1, None),
+        (5, 4, 1.0),
+        (9, 4, 1.0),
+        (19, 10, None),
+        (23, 4, 1.0),
+    ]
 
 
 def _wait_for_events(folder: Path, count: int) -> None:

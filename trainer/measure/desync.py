@@ -13,9 +13,10 @@ import struct
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,15 +42,67 @@ class Fingerprint:
         return _digest(self.parameters), _digest(self.buffers)
 
 
-def fingerprint(model: nn.Module) -> Fingerprint:
-    """Return checksums that are equal when, and practically only when, all tensors are bit for bit equal."""
-    parameters, buffers = _tensors(model)
-    tensors = [tensor for _, tensor in (*parameters, *buffers)]
-    if not tensors:
-        return Fingerprint(parameters=(), buffers=())
-    with torch.no_grad():
-        sums = torch.stack([_checksum(tensor) for tensor in tensors]).tolist()
-    return Fingerprint(parameters=tuple(sums[: len(parameters)]), buffers=tuple(sums[len(parameters) :]))
+class _Held(NamedTuple):
+    """A tensor and the module's own dictionary that holds it."""
+
+    name: str
+    tensor: Tensor
+    holder: Mapping[str, Tensor | None]
+    key: str
+
+
+class Replica:
+    """A model's tensors that should be equal on all ranks.
+
+    They are looked for once, and again when one of them was replaced or moved: to find them costs as much as to add
+    them up. Parameters of a module that joins later are not seen before that, as they are not by DDP.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.parameters: list[_Held] = []
+        self.buffers: list[_Held] = []
+        self._found = False
+        self._addresses: list[int] = []
+        """Of the tensors' memory."""
+        self._words: list[Tensor | None] = []
+        """The same memory as 64-bit integers [words]; None where it has to be copied for that."""
+        self._sums = torch.empty(0, dtype=torch.int64)
+        """Of each tensor, [tensors]."""
+        self._slots: Sequence[Tensor] = ()
+        """Of each, []."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Return checksums that are equal when, and practically only when, all tensors are bit for bit equal."""
+        held = self._held()
+        if not held:
+            return Fingerprint(parameters=(), buffers=())
+        with torch.no_grad():
+            for (_, tensor, _, _), words, slot in zip(held, self._words, self._slots, strict=True):
+                if words is None:
+                    slot.copy_(_checksum(tensor))
+                else:
+                    torch.sum(words, 0, out=slot)
+        sums = self._sums.tolist()
+        return Fingerprint(parameters=tuple(sums[: len(self.parameters)]), buffers=tuple(sums[len(self.parameters) :]))
+
+    def _held(self) -> list[_Held]:
+        """Return all tensors, parameters first, with everything else about them up to date."""
+        held = [*self.parameters, *self.buffers]
+        if self._found and all(
+            holder.get(key) is tensor and tensor.data_ptr() == address
+            for (_, tensor, holder, key), address in zip(held, self._addresses, strict=True)
+        ):
+            return held
+        self.parameters, self.buffers = _tensors(self._model)
+        held = [*self.parameters, *self.buffers]
+        self._found = True
+        if held:
+            self._addresses = [tensor.data_ptr() for _, tensor, _, _ in held]
+            self._sums = torch.empty(len(held), dtype=torch.int64, device=held[0].tensor.device)
+            self._slots = self._sums.unbind()
+            self._words = [_as_words(tensor.detach(), self._sums.device) for _, tensor, _, _ in held]
+        return held
 
 
 class Check:
@@ -63,21 +116,21 @@ class Check:
     """
 
     def __init__(
-        self, model: nn.Module, *, step: int, rank: int, device: torch.device, now: float | None = None
+        self, replica: Replica, *, step: int, rank: int, device: torch.device, now: float | None = None
     ) -> None:
         """Begin.
 
         Args:
-            model: The model inside DDP.
+            replica: Of the model inside DDP.
             step: Optimizer steps done.
             rank: This process's global rank.
             device: Where the process group's tensors live.
             now: Unix seconds, for the events.
         """
-        self._model = model
+        self._replica = replica
         self._rank = rank
         self._device = device
-        self._own = fingerprint(model)
+        self._own = replica.fingerprint()
         digests = self._own.digests
         self.checksum = Checksum(
             time=time.time() if now is None else now,
@@ -101,11 +154,10 @@ class Check:
         rows = _gather([self._rank, *held], torch.int64, self._device)
         ranks = [int(row[0]) for row in rows]
         unlike = len({row[1] for row in rows}) > 1
-        parameters, buffers = _tensors(self._model)
         found = []
         for column, what, tensors, sums in (
-            (2, "parameter", parameters, self._own.parameters),
-            (3, "buffer", buffers, self._own.buffers),
+            (2, "parameter", self._replica.parameters, self._own.parameters),
+            (3, "buffer", self._replica.buffers, self._own.buffers),
         ):
             if len({row[column] for row in rows}) > 1:
                 told = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
@@ -127,7 +179,7 @@ class _Difference:
 
 def _examine(
     what: str,
-    tensors: Sequence[tuple[str, Tensor]],
+    tensors: Sequence[_Held],
     sums: Sequence[int],
     *,
     ranks: Sequence[int],
@@ -140,11 +192,11 @@ def _examine(
         return _Difference(ranks=_minority(counts, ranks), where=f"another number of {what}s", drift=None)
     rows = _gather(sums, torch.int64, device)
     differing = [index for index in range(len(sums)) if len({row[index] for row in rows}) > 1]
-    where = f"first in {what} {tensors[differing[0]][0]} ({len(differing)} of {len(sums)} differ)"
+    where = f"first in {what} {tensors[differing[0]].name} ({len(differing)} of {len(sums)} differ)"
     apart = _minority([tuple(row[index] for index in differing) for row in rows], ranks)
     drift = None
     if unlike:
-        norms = torch.stack([torch.linalg.vector_norm(tensors[index][1].detach().double()) for index in differing])
+        norms = torch.stack([torch.linalg.vector_norm(tensors[index].tensor.detach().double()) for index in differing])
         gathered = _gather(norms.tolist(), torch.float64, device)
         largest = max(_spread(column) for column in zip(*gathered, strict=True))
         drift = largest if largest <= DRIFT else None
@@ -182,38 +234,41 @@ def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> l
     return gathered
 
 
-def _tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    """Return the parameters and the buffers that should be equal, each once, with their names, by one walk.
+def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
+    """Return the parameters and the buffers that should be equal, each once, by one walk.
 
     The statistics of a BatchNorm are of each rank's own data and are left out.
     """
-    parameters: dict[Tensor, str] = {}
-    buffers: dict[Tensor, str] = {}
+    parameters: dict[Tensor, _Held] = {}
+    buffers: dict[Tensor, _Held] = {}
     own_data: set[Tensor] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
+        for key, parameter in module._parameters.items():
             if parameter is not None:
-                parameters.setdefault(parameter, prefix + name)
+                parameters.setdefault(parameter, _Held(prefix + key, parameter, module._parameters, key))
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-        for name, buffer in module._buffers.items():
+        for key, buffer in module._buffers.items():
             if buffer is None:
                 continue
             if batch_norm:
                 own_data.add(buffer)
             else:
-                buffers.setdefault(buffer, prefix + name)
-    return (
-        [(name, parameter) for parameter, name in parameters.items()],
-        [(name, buffer) for buffer, name in buffers.items() if buffer not in own_data],
-    )
+                buffers.setdefault(buffer, _Held(prefix + key, buffer, module._buffers, key))
+    return [*parameters.values()], [held for buffer, held in buffers.items() if buffer not in own_data]
+
+
+def _as_words(tensor: Tensor, device: torch.device) -> Tensor | None:
+    """Return the tensor's own memory as 64-bit integers [words]; None where it is not made of them, or elsewhere."""
+    whole = tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
+    if whole and tensor.is_contiguous() and not tensor.is_complex() and tensor.device == device:
+        return tensor.view(-1).view(torch.int64)
+    return None
 
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Sum [] of the tensor's bytes read as 64-bit integers, with wrap-around; runs at the speed of memory."""
     flat = tensor.contiguous().view(-1)
-    if tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0 and not tensor.is_complex():
-        return flat.view(torch.int64).sum()  # nearly every tensor: each call less counts, at some 5 µs
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     octets = flat.view(torch.uint8)

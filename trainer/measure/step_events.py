@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
@@ -51,11 +52,14 @@ Length = tuple[float, int, int, int, int | None, float | None, float, float, flo
 """``Measured`` of a step whose length alone was measured, as the plain tuple that the training thread makes of it."""
 TIME: Final = 0
 STEP_MS: Final = 7
-"""Where ``time`` and ``step_ms`` are in both."""
+IN_PARTS: Final = 10
+"""Where ``time``, ``step_ms`` and ``in_parts`` are in both."""
 
 
 class StepMerger:
     """Writes each step, or one event for several when they come faster than 20 a second.
+
+    Where not all steps are measured in parts, an event waits until it has one that is, up to ``longest_s``.
 
     Args:
         writer: Where events go.
@@ -65,6 +69,7 @@ class StepMerger:
     """
 
     interval_s = 0.05
+    longest_s = 0.15
 
     def __init__(
         self, writer: EventWriter, *, rank: int, synchronised: bool = False, wire_ratio: float | None = 1.0
@@ -74,23 +79,29 @@ class StepMerger:
         self._synchronised = synchronised
         self._wire_ratio = wire_ratio
         self._waiting: list[Measured | Length] = []
-        self._next_at = 0.0
+        self._written = -math.inf
+        """When the last step was done that is written, in Unix seconds."""
+        self._enough_s = self.longest_s
+        """When to write what waits, in seconds from then."""
 
     def add(self, step: Measured | Length) -> None:
         """Take the next step; the first one is written at once, since start latency is measured by it."""
         self._waiting.append(step)
-        waits = 0.0 < self._next_at - step[TIME] <= self.interval_s  # else time is up, or was set back
+        if step[IN_PARTS] is not None:
+            self._enough_s = self.interval_s
+        waits = 0.0 <= step[TIME] - self._written < self._enough_s  # else time is up, or was set back
         if not waits:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits."""
         if self._waiting:
-            self._next_at = self._waiting[-1][TIME] + self.interval_s
+            self._written = self._waiting[-1][TIME]
             self._writer.write(
                 merge(self._waiting, rank=self._rank, synchronised=self._synchronised, wire_ratio=self._wire_ratio)
             )
             self._waiting.clear()
+            self._enough_s = self.longest_s
 
     def flush_old(self, now: float) -> None:
         """Write what waits when no step has come for a while."""

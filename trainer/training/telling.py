@@ -69,15 +69,16 @@ def show(here: Surroundings, text: str, *, step: int) -> None:
 class Replicas:
     """Records whether all ranks hold the same model: each difference once, and when it is over."""
 
-    def __init__(self, here: Surroundings) -> None:
+    def __init__(self, here: Surroundings, model: nn.Module) -> None:
         self._here = here
+        self._replica = desync.Replica(model)
         self._pending: desync.Check | None = None
         self._told: dict[str | None, record.Finding] = {}
         """By what differs; on the rank that tells it."""
 
-    def begin(self, model: nn.Module, *, step: int) -> None:
+    def begin(self, *, step: int) -> None:
         """Begin to compare the parameters of all ranks; all of them call this after the same step."""
-        self._pending = desync.Check(model, step=step, rank=self._here.rank, device=self._here.device)
+        self._pending = desync.Check(self._replica, step=step, rank=self._here.rank, device=self._here.device)
         self._here.writer.write(self._pending.checksum)
 
     def finish(self) -> None:
