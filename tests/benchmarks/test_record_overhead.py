@@ -35,6 +35,10 @@ ROUND = 20
 SURE = 0.004
 """Pairs are run until the median's 95 % interval is no wider than this to either side, or time is up."""
 MOST_S = 120.0
+STOLEN = 0.02
+"""Share of a pair's time that the host may give to its other guests; what more is taken says nothing about us."""
+LEAST_PAIRS = 20
+"""That must be left."""
 WIDTH = 128
 ROWS = 100_000
 
@@ -150,8 +154,11 @@ class Training(Loop):
         self._left -= 1
 
 
-def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple[float, list[float]]:
-    """Return the plain step's milliseconds and, for each pair of runs, plain time over recorded time."""
+def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple[list[float], list[float], int]:
+    """Return, for each pair of runs, the plain step's milliseconds and plain time over recorded time.
+
+    And how many pairs were left out.
+    """
     _stay_on_a_core(rank)
     batch = 16
     steps = max(5, round(BLOCK_S * 1e3 / target_ms))
@@ -167,7 +174,8 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
         plain.close()
     plain.close()
     ratios: list[float] = []
-    times = []
+    times: list[float] = []
+    left_out = 0
     over = torch.tensor(False)
     end = time.monotonic() + MOST_S
     for attempt in itertools.count():
@@ -177,21 +185,30 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
         for each in made.values():
             each.advance(20)
         for pair in range(ROUND):
+            stolen_s = _stolen_s()
             # The order alternates, so that a machine that gets slower favours neither.
             if pair % 2:
                 on, off = recorded.advance(steps), plain.advance(steps)
             else:
                 off, on = plain.advance(steps), recorded.advance(steps)
-            ratios.append(off / on)
-            times.append(off * 1e3)
+            if _stolen_s() - stolen_s <= STOLEN * world_size * steps * (on + off):
+                ratios.append(off / on)
+                times.append(off * 1e3)
+            else:
+                left_out += 1
         for each in made.values():
             each.close()
-        low, high = interval(ratios)
+        low, high = interval(ratios) if len(ratios) >= LEAST_PAIRS else (0.0, 1.0)
         over.fill_((high - low) / 2 <= SURE or time.monotonic() > end)
         dist.broadcast(over, src=0)
         if over:
             break
-    return statistics.median(times), ratios
+    return times, ratios, left_out
+
+
+def _stolen_s() -> float:
+    """Return what the host has given to its other guests so far, in seconds of all cores together."""
+    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def _stay_on_a_core(rank: int) -> None:
@@ -220,10 +237,12 @@ def interval(values: list[float]) -> tuple[float, float]:
 def test_full_recording_keeps_its_share_of_the_speed(
     gang: Gang, tmp_path: Path, target_ms: float, least: float
 ) -> None:
-    step_ms, ratios = gang.run(_compare, str(tmp_path), target_ms)[0]
+    times_ms, ratios, left_out = gang.run(_compare, str(tmp_path), target_ms)[0]
+    if len(ratios) < LEAST_PAIRS:
+        pytest.skip(f"the host took the machine in {left_out} of {left_out + len(ratios)} pairs")
     ratio, (low, high) = statistics.median(ratios), interval(ratios)
     print(
-        f"\nstep {step_ms:.2f} ms: {ratio:.4f} of the steps/s without recording "
-        f"(95 % {low:.4f} to {high:.4f}, {len(ratios)} pairs)"
+        f"\nstep {statistics.median(times_ms):.2f} ms: {ratio:.4f} of the steps/s without recording "
+        f"(95 % {low:.4f} to {high:.4f}, {len(ratios)} pairs, {left_out} left out)"
     )
     assert ratio >= least
