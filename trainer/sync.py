@@ -48,7 +48,8 @@ than ``SPARSE``, and an event stands for many steps anyway."""
 NEWS = 8
 """Nor are they sparser than ``SPARSE`` before there were so many measured in parts; at first everything is news."""
 SLOWER = 2.0
-"""A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known."""
+"""Two steps in a row that take so many times what the last plan was made for make a new one: what they are at is to be
+known. One alone is a moment without a core, of which a busy machine has many."""
 LONG_S = 5.0
 """From when on a part that does not end is told: this, and so many times the longest step of late."""
 LONG_STEPS = 4.0
@@ -131,6 +132,8 @@ class StepMeter:
         """Steps to be done before the next one that is."""
         self._slow_s = math.inf
         """A step longer than this is not one of those that ``_due`` was made for."""
+        self._took = math.inf
+        """What the last step took."""
         self._began = 0.0
         """When the step under way began, by the host's clock."""
         self._end_s = 0.0
@@ -165,6 +168,7 @@ class StepMeter:
         self._gc_s = 0.0
         self._paused = False
         self._began = self._host_clock()
+        self._took = math.inf
         self._arm(math.inf)
 
     def end(
@@ -207,11 +211,12 @@ class StepMeter:
             self._add((self._now(), step, epoch, samples, tokens, lr, gc_ms, took * 1e3, loss, grad_norm, None))
             self._count += 1
             if self._count >= self._due or took > self._slow_s:
-                self._arm(took)
+                self._arm(min(took, self._took))
                 if self._full:
                     self._marks = [self._mark(START)]
             else:
                 self._parts.clear()
+        self._took = took
         self._step = step
         self._gc_s = 0.0
 
@@ -257,7 +262,7 @@ class StepMeter:
         )
         self._marks = [end]
         self._count += 1
-        self._arm(took)
+        self._arm(min(took, self._took))
         change = self._host_clock() - entered - self._end_s
         if self._end_s == 0.0 or change < 0.0:
             self._end_s += FALLS * change
