@@ -48,8 +48,10 @@ than ``SPARSE``, and an event stands for many steps anyway."""
 NEWS = 8
 """Nor are they sparser than ``SPARSE`` before there were so many measured in parts; at first everything is news."""
 SLOWER = 2.0
-"""Two steps in a row that take so many times what the last plan was made for make a new one: what they are at is to be
-known. One alone is a moment without a core, of which a busy machine has many."""
+"""A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known.
+
+For the next ``SPARSEST`` steps it takes two in a row, since a busy machine has many a moment without a core.
+"""
 LONG_S = 5.0
 """From when on a part that does not end is told: this, and so many times the longest step of late."""
 LONG_STEPS = 4.0
@@ -134,6 +136,8 @@ class StepMeter:
         """A step longer than this is not one of those that ``_due`` was made for."""
         self._took = math.inf
         """What the last step took."""
+        self._calm_until = 0
+        """Steps to be done before a single slow one makes a plan again."""
         self._began = 0.0
         """When the step under way began, by the host's clock."""
         self._end_s = 0.0
@@ -211,7 +215,7 @@ class StepMeter:
             self._add((self._now(), step, epoch, samples, tokens, lr, gc_ms, took * 1e3, loss, grad_norm, None))
             self._count += 1
             if self._count >= self._due or took > self._slow_s:
-                self._arm(min(took, self._took))
+                self._arm(self._expected_s(took))
                 if self._full:
                     self._marks = [self._mark(START)]
             else:
@@ -262,7 +266,7 @@ class StepMeter:
         )
         self._marks = [end]
         self._count += 1
-        self._arm(min(took, self._took))
+        self._arm(self._expected_s(took))
         change = self._host_clock() - entered - self._end_s
         if self._end_s == 0.0 or change < 0.0:
             self._end_s += FALLS * change
@@ -299,6 +303,13 @@ class StepMeter:
         gc.callbacks.remove(self._on_gc)
         self._on = False
         self.lap = _ignore
+
+    def _expected_s(self, took: float) -> float:
+        """Return what the next step is expected to take, after one that took so many seconds."""
+        if took > self._slow_s and self._count >= self._calm_until:
+            self._calm_until = self._count + SPARSEST
+            return took
+        return min(took, self._took)
 
     def _arm(self, step_s: float) -> None:
         """Decide what the next step measures, and which one is in parts again, after one of ``step_s`` seconds.
