@@ -50,7 +50,7 @@ NEWS = 8
 SLOWER = 2.0
 """A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known.
 
-For the next ``SPARSEST`` steps it takes two in a row, since a busy machine has many a moment without a core.
+For the next ``SPARSE`` steps it takes two in a row, since a busy machine has many a moment without a core.
 """
 LONG_S = 5.0
 """From when on a part that does not end is told: this, and so many times the longest step of late."""
@@ -307,7 +307,7 @@ class StepMeter:
     def _expected_s(self, took: float) -> float:
         """Return what the next step is expected to take, after one that took so many seconds."""
         if took > self._slow_s and self._count >= self._calm_until:
-            self._calm_until = self._count + SPARSEST
+            self._calm_until = self._count + SPARSE
             return took
         return min(took, self._took)
 

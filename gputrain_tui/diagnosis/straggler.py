@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, islice
 
 from gputrain_tui.diagnosis.advice import ADVICE, NAMES
 from gputrain_tui.diagnosis.broadcast import Broadcast
@@ -17,13 +19,13 @@ from gputrain_tui.state import RunState
 WINDOW = 12
 """Steps that must agree; more than half of them are over 13 steps after a rank became slow."""
 SHORT_WINDOW = 6
-"""Rows that do, where each stands for several steps and a rank is more than ``OVERWHELMING`` late."""
+"""Rows that do, where they stand for so many steps together and a rank is more than ``OVERWHELMING`` late."""
 OVERWHELMING = 0.5
 """Share of a step: the others wait for longer than they work."""
 LEAST_ROWS = 20
 """Rows to know a run by, before anything is said."""
-LEAST_SHORT_ROWS = SHORT_WINDOW + 2
-"""Rows that do for what a short window shows: some from before a rank became slow."""
+BEFORE = 2
+"""Rows before it that do for what a short window shows: from before a rank became slow."""
 WARNING, CRITICAL = 0.10, 0.20
 """Share of a step that a rank is late (TraceML's gates)."""
 AT_ONCE = 0.15
@@ -56,7 +58,7 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW)):
         return []
     rows = [row for row in timeline.rows if row.synced]
-    if len(rows) < LEAST_SHORT_ROWS:
+    if len(rows) < SHORT_WINDOW + BEFORE:
         return []
     broadcast = Broadcast.seen_in(rows[-WINDOW:])
     if broadcast is not None:
@@ -64,15 +66,16 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     window = rows[-WINDOW:]
     step_ms = base_ms(window)
     owns = _own_excess(window)
-    lately = _own_excess(rows[-SHORT_WINDOW:])
-    merged = all(row.steps > 1 for row in rows[-SHORT_WINDOW:])
+    short = _short_window(rows)
+    lately = _own_excess(rows[-short:])
+    merged = short < WINDOW and len(rows) >= short + BEFORE
     known = len(rows) >= LEAST_ROWS
     waits = _waits_for_cores(rows)
     found = []
     for index, rank in enumerate(timeline.ranks):
         symptom = None
         if merged and lately[index] >= OVERWHELMING * (step_ms + lately[index]):
-            symptom = _slow(state, timeline.ranks, rows, index, step_ms, SHORT_WINDOW)
+            symptom = _slow(state, timeline.ranks, rows, index, step_ms, short)
             if symptom.cause == "unattributed":  # all parts longer for a moment: the machine, told of when it lasts
                 symptom = None
         if symptom is None and known and owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
@@ -84,6 +87,12 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
         if symptom is not None:
             found.append(symptom)
     return found
+
+
+def _short_window(rows: Sequence[Row]) -> int:
+    """Return how many of the last rows stand for ``WINDOW`` steps: from ``SHORT_WINDOW`` to ``WINDOW``."""
+    steps = list(accumulate(row.steps for row in islice(reversed(rows), WINDOW)))
+    return max(SHORT_WINDOW, min(WINDOW, 1 + bisect_left(steps, WINDOW)))
 
 
 def _own_excess(window: Sequence[Row]) -> list[float]:

@@ -372,6 +372,22 @@ def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_
     assert told(covering(run, 40, 25)) == [("straggler", "cleared", 1, "forward")]
 
 
+@pytest.mark.parametrize("covered", [(2, 2, 1), (1, 1, 1, 2), (2, 1)])
+def test_slow_steps_of_which_some_share_an_event_and_some_have_their_own_are_told_as_soon(
+    covered: tuple[int, ...],
+) -> None:
+    run = Run(2)
+    assert covering(run, 60, 6) == []
+    first = run.step + 1
+    found: list[Finding] = []
+    while not found and run.step < first + 30:
+        for steps in covered:
+            found += covering(run, 1, steps, late(1, first=first, data=200.0))
+    assert told(found) == [("straggler", "raised", 1, "data")]
+    assert found[0].step is not None
+    assert found[0].step < first + 14
+
+
 def test_a_few_slow_steps_among_very_fast_ones_are_no_straggler() -> None:
     run = Run(2)
     assert covering(run, 60, 25) == []

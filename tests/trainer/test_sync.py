@@ -851,7 +851,7 @@ def test_steps_that_become_slow_are_measured_in_parts_at_once_and_single_slow_on
     )
     meter.start()
     for step in range(1, 401):
-        hand.advance(20 if step in (300, 310, 329) or step > 360 else 2)
+        hand.advance(20 if step in (300, 306, 329) or step > 360 else 2)
         meter.lap("forward")
         meter.end(step=step, epoch=1, samples=1)
     meter.close()
