@@ -14,6 +14,11 @@ INTERVAL_S = 0.1
 """Least time between two looks, as often as a rank writes."""
 DUTY = 0.03
 """Share of a core that looking may take; with very many ranks the looks become rarer."""
+RISES, FALLS = 1 / 8, 1 / 2
+"""Shares by which what a look is taken to cost follows a dearer one, and a cheaper one.
+
+On a busy machine one look in a hundred is charged for twenty, and a long pause after it would miss what is short.
+"""
 
 
 class Watch:
@@ -34,6 +39,8 @@ class Watch:
         self._clock = clock
         self._cost = cost
         self._due = clock() + INTERVAL_S
+        self._usual_s: float | None = None
+        """What a look costs; None before the first."""
 
     def due_in_s(self) -> float:
         """Return the seconds until the next look."""
@@ -48,7 +55,10 @@ class Watch:
         behind = self._reader.backlog_bytes > 0
         found = [] if behind else self._diagnosis.look(self._state, self._now())
         pause_s = 0.0 if behind else INTERVAL_S
-        self._due = self._clock() + max(pause_s, (self._cost() - began) / DUTY)
+        spent_s = self._cost() - began
+        usual_s = spent_s if self._usual_s is None else self._usual_s
+        self._usual_s = usual_s + (RISES if spent_s > usual_s else FALLS) * (spent_s - usual_s)
+        self._due = self._clock() + max(pause_s, self._usual_s / DUTY)
         return found
 
     def close(self) -> None:

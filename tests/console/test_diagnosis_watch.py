@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -64,15 +65,31 @@ def test_a_record_is_looked_at_while_it_grows(run_dir: RunDir) -> None:
     watch.close()
 
 
-def test_looks_become_rarer_when_they_cost_much(run_dir: RunDir) -> None:
-    clock, cost = Hand(), Hand()
-    watch = Watch(run_dir, now=clock, clock=clock, cost=lambda: cost() + spent.pop(0))
-    spent = [0.0, 0.6]
-    assert watch.due_in_s() == pytest.approx(INTERVAL_S)
-    clock.seconds += INTERVAL_S
-    watch.look()
-    assert watch.due_in_s() == pytest.approx(0.6 / DUTY)
+def pauses_after(run_dir: RunDir, costs_s: Sequence[float]) -> list[float]:
+    """Look at a record so many times, and return the seconds until the next look after each."""
+    clock = Hand()
+    readings = [reading for cost_s in costs_s for reading in (0.0, cost_s)]
+    watch = Watch(run_dir, now=clock, clock=clock, cost=lambda: readings.pop(0))
+    found = []
+    for _ in costs_s:
+        clock.seconds += watch.due_in_s()
+        watch.look()
+        found.append(watch.due_in_s())
     watch.close()
+    return found
+
+
+def test_looks_become_rarer_when_they_cost_much(run_dir: RunDir) -> None:
+    assert pauses_after(run_dir, [0.6]) == [pytest.approx(0.6 / DUTY)]
+    assert pauses_after(run_dir, [0.0] + 30 * [0.6])[-1] == pytest.approx(0.6 / DUTY, rel=0.1)
+
+
+def test_one_look_that_cost_much_does_not_blind_for_long(run_dir: RunDir) -> None:
+    usual_s = 0.9 * DUTY * INTERVAL_S
+    pauses = pauses_after(run_dir, [usual_s, usual_s, 20 * usual_s, usual_s, usual_s, usual_s])
+    assert pauses[:2] == pytest.approx([INTERVAL_S] * 2)
+    assert pauses[2] < 4 * INTERVAL_S
+    assert pauses[-1] < 1.5 * INTERVAL_S
 
 
 def test_a_long_record_is_read_before_anything_is_said_of_it(run_dir: RunDir) -> None:
