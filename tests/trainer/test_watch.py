@@ -44,20 +44,22 @@ def _check_two_ranks(run_dir: Path) -> None:
         assert sum(event.samples for event in steps) == 96
         assert sum(event.tokens or 0 for event in steps) == 960
         assert all(event.loss is not None and event.lr == 0.1 for event in steps)
-        # Steps are covered several to an event; none takes the evaluation's 500 ms with it.
-        assert max(event.step_ms or 0.0 for event in steps[1:]) < 400
+        # Between the end of the first step and that of the last lies an evaluation of 500 ms, which is in none.
+        assert steps[0].steps == 1
+        in_steps_ms = sum((event.step_ms or 0.0) * event.steps for event in steps[1:])
+        assert in_steps_ms <= 1e3 * (steps[-1].time - steps[0].time) - 495
         states = [event.state for event in _events(run_dir, rank) if isinstance(event, RankState)]
         assert states == ["training", "finished"]
     prompt, late = _steps(run_dir, 0)[2:], _steps(run_dir, 1)[2:]
     data = [
         statistics.median(event.data_ms for event in steps if event.data_ms is not None) for steps in (prompt, late)
     ]
-    assert data[1] > data[0] + 20, "rank 1 waits for its data"
+    assert data[1] > data[0] + 70, "rank 1 waits for its data"
     waits = [
         statistics.median(event.sync_exposed_ms for event in steps if event.sync_exposed_ms is not None)
         for steps in (prompt, late)
     ]
-    assert waits[0] > waits[1] + 15, "and rank 0 waits for rank 1"
+    assert waits[0] > waits[1] + 50, "and rank 0 waits for rank 1"
     checksums = [[event for event in _events(run_dir, rank) if isinstance(event, Checksum)] for rank in (0, 1)]
     assert [event.step for event in checksums[0]] == [5, 10]
     assert [event.parameters for event in checksums[0]] == [event.parameters for event in checksums[1]]
@@ -82,7 +84,8 @@ def test_a_script_in_one_process_is_recorded_and_its_failure_too(tmp_path: Path)
     assert "no more data" in done.stderr
     steps = _steps(tmp_path, 0)
     assert sum(event.steps for event in steps) == 12
-    assert all(event.sync_ms is None and event.backward_ms is not None for event in steps)
+    assert all(event.sync_ms is None for event in steps)
+    assert steps[0].backward_ms is not None, "the first step is always measured in parts; the last ones may not be"
     state, failure = _events(tmp_path, 0)[-2:]
     assert isinstance(state, RankState)
     assert isinstance(failure, Failure)

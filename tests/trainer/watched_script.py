@@ -24,7 +24,7 @@ class SlowLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            time.sleep(0.03 if dist.is_initialized() and dist.get_rank() == 1 else 0.0)
+            time.sleep(0.1 if dist.is_initialized() and dist.get_rank() == 1 else 0.0)
             yield batch
 
 
