@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -804,8 +804,9 @@ def test_of_fast_steps_some_are_measured_in_parts_and_all_in_length(gang: Gang, 
         assert all(event.sync_bytes == PARAMETER_BYTES for event in events if event.step in settled)
 
 
-def test_after_a_pause_the_first_step_is_measured_in_parts(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path / "0.ndjson")
+def _sparing_meter(folder: Path, clock: Callable[[], float]) -> tuple[StepMeter, EventWriter]:
+    """A meter to which any share of the time is too much, and its writer; each step makes an event."""
+    writer = EventWriter(folder / "0.ndjson")
     moment = itertools.count(1000)
     meter = StepMeter(
         nn.Linear(2, 2),
@@ -813,10 +814,15 @@ def test_after_a_pause_the_first_step_is_measured_in_parts(tmp_path: Path) -> No
         writer=writer,
         rank=0,
         now=lambda: float(next(moment)),
-        clock=Ticking(),
+        clock=clock,
         detail_every=0,
         share=1e-9,
     )
+    return meter, writer
+
+
+def test_after_a_pause_the_first_step_is_measured_in_parts(tmp_path: Path) -> None:
+    meter, writer = _sparing_meter(tmp_path, Ticking())
     for step in range(1, 13):
         if step in (1, 6):
             meter.pause()
@@ -837,18 +843,7 @@ def test_steps_that_become_slow_are_measured_in_parts_at_once_and_single_slow_on
         hand.advance(0.01)  # so that measuring takes time too
         return hand()
 
-    writer = EventWriter(tmp_path / "0.ndjson")
-    moment = itertools.count(1000)
-    meter = StepMeter(
-        nn.Linear(2, 2),
-        device=CPU,
-        writer=writer,
-        rank=0,
-        now=lambda: float(next(moment)),
-        clock=clock,
-        detail_every=0,
-        share=1e-9,
-    )
+    meter, writer = _sparing_meter(tmp_path, clock)
     meter.start()
     for step in range(1, 401):
         hand.advance(20 if step in (300, 306, 329) or step > 360 else 2)
