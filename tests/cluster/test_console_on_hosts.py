@@ -53,6 +53,7 @@ async def test_gpus_chosen_on_another_host_become_the_nodes_of_the_launch(server
             await settle(pilot)
 
 
+@pytest.mark.timing
 @in_loop
 async def test_the_console_is_left_at_once_while_a_host_says_nothing() -> None:
     with socket.socket() as listening:

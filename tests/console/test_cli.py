@@ -138,6 +138,7 @@ def test_a_terminal_that_knows_only_ascii_gets_the_rest_escaped(run: Run) -> Non
     assert rb"\u8a13\u7df4" in done.stdout
 
 
+@pytest.mark.timing
 def test_help_and_the_listings_take_under_a_quarter_of_importing_torch(tmp_path: Path) -> None:
     environ = {**os.environ, "GPUTRAIN_HOME": str(tmp_path)}
 

@@ -515,6 +515,7 @@ def test_plans_that_a_batch_script_cannot_express_are_refused(nodes: list[str], 
         script(planned(*nodes), name="x")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("failing", [None, "n2"])
 def test_a_batch_script_ends_with_its_steps_and_fails_with_the_first_of_them(
     tmp_path: Path, failing: str | None

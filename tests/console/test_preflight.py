@@ -341,6 +341,7 @@ def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     assert f"{found.version} {found.cuda}" == said.strip()
 
 
+@pytest.mark.timing
 def test_looking_takes_no_time_to_speak_of() -> None:
     wanted = recipe()
     took = []

@@ -83,6 +83,7 @@ def test_a_finished_run_leaves_its_record_and_nothing_else(shown: Told) -> None:
     assert run.dir.recipe.read_text().startswith('name = "tiny"')
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("hanging", [False, True], ids=["training", "a rank hangs in a collective"])
 def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--set", "train.stop_grace=1" if hanging else "train.lr=0.1")
@@ -102,6 +103,7 @@ def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> 
     assert bench.runs()[0].state == "stopped"
 
 
+@pytest.mark.timing
 def test_a_second_ctrl_c_does_not_wait(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--set", "train.stop_grace=60")
     run = bench.training()

@@ -136,6 +136,7 @@ def test_exit_code_0_without_having_finished_is_a_failure(make_run: MakeRun) -> 
     assert "ranks 0, 1 did not finish" in state.root_cause.message
 
 
+@pytest.mark.timing
 def test_the_first_failure_stops_all_nodes_and_is_the_root_cause(make_run: MakeRun) -> None:
     run = make_run("peer", "hang", "fail")
     begun = time.monotonic()
@@ -202,6 +203,7 @@ def test_a_signal_stops_everything(make_run: MakeRun, number: signal.Signals) ->
     assert processes_of(run) == []
 
 
+@pytest.mark.timing
 def test_a_second_signal_does_not_wait_for_those_that_hang(make_run: MakeRun) -> None:
     run = make_run("hang")
     supervisor = start_supervisor(run.dir, leased=False)

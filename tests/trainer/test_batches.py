@@ -602,6 +602,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.timing
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are bound to their rank by Linux's PDEATHSIG")
 def test_workers_die_with_a_rank_that_is_killed() -> None:
     root = Path(__file__).parents[2]

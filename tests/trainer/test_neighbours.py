@@ -47,6 +47,7 @@ def test_a_word_from_an_earlier_start_of_the_run_is_not_taken_for_a_process_of_n
     assert Neighbours(run_dir, 0, "here", 2).look() == {}
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("ranks", "script"),
     [

@@ -320,6 +320,7 @@ def read_pipe(reader: int, until: bytes) -> list[AnyEvent]:
     return list(decode_events(data))
 
 
+@pytest.mark.timing
 def test_a_stalled_disk_never_holds_the_caller(path: Path, stalled: int) -> None:
     writer = EventWriter(path, rank=1)
     writer.capacity = 200

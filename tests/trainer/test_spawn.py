@@ -218,6 +218,7 @@ def test_what_ranks_started_ends_with_them_daemons_too(start: Start) -> None:
 # --- being stopped --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_stops_ranks_that_hang(start: Start, number: signal.Signals) -> None:
     parent = start("all_hang")
@@ -239,6 +240,7 @@ def test_control_c_reaches_the_whole_group_and_stops_it_once_and_quietly(start: 
     assert parent.errors.read_text() == ""
 
 
+@pytest.mark.timing
 def test_control_c_while_torch_is_loading_stops_at_once_and_quietly(start: Start) -> None:
     parent = start("trains", "forkserver")
     wait_until(lambda: bool(descendants(parent.process.pid)))

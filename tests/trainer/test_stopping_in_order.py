@@ -145,6 +145,7 @@ def test_nodes_stop_after_the_same_update_whichever_of_them_is_asked(tmp_path: P
     assert [one.saved is not None for one in told] == [True, False], "rank 0 saves"
 
 
+@pytest.mark.timing
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 1)
     await_steps(tmp_path)

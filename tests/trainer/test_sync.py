@@ -751,6 +751,7 @@ def _steps(folder: Path, rank: int) -> list[Step]:
     return [event for event in _events(folder, rank) if isinstance(event, Step)]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("detail_every", [5, 0], ids=["own hook", "DDP's logger"])
 def test_the_wait_is_seen_by_the_others_at_the_step_in_which_one_is_late(
     gang: Gang, tmp_path: Path, detail_every: int
@@ -1023,6 +1024,7 @@ def _both_ways(rank: int, world_size: int) -> list[tuple[float, float]]:
     return exposed[2:]
 
 
+@pytest.mark.timing
 def test_our_hook_and_ddps_logger_agree(gang: Gang) -> None:
     for exposed in gang.run(_both_ways):
         ours, theirs = (statistics.median(values) for values in zip(*exposed, strict=True))

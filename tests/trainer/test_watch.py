@@ -65,6 +65,7 @@ def _check_two_ranks(run_dir: Path) -> None:
     assert [event.parameters for event in checksums[0]] == [event.parameters for event in checksums[1]]
 
 
+@pytest.mark.timing
 def test_a_script_under_torchrun_is_recorded(tmp_path: Path) -> None:
     done = _run([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(SCRIPT)], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -72,12 +73,14 @@ def test_a_script_under_torchrun_is_recorded(tmp_path: Path) -> None:
     assert [event.local_rank for event in _events(tmp_path, 1) if isinstance(event, RankState)] == [1, 1]
 
 
+@pytest.mark.timing
 def test_a_script_under_mp_spawn_is_recorded(tmp_path: Path) -> None:
     done = _run([sys.executable, str(SCRIPT), "spawn", str(tmp_path / "store")], tmp_path)
     assert done.returncode == 0, done.stderr
     _check_two_ranks(tmp_path)
 
 
+@pytest.mark.timing
 def test_a_script_in_one_process_is_recorded_and_its_failure_too(tmp_path: Path) -> None:
     done = _run([sys.executable, str(SCRIPT), "fail"], tmp_path)
     assert done.returncode == 1
