@@ -140,7 +140,7 @@ class Loop:
         self.model.train()
         self.meter.start()
         agreement = self._agreement = Agreement(
-            lambda numbers: distributed.max_later(numbers, self.here.device),
+            distributed.max_later,
             self._wishes,
             leads=self.here.rank == 0,
             first_update=self.updates,

@@ -113,11 +113,11 @@ class Training(Loop):
             options = structs.replace(options, desync_every=0)
         super().__init__(SmallNet(None), options, here)
         self._left = 0
-        self._over = False
+        self._over = self._ended = False
         self._asked, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
-        self._done.acquire()
+        self._wait()
 
     def advance(self, steps: int) -> float:
         """Train and return the seconds per step."""
@@ -125,7 +125,7 @@ class Training(Loop):
         begin = time.perf_counter()
         self._left = steps
         self._asked.release()
-        self._done.acquire()
+        self._wait()
         self.meter.pause()  # that its steps are made events of is not left to the other one's time
         return (time.perf_counter() - begin) / steps
 
@@ -140,8 +140,17 @@ class Training(Loop):
         self.writer.close()
 
     def _train(self) -> None:
-        with contextlib.suppress(NoMoreStepsError):
-            self.run()
+        try:
+            with contextlib.suppress(NoMoreStepsError):
+                self.run()
+        finally:
+            self._ended = True
+            self._done.release()
+
+    def _wait(self) -> None:
+        self._done.acquire()
+        if self._ended:
+            raise RuntimeError("the training failed in its thread, whose traceback is above")
 
     def _update(self, update: Update) -> None:
         if not self._left:
@@ -184,6 +193,7 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
         plain, recorded = (made[path] for path in paths)
         for each in made.values():
             each.advance(20)
+        round_ms = []
         for pair in range(ROUND):
             stolen_s = _stolen_s()
             # The order alternates, so that a machine that gets slower favours neither.
@@ -191,6 +201,7 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
                 on, off = recorded.advance(steps), plain.advance(steps)
             else:
                 off, on = plain.advance(steps), recorded.advance(steps)
+            round_ms.append(off * 1e3)
             if _stolen_s() - stolen_s <= STOLEN * world_size * steps * (on + off):
                 ratios.append(off / on)
                 times.append(off * 1e3)
@@ -198,6 +209,10 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
                 left_out += 1
         for each in made.values():
             each.close()
+        # The machine gets faster and slower by a fifth from one minute to the next.
+        agreed.fill_(statistics.median(round_ms))
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        batch = round(batch * min(1.2, max(0.8, target_ms / float(agreed))))
         low, high = interval(ratios) if len(ratios) >= LEAST_PAIRS else (0.0, 1.0)
         over.fill_((high - low) / 2 <= SURE or time.monotonic() > end)
         dist.broadcast(over, src=0)

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer
-from trainer.measure.bucket_hook import BucketHook
+from trainer.measure.bucket_hook import BucketHook, factor
 from trainer.measure.clocks import CudaClock, HostClock, core_waits
 from trainer.measure.ddp_log import DdpLog, sync_times
 from trainer.measure.step_events import STEP_MS, TIME, InParts, Measured, StepMerger, merge
@@ -897,6 +897,14 @@ def test_each_way_of_wrapping_gives_synchronisation_values(
     assert all(event.sync_exposed_ms > 0 for event in events[settled_from - 1 :])
     assert all(event.sync_bytes == PARAMETER_BYTES for event in events[settled_from - 1 :])
     assert all(bool(event.bucket_ms) == bool(detail_every) for event in events[settled_from - 1 :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_buckets_are_scaled_as_by_a_number(dtype: torch.dtype) -> None:
+    bucket = torch.randn(4096, dtype=torch.float64).to(dtype)
+    for world_size in range(2, 65):
+        share = 1.0 / world_size
+        assert torch.equal(bucket.clone().mul_(factor(share, dtype)), bucket.clone().mul_(share))
 
 
 def test_measuring_does_not_change_the_training(gang: Gang, tmp_path: Path) -> None:

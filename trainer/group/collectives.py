@@ -108,7 +108,7 @@ def sum_later(value: Tensor | float, device: torch.device) -> Callable[[], float
     return result
 
 
-def max_later(values: Sequence[int], device: torch.device) -> Callable[[], list[int]]:
+def max_later(values: Sequence[int]) -> Callable[[], list[int]]:
     """Begin to take the maximum of each number over all ranks; the result of a call is waited for only then.
 
     On a GPU the result waits for what was queued before this call, not for what has been queued since.

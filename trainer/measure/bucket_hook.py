@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -86,13 +86,24 @@ class Buckets:
         return max(clock.elapsed_ms(start, end) for end in self.reduced)
 
 
-class _Known(NamedTuple):
-    """What stays the same of a bucket."""
+@dataclass(slots=True)
+class _Known:
+    """What stays the same of a bucket, on CPU ranks.
+
+    Asking the bucket for it takes some microseconds each, between computations that leave nothing in the caches.
+    """
 
     buffer: Tensor
+    tensors: list[Tensor]
+    """The buffer alone."""
+    first: bool
     last: bool
+    share: Tensor
+    """What it is multiplied with, []: a tensor spares each product the way from a Python number, 14 of 44 µs."""
     done: torch.futures.Future[Tensor]
-    """With the buffer as its value."""
+    """With the buffer as its value; making it costs more than all else here."""
+    following: _Known | None = None
+    """The next one, after the last one the first; None where that is not known yet."""
 
 
 class BucketHook:
@@ -120,14 +131,12 @@ class BucketHook:
         """Whether this rank's gradients are ready and it waits for the others'; known on CPU ranks only."""
         self._clock = clock
         self._group = model.process_group
-        share = 1.0 / dist.get_world_size(self._group)
-        # On a CPU a tensor [] spares each product the way from a Python number: 14 of 44 µs between two steps. It is
-        # as exact: of 0 dimensions, it counts as the number that it is, whatever the buckets' type.
-        self._share = torch.tensor(share, dtype=torch.float64) if waits else share
+        self._share = 1.0 / dist.get_world_size(self._group)
         self._options = dist.AllreduceOptions()
         self._under_way: list[Any] = []
         self._known: dict[int, _Known] = {}
         """Buckets by their index, until they are rebuilt."""
+        self._expected: _Known | None = None
         self._measuring = False
         self._detailed = False
         self._syncs: list[Buckets] = []
@@ -166,39 +175,51 @@ class BucketHook:
 
     def _wait(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch; at the last bucket wait for all (CPU)."""
-        buffer, index = bucket.buffer(), bucket.index()
-        known = self._known.get(index)
+        buffer, known = bucket.buffer(), self._expected
         if known is None or known.buffer is not buffer:
             known = self._know(bucket)
+        self._expected = known.following
         last = known.last
-        if index == 0:
-            self._under_way.clear()  # an iteration that failed may have left some behind
         norm = self._norm(buffer) if self._detailed else None
-        buffer.mul_(self._share)
-        buckets = self._ready(buffer, norm, first=index == 0, last=last) if self._measuring else None
-        work: Any = self._group.allreduce([buffer], self._options)
-        if buckets is not None and buckets.detailed and not last:
-            work = work.get_future().then(partial(self._reduced, buckets, self._expect_end(buckets)))
-        self._under_way.append(work)
-        if last:
-            self.waiting = True
-            for each in self._under_way:
-                each.wait()
-            self.waiting = False
-            self._under_way.clear()
-            if buckets is not None:
-                self._all_reduced(buckets)
+        buffer.mul_(known.share)
+        buckets = self._ready(buffer, norm, first=known.first, last=last) if self._measuring else None
+        work: Any = self._group.allreduce(known.tensors, self._options)
+        if not last:
+            if buckets is not None and buckets.detailed:
+                work = work.get_future().then(partial(self._reduced, buckets, self._expect_end(buckets)))
+            self._under_way.append(work)
+            return known.done
+        self.waiting = True
+        for each in self._under_way:
+            each.wait()
+        work.wait()
+        self.waiting = False
+        self._under_way.clear()
+        if buckets is not None:
+            self._all_reduced(buckets)
         return known.done
 
     def _know(self, bucket: GradBucket) -> _Known:
-        """Take up a bucket that is new; its future costs more to make than all else here, and is used again."""
-        index, buffer = bucket.index(), bucket.buffer()
+        """Take up a bucket that was not expected: at first, and when the buckets were rebuilt."""
+        index, buffer, known = bucket.index(), bucket.buffer(), self._known
         if index == 0:
-            self._known.clear()
+            known.clear()
+            self._under_way.clear()  # an iteration that failed may have left some behind
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
-        known = self._known[index] = _Known(buffer, bucket.is_last(), done)
-        return known
+        new = known[index] = _Known(
+            buffer,
+            [buffer],
+            first=index == 0,
+            last=bucket.is_last(),
+            share=factor(self._share, buffer.dtype),
+            done=done,
+        )
+        if index - 1 in known:
+            known[index - 1].following = new
+        if new.last:
+            new.following = known.get(0)
+        return new
 
     def _launch(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Launch, and record the end when the device gets there (GPU)."""
@@ -289,6 +310,16 @@ class BucketHook:
         self._measuring = self._detailed = False
         self._syncs = []
         self.fault = f"measuring a gradient bucket failed, bucket times end here: {type(error).__name__}: {error}"
+
+
+def factor(number: float, dtype: torch.dtype) -> Tensor:
+    """Return a tensor [] whose product with a tensor on a CPU is the number's, bit for bit, and sooner there.
+
+    Args:
+        number: A Python number, which torch rounds to the type in which it computes the product.
+        dtype: Of the other tensor. Products of short types are computed in a longer one.
+    """
+    return torch.tensor(number, dtype=dtype if dtype.itemsize >= 4 else torch.float64)
 
 
 def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -144,7 +144,7 @@ class Check:
         self._held = [_processor(device), *(digest - 2**63 for digest in digests)]
         # The largest number and the complement of the smallest, which has no overflow as the negative would: one
         # reduction tells whether all are equal, however many ranks there are.
-        self._extremes = max_later([*self._held, *(~number for number in self._held)], device)
+        self._extremes = max_later([*self._held, *(~number for number in self._held)])
 
     def findings(self) -> list[Finding]:
         """Return what was found, on rank 0; nobody else tells it. To be called once."""
