@@ -1022,8 +1022,8 @@ def _both_ways(rank: int, world_size: int) -> list[tuple[float, float]]:
     hook = BucketHook(model, HostClock(), waits=False)
     log = DdpLog(model)
     exposed = []
-    for _ in range(8):
-        model.module.backward_s = 0.05 * rank
+    for _ in range(14):
+        model.module.backward_s = 0.1 * rank
         hook.measure(detailed=True)
         model(torch.randn(16, 64)).square().mean().backward()
         (buckets,), times = hook.take(), log.read()
@@ -1036,4 +1036,4 @@ def _both_ways(rank: int, world_size: int) -> list[tuple[float, float]]:
 def test_our_hook_and_ddps_logger_agree(gang: Gang) -> None:
     for exposed in gang.run(_both_ways):
         ours, theirs = (statistics.median(values) for values in zip(*exposed, strict=True))
-        assert ours == pytest.approx(theirs, abs=10.0), "of about 50 ms on rank 0 and about 1 ms on rank 1"
+        assert ours == pytest.approx(theirs, abs=25.0), "of about 100 ms on rank 0 and about 1 ms on rank 1"
