@@ -43,10 +43,10 @@ IN_ALL = 3.0
 SPARSE, SPARSEST = 8, 32
 """At least one step of so many is measured in parts."""
 PATIENCE_S, LONG_PATIENCE_S = 0.045, 0.1
-"""And at least one in this time, since each event of the record is to cover some: the longer one where they are sparser
-than ``SPARSE``, and an event stands for many steps anyway."""
+"""And at least one in this time, since each event of the record is to cover some."""
 NEWS = 8
-"""Nor are they sparser than ``SPARSE`` before there were so many measured in parts; at first everything is news."""
+"""Only after so many of every ``SPARSE`` does the longer time hold, and no step in more is waited for than that leaves
+so many; at first everything is news."""
 SLOWER = 2.0
 """A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known.
 
@@ -413,11 +413,10 @@ def stride(end_s: float, step_s: float, share: float, count: int) -> int:
         count: Steps measured so far.
     """
     every = 1
-    sparsest, patience_s = SPARSE, PATIENCE_S
+    sparsest = max(SPARSE, min(SPARSEST, count // NEWS))
+    patience_s = LONG_PATIENCE_S if count >= NEWS * SPARSE else PATIENCE_S
     while IN_ALL * end_s > share * every * step_s and 2 * every <= sparsest and 2 * every * step_s <= patience_s:
         every *= 2
-        if every == SPARSE:
-            sparsest, patience_s = min(SPARSEST, count // NEWS), LONG_PATIENCE_S
     return every
 
 

@@ -169,9 +169,14 @@ def test_steps_of_which_only_the_length_was_measured_are_merged_as_the_plain_tup
         (0.045, 0.0, 0, 8),
         (0.045, 0.0, 1000, 32),
         (0.0, 0.0, 1000, 1),
-        (9.0, 6.0, 1000, 4),
-        (9.0, 12.0, 1000, 2),
-        (9.0, 23.0, 1000, 1),
+        (9.0, 6.0, 1000, 16),
+        (9.0, 12.0, 1000, 8),
+        (9.0, 24.0, 1000, 4),
+        (9.0, 49.0, 64, 2),
+        (9.0, 51.0, 1000, 1),
+        (9.0, 6.0, 63, 4),
+        (9.0, 12.0, 63, 2),
+        (9.0, 23.0, 63, 1),
     ],
 )
 def test_the_faster_the_steps_the_fewer_are_measured_in_parts(
@@ -854,7 +859,7 @@ def test_steps_that_become_slow_are_measured_in_parts_at_once_and_single_slow_on
     writer.close()
     in_parts = [event.step for event in _events(tmp_path) if event.forward_ms is not None]
     assert [step for step in in_parts if 256 < step <= 360] == [257, 289, 301, 321, 353]
-    assert [step for step in in_parts if step > 360] == list(range(363, 401, 2))
+    assert [step for step in in_parts if step > 360] == list(range(365, 401, 4))
 
 
 def test_accumulated_micro_steps_synchronise_once(gang: Gang, tmp_path: Path) -> None:
