@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from pathlib import Path
 
 import pytest
+from cores import lacked_s
 
 HELD_UP_S = 0.05
 """A test of ``timing`` that had to do without a core for so long may have failed by that alone."""
 LACKED = pytest.StashKey[float]()
-"""What ``_lacked_s`` said when the test began."""
+"""What ``lacked_s`` said when the test began."""
 
 # A pytest in the background of a script, as under some CI, inherits an ignored SIGINT, and so would each process that
 # the tests start: the tests that send one would wait for ends that never come.
@@ -36,18 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Note how long cores had been lacking before the test."""
-    item.stash[LACKED] = _lacked_s()
+    item.stash[LACKED] = lacked_s()
 
 
 def _was_held_up(item: pytest.Item) -> bool:
-    return _lacked_s() - item.stash[LACKED] >= HELD_UP_S
-
-
-def _lacked_s() -> float:
-    """Return for how long, so far, the host gave cores to its other guests, and something here waited for one."""
-    stolen = int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
-    try:
-        some = Path("/proc/pressure/cpu").read_text().split()[4]
-    except OSError:  # a kernel that does not count it
-        return stolen
-    return stolen + int(some.removeprefix("total=")) * 1e-6
+    return lacked_s() - item.stash[LACKED] >= HELD_UP_S

@@ -45,8 +45,8 @@ SPARSE, SPARSEST = 8, 32
 PATIENCE_S, LONG_PATIENCE_S = 0.045, 0.1
 """And at least one in this time, since each event of the record is to cover some."""
 NEWS = 8
-"""Only after so many of every ``SPARSE`` does the longer time hold, and no step in more is waited for than that leaves
-so many; at first everything is news."""
+"""The longer time holds, and steps are sparser than ``SPARSE``, only once so many could be measured in parts at that
+stride: at first everything is news."""
 SLOWER = 2.0
 """A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known.
 

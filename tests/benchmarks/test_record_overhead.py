@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cores import stolen_s
 from gang import Gang
 from msgspec import structs
 from torch import Tensor, nn
@@ -195,14 +196,14 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
             each.advance(20)
         round_ms = []
         for pair in range(ROUND):
-            stolen_s = _stolen_s()
+            before_s = stolen_s()
             # The order alternates, so that a machine that gets slower favours neither.
             if pair % 2:
                 on, off = recorded.advance(steps), plain.advance(steps)
             else:
                 off, on = plain.advance(steps), recorded.advance(steps)
             round_ms.append(off * 1e3)
-            if _stolen_s() - stolen_s <= STOLEN * world_size * steps * (on + off):
+            if stolen_s() - before_s <= STOLEN * world_size * steps * (on + off):
                 ratios.append(off / on)
                 times.append(off * 1e3)
             else:
@@ -219,11 +220,6 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
         if over:
             break
     return times, ratios, left_out
-
-
-def _stolen_s() -> float:
-    """Return what the host has given to its other guests so far, in seconds of all cores together."""
-    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def _stay_on_a_core(rank: int) -> None:
