@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gputrain_tui.diagnosis.advice import NAMES, THROTTLED
-from gputrain_tui.diagnosis.measures import middle
+from gputrain_tui.diagnosis.measures import middle, midmean
 from gputrain_tui.diagnosis.row import PARTS, Row
 from gputrain_tui.state import RunState
 
 COVERS = 0.80
 """Share of the lateness that a cause must account for to be named."""
+STANDS_OUT = 4.0
+"""How many times as much longer one part must be than the rest of the rank's work, each by its usual time.
+
+With less all of its work is slower, as on a slower core or device, and the part is only the largest.
+"""
+NEGLIGIBLE = 0.05
+"""Share of the lateness that the rest of the work may have, however short it is."""
 ON_DEVICE = ("forward", "backward", "optimizer")
 
 
@@ -35,9 +42,9 @@ def cause_of(
     Args:
         state: the run, for the samples of its machines.
         rank: who is late.
-        late_ms: by how much per step.
-        parts: by how much each part of its work is longer than the other ranks', ms.
-        window: the steps that were looked at.
+        late_ms: by how much in these steps.
+        parts: by how much each part of its work is longer than the other ranks' in them, ms.
+        window: the steps that were looked at, in which it was late.
         ranks: all, in the order of the rows.
     """
     least = COVERS * late_ms
@@ -53,7 +60,10 @@ def cause_of(
             return cause
     part = max(PARTS, key=parts.__getitem__)
     if parts[part] >= least and part != "other":
-        return _named(part)
+        if _stands_out(part, parts[part], late_ms, index, window):
+            return _named(part)
+        because = f"as all that it does takes longer, most of all {NAMES[part]} (+{parts[part]:.1f} ms)"
+        return Cause(name="unattributed", because=because)
     if len(longer := [name for name in PARTS if parts[name] >= 0.1 * late_ms]) > 1:
         told = ", ".join(f"{name} +{parts[name]:.1f} ms" for name in longer)
         return Cause(name="unattributed", because=f"for no single reason: {told}")
@@ -62,6 +72,16 @@ def cause_of(
 
 def _named(name: str, evidence: Mapping[str, float] | None = None) -> Cause:
     return Cause(name=name, because=f"because of {NAMES[name]}", evidence=evidence or {})
+
+
+def _stands_out(part: str, excess_ms: float, late_ms: float, index: int, window: Sequence[Row]) -> bool:
+    """Tell whether a part is lengthened out of proportion to the rest of what the rank does."""
+    own_ms = middle([row.cycles[index].own for row in window]) - late_ms
+    part_ms = middle([getattr(row.cycles[index], part) for row in window]) - excess_ms
+    # What is short is hit in fewer than half of the steps, of which a median would show nothing.
+    rest_late_ms = midmean([row.own_excess[index] - row.excess(part, index) for row in window])
+    in_proportion = STANDS_OUT * rest_late_ms * part_ms > excess_ms * (own_ms - part_ms)
+    return rest_late_ms <= NEGLIGIBLE * late_ms or not in_proportion
 
 
 def _steal_share(state: RunState, rank: int) -> float:

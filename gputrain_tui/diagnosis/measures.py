@@ -14,6 +14,13 @@ def middle(values: Sequence[float]) -> float:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
+def midmean(values: Sequence[float]) -> float:
+    """Return the mean of the half in the middle: a few odd values do not move it, what comes now and then does."""
+    ordered = sorted(values)
+    kept = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    return sum(kept) / len(kept)
+
+
 def middle_low(values: Sequence[float]) -> float:
     """Return the median; the lower of the two in the middle where their number is even."""
     return sorted(values)[(len(values) - 1) // 2]

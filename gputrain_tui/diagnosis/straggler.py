@@ -118,11 +118,18 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
     step_ms = base + max(late_ms, 0.0)
     gate = WARNING * step_ms
     blocks = [middle(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)]
-    noise = _noise(late, [row.troubled for row in rows])
-    threshold = max(gate, noise)
+    troubled = [row.troubled for row in rows]
+    noise = _noise(late, troubled)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
+    agreed_ms = middle([row.own_excess[index] for row in agreeing])  # of the same steps as its parts
     parts = {part: middle([row.excess(part, index) for row in agreeing]) for part in (*PARTS, "gc")}
-    cause = cause_of(state, rank, late_ms, parts, window, ranks)
+    cause = cause_of(state, rank, agreed_ms, parts, agreeing, ranks)
+    if noise > gate and cause.name in PARTS:  # a part may stand out from its own noise where all of them are noisier
+        alone = [row.excess(cause.name, index) for row in rows]
+        noise_alone = _noise(alone, troubled)
+        if middle(alone[-length:]) >= noise_alone:
+            noise = min(noise, noise_alone)
+    threshold = max(gate, noise)
     windows = SUSTAINED if late_ms < AT_ONCE * step_ms else 0
     if cause.name == "unattributed":
         windows = max(windows, UNEXPLAINED if _on_gpu(state, rank) else _windows_of(window, UNEXPLAINED_S))

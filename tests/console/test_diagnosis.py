@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
-from gputrain_tui.diagnosis.measures import excess, jitter, quantile, spread
+from gputrain_tui.diagnosis.measures import excess, jitter, midmean, quantile, spread
 from gputrain_tui.state import RunState
 from trainer.record import Checksum, Doing, Finding, GpuSample, NodeSample, RankSample, RankState, Step
 
@@ -166,6 +166,40 @@ def test_a_cause_is_named_only_when_it_covers_four_fifths(extra: dict[str, float
     assert told(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
 
 
+def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_longest_part() -> None:
+    """The backward pass has more than four fifths of the lateness, as it has of the work."""
+    usual = {**PARTS, "backward": 84.0}
+    slower = {part: 0.5 * ms for part, ms in usual.items()}
+    assert slower["backward"] > 0.8 * sum(slower.values())
+
+    def run(extra: Mapping[str, float]) -> list[Finding]:
+        """A rank of four becomes slower by this after 60 steps."""
+        run = Run(device="cuda:0")
+        lengthened = usual["backward"] - PARTS["backward"]
+        slow = late(2, **extra)
+        return run.steps(
+            100, lambda step, rank: {**(more := slow(step, rank)), "backward": lengthened + more.get("backward", 0.0)}
+        )
+
+    [found] = run(slower)
+    assert told([found]) == [("straggler", "raised", 2, "unattributed")]
+    assert "as all that it does takes longer, most of all its backward pass (+4" in found.message
+    assert told(run({"backward": slower["backward"]})) == [("straggler", "raised", 2, "backward")]
+
+
+def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
+    """A quarter of the steps are hardly late; three fifths of the others' lateness are no four fifths of the median."""
+    pattern = (2.0, 2.0, 2.0, 20.0, 20.0, 20.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0)
+    run = Run(2, noise=0.0, device="cuda:0")
+    run.steps(60)
+
+    def uneven(step: int, rank: int) -> Mapping[str, float]:
+        late_ms = pattern[step % len(pattern)] if rank == 1 else 0.0
+        return {"backward": 0.7 * late_ms, "forward": 0.3 * late_ms}
+
+    assert told(run.steps(60, uneven)) == [("straggler", "raised", 1, "unattributed")]
+
+
 def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does() -> None:
     """As other guests of a host make it: each part longer, a few seconds at a time."""
     all_longer = {"forward": 12.0, "backward": 14.0, "optimizer": 4.0}
@@ -242,6 +276,23 @@ def test_lateness_within_the_noise_is_no_finding() -> None:
     noisy.steps(60)
     assert told(quiet.steps(20, late(1, forward=10.0))) == [("straggler", "raised", 1, "forward")]
     assert noisy.steps(20, late(1, forward=10.0)) == []
+
+
+@pytest.mark.parametrize("part", ["data", "optimizer"])
+def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier(part: str) -> None:
+    """As where other guests of the host take time that nobody counts, which mostly hits the longest parts."""
+    dice = random.Random(3)
+
+    def stolen(step: int, rank: int) -> dict[str, float]:
+        return {part: dice.expovariate(1 / 25.0) for part in ("forward", "backward")}
+
+    run = Run(2)
+    assert run.steps(300, stolen) == []
+    first = run.step + 1
+    found = run.steps(20, lambda step, rank: {**stolen(step, rank), **({part: 30.0} if rank == 0 else {})})
+    assert told(found) == [("straggler", "raised", 0, part)]
+    assert first < (found[0].step or 0) < first + 20
+    assert found[0].evidence["noise_ms"] < 30.0
 
 
 TREES: dict[int, dict[int, list[int]]] = {
@@ -698,3 +749,4 @@ def test_measures_of_noise_are_deaf_to_outliers() -> None:
     assert spread(values) == pytest.approx(1.0, rel=0.25)
     assert jitter(values) == pytest.approx(1.0, rel=0.25)
     assert quantile([4.0, 1.0, 3.0, 2.0], 0.25) == 2.0
+    assert midmean([1000.0, 2.0, 0.0, 0.0, 2.0, 2.0, 0.0, -1000.0]) == 1.0
