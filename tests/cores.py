@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from trainer.node.node_sampler import parse_cores
+
 
 def stolen_s() -> float:
     """Return what the host has given to its other guests so far, in seconds of all cores together; 0 if not told."""
     try:
-        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+        cores = parse_cores(Path("/proc/stat").read_text())
     except OSError:
         return 0.0
+    return cores.stolen / os.sysconf("SC_CLK_TCK") if cores is not None else 0.0
 
 
 def lacked_s() -> float:

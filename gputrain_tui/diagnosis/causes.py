@@ -75,13 +75,14 @@ def _named(name: str, evidence: Mapping[str, float] | None = None) -> Cause:
 
 
 def _stands_out(part: str, excess_ms: float, late_ms: float, index: int, window: Sequence[Row]) -> bool:
-    """Tell whether a part is lengthened out of proportion to the rest of what the rank does."""
+    """Tell whether a part is longer out of proportion to the rest of what the rank does."""
     own_ms = middle([row.cycles[index].own for row in window]) - late_ms
     part_ms = middle([getattr(row.cycles[index], part) for row in window]) - excess_ms
     # What is short is hit in fewer than half of the steps, of which a median would show nothing.
     rest_late_ms = midmean([row.own_excess[index] - row.excess(part, index) for row in window])
-    in_proportion = STANDS_OUT * rest_late_ms * part_ms > excess_ms * (own_ms - part_ms)
-    return rest_late_ms <= NEGLIGIBLE * late_ms or not in_proportion
+    rest_ms = own_ms - part_ms
+    # Longer each by its usual time, multiplied out: a part or a rest may usually take no time at all.
+    return rest_late_ms <= NEGLIGIBLE * late_ms or excess_ms * rest_ms >= STANDS_OUT * rest_late_ms * part_ms
 
 
 def _steal_share(state: RunState, rank: int) -> float:

@@ -172,23 +172,24 @@ def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_l
     slower = {part: 0.5 * ms for part, ms in usual.items()}
     assert slower["backward"] > 0.8 * sum(slower.values())
 
-    def run(extra: Mapping[str, float]) -> list[Finding]:
-        """A rank of four becomes slower by this after 60 steps."""
-        run = Run(device="cuda:0")
-        lengthened = usual["backward"] - PARTS["backward"]
+    def found_with(extra: Mapping[str, float]) -> list[Finding]:
+        """Make one rank of four slower by this after 60 steps."""
         slow = late(2, **extra)
-        return run.steps(
-            100, lambda step, rank: {**(more := slow(step, rank)), "backward": lengthened + more.get("backward", 0.0)}
-        )
 
-    [found] = run(slower)
+        def longer(step: int, rank: int) -> Mapping[str, float]:
+            more = slow(step, rank)
+            return {**more, "backward": usual["backward"] - PARTS["backward"] + more.get("backward", 0.0)}
+
+        return Run(device="cuda:0").steps(100, longer)
+
+    [found] = found_with(slower)
     assert told([found]) == [("straggler", "raised", 2, "unattributed")]
     assert "as all that it does takes longer, most of all its backward pass (+4" in found.message
-    assert told(run({"backward": slower["backward"]})) == [("straggler", "raised", 2, "backward")]
+    assert told(found_with({"backward": slower["backward"]})) == [("straggler", "raised", 2, "backward")]
 
 
 def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
-    """A quarter of the steps are hardly late; three fifths of the others' lateness are no four fifths of the median."""
+    """A quarter of the steps are hardly late; seven tenths of the others' lateness are no four fifths of it."""
     pattern = (2.0, 2.0, 2.0, 20.0, 20.0, 20.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0)
     run = Run(2, noise=0.0, device="cuda:0")
     run.steps(60)
@@ -284,7 +285,7 @@ def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_part
     dice = random.Random(3)
 
     def stolen(step: int, rank: int) -> dict[str, float]:
-        return {part: dice.expovariate(1 / 25.0) for part in ("forward", "backward")}
+        return {longest: dice.expovariate(1 / 25.0) for longest in ("forward", "backward")}
 
     run = Run(2)
     assert run.steps(300, stolen) == []
