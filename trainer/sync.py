@@ -1,14 +1,13 @@
-"""Measures each training step of one rank: its parts, and what gradient synchronisation makes it wait.
+"""Measures each training step of one rank: its phases, and what gradient synchronisation makes it wait.
 
-The loop says where a part ends; everything else (clocks, DDP's logger, the bucket hook, merging, the record) is
-here and in the modules this one wires. Nothing here waits for a device, and with no record nothing is measured.
-The training thread only takes readings; ``StepMaker`` makes events of them elsewhere.
+The loop calls ``lap`` where a phase ends; everything else (clocks, DDP's logger, the comm hook, the record) is here and
+in the modules this one wires. Nothing here waits for a device, and with no record nothing is measured. The training
+thread only takes readings; ``StepRecorder`` makes events of them on the writer's thread.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,15 +19,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.measure.bucket_hook import BucketHook, CommHook
-from trainer.measure.clocks import FALLS, RISES, START, Clock, CudaClock, HostClock, Mark, Scalar, core_waits
+from trainer.measure.clocks import Clock, CudaClock, HostClock, Mark, Scalar, core_waits
 from trainer.measure.ddp_log import DdpLog
-from trainer.measure.step_events import Measured, Part
-from trainer.measure.step_maker import WARM_UP, Readings, StepMaker
-from trainer.record import Doing, EventWriter, Finding
+from trainer.measure.step_events import WARM_UP, Phase, StepReading
+from trainer.measure.step_recorder import StepRecorder
+from trainer.record import Doing, EventWriter, Finding, Step
 
-__all__ = ["Part", "StepMeter", "ddp_of"]
+__all__ = ["Phase", "StepMeter", "ddp_of"]
 
-NEXT: dict[Part | None, Part] = {
+NEXT: dict[Phase | None, Phase] = {
     None: "data",
     "data": "h2d",
     "h2d": "forward",
@@ -37,23 +36,9 @@ NEXT: dict[Part | None, Part] = {
     "optimizer": "other",
     "other": "data",
 }
-"""What a step is at after each part; None: at its beginning."""
-IN_ALL = 3.0
-"""What measuring a step in parts takes, in times of what its end takes (measured on CPU ranks: 146 and 45 µs)."""
-SPARSE, SPARSEST = 8, 32
-"""At least one step of so many is measured in parts."""
-PATIENCE_S, LONG_PATIENCE_S = 0.045, 0.1
-"""And at least one in this time, since each event of the record is to cover some."""
-NEWS = 8
-"""The longer time holds, and steps are sparser than ``SPARSE``, only once so many could be measured in parts at that
-stride: at first everything is news."""
-SLOWER = 2.0
-"""A step that takes so many times what the last plan was made for makes a new one: what it is at is to be known.
-
-For the next ``SPARSE`` steps it takes two in a row, since a busy machine has many a moment without a core.
-"""
+"""The phase after each phase; None: the beginning of a step."""
 LONG_S = 5.0
-"""From when on a part that does not end is told: this, and so many times the longest step of late."""
+"""A phase that does not end is reported after this time, and after so many times the longest step of late."""
 LONG_STEPS = 4.0
 
 
@@ -72,9 +57,6 @@ class StepMeter:
         comm_hook: A hook that reduces the gradients, and its state, to be registered in any case and measured when
             measuring; None for DDP's own averaging.
         wire_ratio: Bytes that ``comm_hook`` sends per byte of gradient; None where it cannot be told.
-        share: Of the time, what measuring steps in parts may take. On CPU ranks whose steps are so fast that it would
-            take more, only every second, fourth or eighth one is; of the others only their length, loss and norm are
-            told.
     """
 
     def __init__(
@@ -89,14 +71,9 @@ class StepMeter:
         clock: Callable[[], float] = time.perf_counter,
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
-        share: float = 0.005,
     ) -> None:
-        self.lap: Callable[[Part], object] = _ignore
-        """The time since the last mark belongs to this part; micro-steps add up.
-
-        Called several times a step, between computations that leave nothing of it in the caches: what it does is
-        bound here for the step under way, so that it is one call and asks nothing.
-        """
+        self.lap: Callable[[Phase], object] = _ignore
+        """End a phase: the time since the last mark belongs to it; micro-steps add up."""
         self._on = writer.enabled
         self._now = now
         self._rank = rank
@@ -112,11 +89,9 @@ class StepMeter:
             return
 
         on_gpu = device.type == "cuda"
-        self._share = math.inf if on_gpu else share
         self._clock: Clock = CudaClock(device) if on_gpu else HostClock(clock, core_waits())
         self._mark = self._clock.mark
-        self._maker = StepMaker(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
-        self._add = self._maker.add
+        self._recorder = StepRecorder(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
         if ddp is not None and synchronised:
             if detail_every or comm_hook:
                 state, inner = comm_hook or (None, None)
@@ -124,40 +99,28 @@ class StepMeter:
             # On CPU ranks our own hook measures all there is; without it, or around another one, DDP's logger does.
             if not on_gpu and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
                 self._log = DdpLog(ddp)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Faults that were recorded."""
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
         self._count = 0
-        self._full = True
-        """Whether the step under way is measured in parts."""
-        self._due = 0
-        """Steps to be done before the next one that is."""
-        self._slow_s = math.inf
-        """A step longer than this is not one of those that ``_due`` was made for."""
-        self._took = math.inf
-        """What the last step took."""
-        self._calm_until = 0
-        """Steps to be done before a single slow one makes a plan again."""
-        self._began = 0.0
-        """When the step under way began, by the host's clock."""
-        self._end_s = 0.0
-        """What ``end`` takes of late."""
+        """Steps measured so far."""
         self._marks: list[Mark] = []
-        self._parts: list[Part] = []
+        self._phases: list[Phase] = []
         self._step = 0
         self._paused = True
         """Whether what takes long is no step."""
         self._progress = (0, 0)
-        """Steps and parts of the next one that were done when the writer's thread looked last."""
+        """Steps, and phases of the next one, that were done at the writer's thread's last check."""
         self._moved: float | None = None
-        """When it saw them change, by the host's clock; None once a wait was told."""
+        """When it saw them change, by the host's clock; None once a wait was reported."""
         writer.before_each_write(self._hand_over)
         self._gc_started = 0.0
         self._gc_s = 0.0
         self._host_clock = clock
         gc.callbacks.append(self._on_gc)
-        self._arm(math.inf)
-        self._tell()
+        self.lap = self._lap
+        self._measure_sync()
+        self._report_faults()
 
     def start(self) -> None:
         """The next step begins now.
@@ -168,12 +131,10 @@ class StepMeter:
         if not self._on:
             return
         # The old mark is not released: it is also the end of the last step, which may still be under way.
-        self._marks = [self._mark(START)]
+        self._marks = [self._mark()]
+        self._phases = []
         self._gc_s = 0.0
         self._paused = False
-        self._began = self._host_clock()
-        self._took = math.inf
-        self._arm(math.inf)
 
     def end(
         self,
@@ -202,91 +163,51 @@ class StepMeter:
         """
         if not self._on:
             return
-        entered = self._host_clock()
-        took = entered - self._began
-        self._began = entered
-        if self._full:
-            self._end_full(entered, took, step, epoch, samples, tokens, lr, loss, grad_norm, grad_scale)
-        else:
-            # As little as can be: this is for steps that are so fast that measuring them would slow them down.
-            if type(loss) is not float or type(grad_norm) is not float:
-                loss, grad_norm = self._clock.fetch((loss, grad_norm))()
-            gc_ms = self._gc_s * 1e3
-            self._add((self._now(), step, epoch, samples, tokens, lr, gc_ms, took * 1e3, loss, grad_norm, None))
-            self._count += 1
-            if self._count >= self._due or took > self._slow_s:
-                self._arm(self._expected_s(took))
-                if self._full:
-                    self._marks = [self._mark(START)]
-            else:
-                self._parts.clear()
-        self._took = took
-        self._step = step
-        self._gc_s = 0.0
-
-    def _end_full(
-        self,
-        entered: float,
-        took: float,
-        step: int,
-        epoch: int,
-        samples: int,
-        tokens: int | None,
-        lr: float | None,
-        loss: Scalar,
-        grad_norm: Scalar,
-        grad_scale: float,
-    ) -> None:
-        """End a step that was measured in parts."""
         log = self._log.read() if self._log is not None else None
         syncs = self._hook.take() if self._hook is not None else ()
         # After a first synchronisation the gradient is not this rank's alone any more.
         local = syncs[0].norm() if len(syncs) == 1 else None
         numbers = self._clock.fetch((loss, grad_norm, local))
-        end = self._mark("end")
+        end = self._mark(waits=False)
         self._marks.append(end)
-        self._add(
-            Readings(
+        self._recorder.add(
+            StepReading(
                 self._now(),
                 step,
                 epoch,
                 samples,
                 tokens,
                 lr,
-                gc_s=self._gc_s,
-                marks=self._marks,
-                parts=self._parts,
-                waits_ms=self._clock.take_waits_ms(),
-                numbers=numbers,
-                grad_scale=grad_scale,
-                log=log,
-                syncs=syncs,
-                before=self._count,
+                self._gc_s * 1e3,
+                self._marks,
+                self._phases,
+                numbers,
+                grad_scale,
+                log,
+                syncs,
+                self._count >= WARM_UP,
             )
         )
-        self._marks = [end]
+        self._marks, self._phases = [end], []
         self._count += 1
-        self._arm(self._expected_s(took))
-        change = self._host_clock() - entered - self._end_s
-        if self._end_s == 0.0 or change < 0.0:
-            self._end_s += FALLS * change
-        else:  # a moment without a core says nothing about what it takes
-            self._end_s += RISES * min(change, self._end_s)
+        self._step = step
+        self._gc_s = 0.0
+        self._measure_sync()
 
     @property
-    def latest(self) -> Measured | None:
+    def latest(self) -> Step | None:
         """The last step that the device has done too; None while there is none, and without a record."""
         if not self._on:
             return None
-        self._maker.make_all()
-        return self._maker.latest
+        self._recorder.process()
+        return self._recorder.latest
 
     def pause(self) -> None:
         """Write what is measured but not yet written, before something that may take long; ``start`` goes on."""
         if self._on:
             self._paused = True
-            self._maker.make_all()
-            self._maker.flush()
+            self._recorder.process()
+            self._recorder.flush()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write the last steps; a device that hangs cannot hold the caller longer than the time-out."""
@@ -294,72 +215,54 @@ class StepMeter:
             return
         self._paused = True
         deadline = time.monotonic() + timeout_s
-        self._maker.make_all()
-        while not self._maker.idle and time.monotonic() < deadline:
+        self._recorder.process()
+        while not self._recorder.idle and time.monotonic() < deadline:
             time.sleep(0.001)
-            self._maker.make_all()
-        self._maker.flush()
-        self._tell()
+            self._recorder.process()
+        self._recorder.flush()
+        self._report_faults()
         gc.callbacks.remove(self._on_gc)
         self._on = False
         self.lap = _ignore
 
-    def _expected_s(self, took: float) -> float:
-        """Return what the next step is expected to take, after one that took so many seconds."""
-        if took > self._slow_s and self._count >= self._calm_until:
-            self._calm_until = self._count + SPARSE
-            return took
-        return min(took, self._took)
+    def _lap(self, phase: Phase) -> None:
+        self._phases.append(phase)
+        self._marks.append(self._mark())
 
-    def _arm(self, step_s: float) -> None:
-        """Decide what the next step measures, and which one is in parts again, after one of ``step_s`` seconds.
+    def _measure_sync(self) -> None:
+        """Have the comm hook measure the next step's synchronisation.
 
-        All ranks count alike, so they measure the same steps in detail, and mostly the same ones in parts.
+        All ranks count alike, so they agree on the steps whose buckets are measured too.
         """
-        count, detail_every = self._count, self._detail_every
-        due = count + -count % stride(self._end_s, step_s, self._share, count)
-        detailed = False
-        if detail_every:
-            next_detailed = WARM_UP if count <= WARM_UP else count + -count % detail_every
-            due = min(due, next_detailed)
-            detailed = count == next_detailed
-        self._due, self._slow_s = due, SLOWER * step_s
-        self._full = full = count == due
-        self._parts = []
-        self.lap = self._lap if full else self._parts.append
-        if self._hook is None or not detail_every:
+        if self._hook is None:
             return
-        # Where the hook is the only source of synchronisation times, it measures those of every full step.
-        if detailed or (full and self._log is None):
+        every, count = self._detail_every, self._count
+        detailed = bool(every) and (count == WARM_UP or (count > WARM_UP and count % every == 0))
+        if detailed or self._log is None:
             self._hook.measure(detailed=detailed)
         else:
             self._hook.rest()
 
-    def _lap(self, part: Part) -> None:
-        """What ``lap`` is in a step that is measured in parts."""
-        self._parts.append(part)
-        self._marks.append(self._mark(part))
-
     def _hand_over(self, last: bool) -> None:
         """Make events of what has gathered; the writer's thread calls this."""
-        self._maker.make_all()
+        self._recorder.process()
         if last:
-            self._maker.flush()
+            self._recorder.flush()
         else:
-            self._maker.flush_old(self._now())
-            self._tell_long_wait()
-        self._tell()
+            self._recorder.flush_old(self._now())
+            self._report_long_wait()
+        self._report_faults()
 
-    def _tell_long_wait(self) -> None:
-        """Say what a step that does not go on is at; called by the writer's thread."""
-        now, progress = self._host_clock(), (self._count, len(self._parts))
+    def _report_long_wait(self) -> None:
+        """Record which phase a step that does not go on is in; called by the writer's thread."""
+        now, progress = self._host_clock(), (self._count, len(self._phases))
         if self._paused or progress != self._progress:
             self._progress, self._moved = progress, now
-        if self._moved is None or (waited_s := now - self._moved) < max(LONG_S, LONG_STEPS * self._maker.longest_s):
+        if self._moved is None or (waited_s := now - self._moved) < max(LONG_S, LONG_STEPS * self._recorder.longest_s):
             return
         self._moved = None
-        parts = self._parts.copy()  # which the training goes on with
-        part: Any = NEXT[parts[-1] if parts else None]
+        phases = self._phases.copy()  # which the training goes on with
+        part: Any = NEXT[phases[-1] if phases else None]
         if part == "backward" and self._hook is not None and self._hook.waiting:
             part = "sync"
         self._writer.write(
@@ -368,7 +271,7 @@ class StepMeter:
                 rank=self._rank,
                 step=self._step + 1,
                 part=part,
-                parts_done=len(parts) + (part == "sync"),
+                parts_done=len(phases) + (part == "sync"),
                 waited_ms=round(waited_s * 1e3, 1),
             )
         )
@@ -379,14 +282,14 @@ class StepMeter:
         else:
             self._gc_s += self._host_clock() - self._gc_started
 
-    def _tell(self) -> None:
-        """Say once why something is not measured."""
-        for source in (self._maker, self._log, self._hook):
+    def _report_faults(self) -> None:
+        """Record once why something is not measured."""
+        for source in (self._recorder, self._log, self._hook):
             if source is None or source.fault is None:
                 continue
-            with self._telling:  # the writer's thread and a meter that closes may both be here
-                news = source.fault not in self._told
-                self._told.add(source.fault)
+            with self._reporting:  # the writer's thread and a meter that closes may both be here
+                news = source.fault not in self._reported
+                self._reported.add(source.fault)
             if news:
                 self._writer.write(
                     Finding(
@@ -399,25 +302,8 @@ class StepMeter:
                 )
 
 
-def _ignore(part: Part) -> None:
-    """What ``lap`` is where nothing is measured."""
-
-
-def stride(end_s: float, step_s: float, share: float, count: int) -> int:
-    """Return how many steps there should be to one that is measured in parts: a power of two, so that ranks agree.
-
-    Args:
-        end_s: What the end of such a step takes, in seconds.
-        step_s: What a step takes.
-        share: Of the time, what measuring may take.
-        count: Steps measured so far.
-    """
-    every = 1
-    sparsest = max(SPARSE, min(SPARSEST, count // NEWS))
-    patience_s = LONG_PATIENCE_S if count >= NEWS * SPARSE else PATIENCE_S
-    while IN_ALL * end_s > share * every * step_s and 2 * every <= sparsest and 2 * every * step_s <= patience_s:
-        every *= 2
-    return every
+def _ignore(phase: Phase) -> None:
+    """Stand in for ``lap`` where nothing is measured."""
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:

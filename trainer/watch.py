@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from trainer.measure.desync import Replica
 from trainer.node.script_environment import RANK_PID, RUN_DIR
 from trainer.record import Checksum, EventWriter, Failure, RankState, RankStateName, RunDir
-from trainer.sync import Part, StepMeter, ddp_of
+from trainer.sync import Phase, StepMeter, ddp_of
 
 Batch = TypeVar("Batch")
 
@@ -109,7 +109,7 @@ class Watched:
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._meter = StepMeter(model, device=self._device, writer=writer, rank=rank, detail_every=detail_every)
         self._handles: list[Any] = []
-        self._since: Part = "other"
+        self._since: Phase = "other"
         """What the time since the last mark belongs to, should the next mark come now."""
         self._evaluated = False
         self._samples = 0
@@ -169,7 +169,7 @@ class Watched:
 
     # --------------------------------------------------------------------------------------------- hooks
 
-    def _mark(self, part: Part | None = None) -> None:
+    def _mark(self, part: Phase | None = None) -> None:
         """Let the time since the last mark belong to ``part``, or to what is going on anyway."""
         if self._evaluated:  # the time of an evaluation between two steps belongs to neither
             self._evaluated = False

@@ -199,7 +199,7 @@ def _cycle(event: Step) -> tuple[Cycle | None, float]:
 
     None where its parts were not measured.
     """
-    step_ms, forward_ms, backward_ms = event.parts_step_ms or event.step_ms, event.forward_ms, event.backward_ms
+    step_ms, forward_ms, backward_ms = event.step_ms, event.forward_ms, event.backward_ms
     if step_ms is None or forward_ms is None:
         return None, 0.0
     data, h2d = event.data_ms or 0.0, event.h2d_ms or 0.0

@@ -12,7 +12,7 @@ from math import isfinite, nan
 from typing import Literal
 
 from gputrain_tui.reading.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
-from trainer.record import Step
+from trainer.record import Step, single_steps
 from trainer.record.digest import Block
 
 BandMetric = Literal["loss", "sync_exposed_ms", "step_ms"]
@@ -69,7 +69,17 @@ class Series:
         """Newest event of the complete rows, Unix seconds."""
 
     def apply(self, event: Step) -> None:
-        """Take in one rank's event, or a block of them with their extremes."""
+        """Take in one rank's event, or a block of them with their extremes.
+
+        An event that covers several steps and has their single values is drawn step by step.
+        """
+        if event.step_ms_each is not None and self._width == 1:
+            for each in single_steps(event):
+                self._take_in(each)
+        else:
+            self._take_in(event)
+
+    def _take_in(self, event: Step) -> None:
         if event.steps > self._width:
             self._widen(event.steps)
         width = self._width

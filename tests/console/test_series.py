@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,8 @@ from gputrain_tui.reading.series import Series, smooth
 from trainer.record import Step
 
 
-def step(rank: int, number: int, *, time: float | None = None, steps: int = 1, **values: float | None) -> Step:
-    base: dict[str, float | None] = {"loss": 2.0, "step_ms": 100.0, "sync_exposed_ms": 10.0}
+def step(rank: int, number: int, *, time: float | None = None, steps: int = 1, **values: Any) -> Step:
+    base: dict[str, Any] = {"loss": 2.0, "step_ms": 100.0, "sync_exposed_ms": 10.0}
     return Step(
         time=float(number) if time is None else time,
         rank=rank,
@@ -21,7 +22,7 @@ def step(rank: int, number: int, *, time: float | None = None, steps: int = 1, *
         epoch=1,
         steps=steps,
         samples=8 * steps,
-        **{**base, **values},  # type: ignore[arg-type]
+        **{**base, **values},
     )
 
 
@@ -48,6 +49,27 @@ def test_a_step_is_drawn_when_its_last_rank_has_reported_it() -> None:
     series.apply(step(1, 1, loss=2.0))
     assert series.version == 1
     assert series.latest["loss"] == Band(1.0, 2.0, 5.0)
+
+
+def test_the_single_steps_of_an_event_are_drawn_and_lateness_that_alternates_is_seen() -> None:
+    series = Series(2)
+    for rank in range(2):
+        late = [30.0 if number % 2 == rank else 0.5 for number in range(8)]
+        series.apply(
+            step(
+                rank,
+                8,
+                steps=8,
+                sync_exposed_ms=15.25,
+                losses=[float(n) for n in range(8)],
+                step_ms_each=[40.0] * 8,
+                sync_exposed_ms_each=late,
+            )
+        )
+    assert (series.first_step, series.last_step) == (1, 8)
+    assert same(series.window("loss", 8).middle, [float(n) for n in range(8)])
+    assert same(series.rank_line("late_ms", 0, 8), [0.0, 29.5] * 4)
+    assert same(series.rank_line("late_ms", 1, 8), [29.5, 0.0] * 4)
 
 
 def test_ranks_may_be_read_one_file_after_the_other() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from trainer.record import EventWriter, NodeSample, RankState, RunDir, Step
 from trainer.record.digest import LEVELS, Block, Note, block_file, note_file
@@ -54,6 +55,20 @@ def test_a_block_has_means_and_extremes_of_what_was_measured(run: RunDir) -> Non
     assert block.sync_exposed_ms == 6.0
     assert block.step_ms is None
     assert block.samples == 4 * 256
+
+
+def test_the_extremes_of_a_block_are_those_of_single_steps(run: RunDir) -> None:
+    writer = EventWriter(run.rank_events(3), rank=3)
+    for number in range(4, 257, 4):
+        each = [1.0, 1.0, 9.0 if number == 100 else 1.0, None]
+        writer.write(
+            structs.replace(step(number, steps=4), step_ms=1.5, losses=each, step_ms_each=[1.0, 1.0, 1.0, 3.0])
+        )
+    writer.close()
+    (block,) = blocks(run, 64)
+    assert (block.steps, block.loss_low, block.loss_high) == (256, 1.0, 9.0)
+    assert (block.step_ms, block.step_ms_low, block.step_ms_high) == (1.5, 1.0, 3.0)
+    assert block.losses is block.step_ms_each is None
 
 
 def test_a_loss_that_is_no_number_does_not_spoil_the_mean(run: RunDir) -> None:

@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ import trainer
 from trainer.measure.bucket_hook import BucketHook, factor
 from trainer.measure.clocks import CudaClock, HostClock, core_waits
 from trainer.measure.ddp_log import DdpLog, sync_times
-from trainer.measure.step_events import STEP_MS, TIME, InParts, Measured, StepMerger, merge
-from trainer.record import Doing, EventWriter, Failure, Finding, Step, decode_events
-from trainer.sync import StepMeter, stride
+from trainer.measure.step_events import StepReading, Synchronisation, merge, step_event
+from trainer.measure.step_recorder import StepRecorder
+from trainer.record import Doing, EventWriter, Failure, Finding, Step, decode_events, encode_event, single_steps
+from trainer.sync import StepMeter
 
 CPU = torch.device("cpu")
 
@@ -87,103 +88,93 @@ def test_launching_after_the_last_bucket_is_ready_exposes_everything() -> None:
     assert (times.sync_ms, times.exposed_ms) == (3.5, 4.0)
 
 
-def _step(step: int, **fields: Any) -> Measured:
-    """One of 1 ms; of which ``fields`` says in what parts it was measured, if in any."""
-    base: dict[str, Any] = {"time": float(step), "epoch": 1, "samples": 8, "tokens": None, "lr": None, "gc_ms": 0.0}
-    base |= {"step_ms": 1.0, "loss": None, "grad_norm": None}
-    of_parts = {name: fields.pop(name) for name in InParts._fields if name in fields}
-    if of_parts:
-        base["in_parts"] = InParts(**({"parts": (), "laps_ms": (1.0,)} | of_parts))
-        base["step_ms"] = sum(base["in_parts"].laps_ms)
-    return Measured(**(base | {"step": step} | fields))
+def _step(step: int, **fields: Any) -> Step:
+    return Step(**({"time": float(step), "rank": 0, "epoch": 1, "steps": 1, "samples": 8} | {"step": step} | fields))
 
 
-def _merge(*steps: Measured, synchronised: bool = True) -> Step:
-    return merge(steps, rank=0, synchronised=synchronised, wire_ratio=0.5)
-
-
-def test_merged_steps_have_totals_of_samples_and_means_of_what_was_measured() -> None:
-    sync = {"settled": True, "sync_ms": 3.0, "exposed_ms": 1.0, "bucket_bytes": (6, 2), "bucket_ms": (1.0, 2.0)}
-    merged = _merge(
-        _step(4, tokens=10, loss=2.0, laps_ms=(10.0,), lr=0.1),
-        _step(5, tokens=20, loss=4.0, laps_ms=(20.0,), lr=0.2, **sync),
-        _step(6, tokens=30, loss=6.0, laps_ms=(30.0,), lr=0.3, epoch=2, gc_ms=0.6),
+def test_merged_steps_have_totals_means_of_what_was_measured_and_the_single_values() -> None:
+    sync = {"sync_ms": 3.0, "sync_exposed_ms": 1.0, "sync_bytes": 4, "sync_buckets": 2, "bucket_ms": [1.0, 2.0]}
+    merged = merge(
+        [
+            _step(4, tokens=10, loss=2.0, step_ms=10.0, lr=0.1),
+            _step(5, tokens=20, loss=4.0, step_ms=20.0, lr=0.2, **sync),
+            _step(6, tokens=30, loss=6.0, step_ms=30.0, lr=0.3, epoch=2, gc_ms=0.6, forward_ms=9.0),
+        ]
     )
     assert (merged.step, merged.epoch, merged.steps, merged.samples, merged.tokens) == (6, 2, 3, 24, 60)
     assert (merged.loss, merged.step_ms, merged.lr, merged.time) == (4.0, 20.0, 0.3, 6.0)
+    assert (merged.losses, merged.step_ms_each) == ([2.0, 4.0, 6.0], [10.0, 20.0, 30.0])
+    assert merged.sync_exposed_ms_each == [None, 1.0, None]
     assert (merged.sync_ms, merged.sync_exposed_ms, merged.bucket_ms) == (3.0, 1.0, [1.0, 2.0]), "measured once"
-    assert (merged.sync_bytes, merged.sync_buckets) == (4, 2), "half of each byte goes over the wire"
-    assert merged.gc_ms == pytest.approx(0.2)
-    assert (merged.data_ms, merged.grad_norm, merged.parts_step_ms) == (None, None, None), "never measured"
+    assert (merged.sync_bytes, merged.sync_buckets) == (4, 2)
+    assert (merged.gc_ms, merged.forward_ms) == (0.6, 9.0), "where it was measured"
+    assert (merged.data_ms, merged.grad_norm) == (None, None), "never measured"
 
 
-def test_parts_add_up_within_a_step_and_are_means_over_the_steps_that_have_them() -> None:
-    merged = _merge(
-        _step(1, parts=("forward", "backward"), laps_ms=(1.0, 2.0, 0.5)),
-        _step(2, parts=("forward", "backward", "forward", "backward", "data"), laps_ms=(3.0, 4.0, 2.0, 4.0, 7.0, 0.5)),
-        synchronised=False,
-    )
-    assert (merged.forward_ms, merged.backward_ms, merged.data_ms, merged.step_ms) == (3.0, 5.0, 7.0, 12.0)
+def test_one_step_is_its_own_event_without_lists() -> None:
+    step = _step(4, loss=2.0, step_ms=10.0, sync_exposed_ms=1.0)
+    assert merge([step]) is step
+    assert step.losses is step.step_ms_each is step.sync_exposed_ms_each is None
 
 
-def test_the_exposed_synchronisation_is_taken_out_of_the_backward_pass_where_it_is_known() -> None:
-    steps = [
-        _step(1, parts=("backward",), laps_ms=(10.0, 0.0), exposed_ms=4.0),
-        _step(2, parts=("backward",), laps_ms=(20.0, 0.0), exposed_ms=6.0),
-        _step(3, parts=("backward",), laps_ms=(90.0, 0.0)),
-    ]
-    assert _merge(*steps).backward_ms == 10.0
-    assert _merge(steps[2]).backward_ms is None, "how much of it was synchronisation nobody knows"
-    assert _merge(*steps, synchronised=False).backward_ms == 40.0
-
-
-def test_parts_belong_to_the_steps_that_were_measured_in_parts() -> None:
-    merged = _merge(
-        _step(1, step_ms=50.0),
-        _step(2, parts=("forward",), laps_ms=(2.0, 1.0), core_wait_ms={"forward": 0.5}),
-        _step(3, parts=("forward",), laps_ms=(4.0, 1.0), core_wait_ms={}),
-        _step(4, step_ms=2.0),
-    )
-    assert (merged.step_ms, merged.parts_step_ms, merged.forward_ms) == (15.0, 4.0, 3.0)
+def test_waits_for_a_core_are_means_over_the_steps_that_counted_them() -> None:
+    merged = merge([_step(1, core_wait_ms={"forward": 0.5}), _step(2, core_wait_ms={}), _step(3)])
     assert merged.core_wait_ms == {"forward": 0.25}
 
 
-def test_steps_of_which_only_the_length_was_measured_are_merged_as_the_plain_tuples_that_they_come_as() -> None:
-    whole = [_step(1, loss=1.0, grad_norm=2.0), _step(2, step_ms=3.0, loss=2.0), _step(3, parts=("data",))]
-    assert merge([*map(tuple, whole[:2]), whole[2]], rank=0, synchronised=True, wire_ratio=0.5) == _merge(*whole)
-    assert (whole[1][TIME], whole[1][STEP_MS]) == (whole[1].time, whole[1].step_ms)
+def test_an_event_of_several_steps_gives_each_of_them_back() -> None:
+    steps = [
+        _step(4, time=10.0, loss=2.0, step_ms=500.0, sync_exposed_ms=1.0),
+        _step(5, time=10.5, loss=None, step_ms=500.0),
+        _step(6, time=11.0, loss=math.nan, step_ms=500.0, sync_exposed_ms=3.0),
+    ]
+    (read,) = decode_events(encode_event(merge(steps)))
+    assert isinstance(read, Step)
+    singles = single_steps(read)
+    assert [(each.step, each.time, each.steps, each.samples) for each in singles] == [
+        (4, 10.0, 1, 8),
+        (5, 10.5, 1, 8),
+        (6, 11.0, 1, 8),
+    ]
+    assert [each.loss for each in singles] == [2.0, None, None], "what is no number is none in JSON"
+    assert [each.sync_exposed_ms for each in singles] == [1.0, None, 3.0]
+    assert single_steps(steps[0]) == [steps[0]]
 
 
-@pytest.mark.parametrize(
-    ("end_ms", "step_ms", "count", "every"),
-    [
-        (0.01, 20.0, 1000, 1),
-        (0.015, 4.5, 1000, 1),
-        (0.015, 4.4, 1000, 2),
-        (0.045, 3.0, 1000, 8),
-        (0.09, 3.0, 1000, 16),
-        (0.17, 3.0, 1000, 32),
-        (0.17, 3.0, 255, 16),
-        (0.17, 3.0, 127, 8),
-        (9.0, 3.2, 1000, 16),
-        (0.045, 0.0, 0, 8),
-        (0.045, 0.0, 1000, 32),
-        (0.0, 0.0, 1000, 1),
-        (9.0, 6.0, 1000, 16),
-        (9.0, 12.0, 1000, 8),
-        (9.0, 24.0, 1000, 4),
-        (9.0, 49.0, 64, 2),
-        (9.0, 51.0, 1000, 1),
-        (9.0, 6.0, 63, 4),
-        (9.0, 12.0, 63, 2),
-        (9.0, 23.0, 63, 1),
-    ],
-)
-def test_the_faster_the_steps_the_fewer_are_measured_in_parts(
-    end_ms: float, step_ms: float, count: int, every: int
-) -> None:
-    assert stride(end_ms / 1e3, step_ms / 1e3, 0.01, count) == every
-    assert stride(end_ms / 1e3, step_ms / 1e3, math.inf, count) == 1, "without a limit"
+def _reading(step: int, **fields: Any) -> StepReading:
+    base: dict[str, Any] = {
+        "time": float(step), "step": step, "epoch": 1, "samples": 8, "tokens": None, "lr": None, "gc_ms": 0.0,
+        "marks": [(0.0, 0.0), (0.001, 0.0)], "phases": [], "numbers": lambda: (None, None, None), "grad_scale": 1.0,
+        "log": None, "syncs": (), "warm": True,
+    }  # fmt: skip
+    return StepReading(**(base | fields))
+
+
+def _event(reading: StepReading, sync: Synchronisation | None = None, *, synchronised: bool = False) -> Step:
+    return step_event(reading, HostClock(), sync, rank=0, synchronised=synchronised, wire_ratio=0.5)
+
+
+def test_phases_add_up_within_a_step() -> None:
+    event = _event(
+        _reading(
+            1,
+            phases=["forward", "backward", "forward", "backward", "data"],
+            marks=[(ms / 1e3, 0.0) for ms in (0, 3, 7, 9, 13, 20, 20.5)],
+        )
+    )
+    assert (event.forward_ms, event.backward_ms, event.data_ms, event.step_ms) == (5.0, 8.0, 7.0, 20.5)
+
+
+def test_the_exposed_synchronisation_is_taken_out_of_the_backward_pass_where_it_is_known() -> None:
+    reading = _reading(1, phases=["backward"], marks=[(0.0, 0.0), (0.01, 0.0), (0.01, 0.0)])
+    sync = Synchronisation(sync_ms=5.0, exposed_ms=4.0, bucket_bytes=(6, 2), settled=True, bucket_ms=(1.0, 2.0))
+    event = _event(reading, sync, synchronised=True)
+    assert (event.backward_ms, event.sync_ms, event.sync_exposed_ms) == (6.0, 5.0, 4.0)
+    assert (event.sync_bytes, event.sync_buckets, event.bucket_ms) == (4, 2, [1.0, 2.0]), "half of each byte is sent"
+    unsettled = _event(reading, sync._replace(settled=False), synchronised=True)
+    assert (unsettled.backward_ms, unsettled.sync_exposed_ms) == (6.0, None)
+    assert _event(reading, None, synchronised=True).backward_ms is None, "nobody knows how much was synchronisation"
+    assert _event(reading, None, synchronised=False).backward_ms == 10.0
 
 
 def _events(folder: Path, rank: int = 0) -> list[Any]:
@@ -192,41 +183,26 @@ def _events(folder: Path, rank: int = 0) -> list[Any]:
 
 def test_fast_steps_share_events_and_none_is_dropped(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "0.ndjson")
-    merger = StepMerger(writer, rank=0)
+    recorder = StepRecorder(HostClock(), writer, rank=0)
     for step in range(1, 101):
-        merger.add(_step(step, time=1000 + step * 0.01))
-    merger.flush()
+        recorder.add(_reading(step, time=1000 + step * 0.01))
+    recorder.process()
+    recorder.flush()
     writer.close()
     events = _events(tmp_path)
     assert events[0].steps == 1, "the first step is visible at once"
     assert len(events) <= 22
-    assert sum(event.steps for event in events) == 100
-    assert events[-1].step == 100
+    assert [each.step for event in events for each in single_steps(event)] == list(range(1, 101))
 
 
 def test_slow_steps_have_an_event_each_and_a_clock_set_back_holds_nothing_up(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "0.ndjson")
-    merger = StepMerger(writer, rank=0)
+    recorder = StepRecorder(HostClock(), writer, rank=0)
     for step, moment in enumerate([1000.0, 1000.06, 1000.12, 400.0, 400.06], start=1):
-        merger.add(_step(step, time=moment, parts=("data",)))
+        recorder.add(_reading(step, time=moment))
+    recorder.process()
     writer.close()
     assert [event.steps for event in _events(tmp_path)] == [1, 1, 1, 1, 1]
-
-
-def test_an_event_waits_a_while_for_a_step_that_was_measured_in_parts(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path / "0.ndjson")
-    merger = StepMerger(writer, rank=0)
-    for step in range(1, 25):
-        measured = {"parts": ("data",)} if step in (5, 7, 20) else {}
-        merger.add(_step(step, time=1000 + step / 64, **measured))
-    writer.close()
-    assert [(event.step, event.steps, event.data_ms) for event in _events(tmp_path)] == [
-        (1, 1, None),
-        (5, 4, 1.0),
-        (9, 4, 1.0),
-        (19, 10, None),
-        (23, 4, 1.0),
-    ]
 
 
 def _wait_for_events(folder: Path, count: int) -> None:
@@ -249,17 +225,6 @@ class Hand:
 
     def advance(self, milliseconds: float) -> None:
         self.seconds += milliseconds / 1e3
-
-
-class Ticking:
-    """A clock that is a microsecond further each time it is looked at."""
-
-    def __init__(self) -> None:
-        self.ticks = 0
-
-    def __call__(self) -> float:
-        self.ticks += 1
-        return self.ticks * 1e-6
 
 
 def _meter(folder: Path, hand: Hand, model: nn.Module | None = None) -> tuple[StepMeter, EventWriter]:
@@ -370,96 +335,37 @@ def _doing(folder: Path) -> list[Doing]:
     return [event for event in decode_events((folder / "0.ndjson").read_bytes()) if isinstance(event, Doing)]
 
 
-def test_waits_for_a_core_are_told_per_part_and_rounded(tmp_path: Path) -> None:
+def test_waits_for_a_core_are_recorded_per_phase_and_rounded() -> None:
     hand, waited = Hand(), Hand()
-    meter, writer = _meter(tmp_path, hand)
-    meter._clock = HostClock(hand, waited)
-    meter._mark = meter._clock.mark
-    meter.start()
-    for part, milliseconds in (("data", 0.0), ("forward", 3.0), ("backward", 5.123456), ("optimizer", 1.0)):
+    clock = HostClock(hand, waited)
+    marks, phases = [clock.mark()], ["data", "forward", "backward", "optimizer"]
+    for milliseconds in (0.0, 3.0, 5.123456, 1.0):
         hand.advance(10)
         waited.advance(milliseconds)
-        meter.lap(part)
-    meter.end(step=1, epoch=1, samples=1)
-    meter.close()
-    writer.close()
-    (event,) = _events(tmp_path)
+        marks.append(clock.mark())
+    waited.advance(70.0)
+    marks.append(clock.mark(waits=False))
+    event = step_event(
+        _reading(1, marks=marks, phases=phases), clock, None, rank=0, synchronised=False, wire_ratio=None
+    )
     assert event.core_wait_ms == {"forward": 3.0, "backward": 5.1235, "optimizer": 1.0}
 
 
-class Parts:
-    """A thread that does parts of so many ms, of which it waits some for a core; its clock counts its looks."""
-
-    def __init__(self) -> None:
-        self.hand, self.waited, self.looks = Hand(), Hand(), 0
-        self.clock = HostClock(self.hand, self._look)
-        self.clock.mark("start")
-
-    def _look(self) -> float:
-        self.looks += 1
-        return self.waited()
-
-    def wait_seen(self, milliseconds: float, *, waits: float = 0.0, place: str = "forward") -> float:
-        self.hand.advance(milliseconds)
-        self.waited.advance(waits)
-        self.clock.mark(place)
-        waits = self.clock.take_waits_ms()
-        assert waits is not None
-        assert not waits.keys() - {place}
-        return waits.get(place, 0.0)
-
-
-def test_a_wait_for_a_core_is_looked_up_where_a_part_took_longer_than_usual() -> None:
-    parts = Parts()
-    for _ in range(20):
-        assert parts.wait_seen(10.0) == 0.0
-    assert parts.looks == 2  # the start, and the first, which tells what is usual
-    assert parts.wait_seen(14.0, waits=4.0) == pytest.approx(4.0)
-    assert parts.wait_seen(10.0) == 0.0
-    assert parts.wait_seen(40.0) == 0.0  # slow by its own doing
-    assert parts.looks == 4
-
-
-def test_a_thread_that_always_waits_for_a_core_does_not_get_used_to_it() -> None:
-    parts = Parts()
-    seen = [parts.wait_seen(20.0, waits=10.0) for _ in range(200)]
-    assert seen == [pytest.approx(10.0)] * 200
-
-
-def test_what_nobody_looked_for_is_not_taken_for_a_later_wait() -> None:
-    parts = Parts()
-    parts.wait_seen(10.0)
-    for _ in range(50):
-        parts.wait_seen(10.4, waits=0.4)
-    assert parts.wait_seen(14.0) == pytest.approx(4.0)  # no more than what is unusual
-    assert parts.wait_seen(14.0) == 0.0
-
-
-def test_a_part_that_grows_becomes_usual() -> None:
-    parts = Parts()
-    parts.wait_seen(10.0)
-    for _ in range(120):
-        parts.wait_seen(30.0)
-    looks = parts.looks
-    assert parts.wait_seen(30.0) == 0.0
-    assert parts.looks == looks
-
-
-def test_places_are_told_apart_and_short_parts_never_looked_at() -> None:
-    parts = Parts()
-    for _ in range(10):
-        parts.wait_seen(10.0)
-        parts.wait_seen(30.0, place="backward")
-        parts.wait_seen(0.04, waits=0.04, place="h2d")
-    assert parts.looks == 3
-    assert parts.wait_seen(35.0, waits=5.0, place="backward") == pytest.approx(5.0)
+def test_a_wait_after_a_mark_that_did_not_read_it_counts_to_the_next_phase() -> None:
+    hand, waited = Hand(), Hand()
+    clock = HostClock(hand, waited)
+    marks = [clock.mark()]
+    waited.advance(2.0)
+    marks.append(clock.mark(waits=False))
+    waited.advance(1.0)
+    marks.append(clock.mark())
+    assert clock.waits_ms(marks) == pytest.approx([0.0, 3.0])
 
 
 def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:
     clock = HostClock()
-    clock.mark("start")
-    clock.mark("end")
-    assert clock.take_waits_ms() is None
+    assert clock.waits_ms([clock.mark(), clock.mark()]) is None
+    assert _event(_reading(1)).core_wait_ms is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel counts no waits for a core")
@@ -548,7 +454,6 @@ def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
         writer=writer,
         rank=0,
         now=lambda: float(next(moment)),
-        share=1e-9,
     )
     meter.start()
     for step in range(1, 5):
@@ -622,7 +527,7 @@ def test_the_step_path_never_waits_for_the_device() -> None:
         "measure/clocks.py",
         "measure/bucket_hook.py",
         "measure/step_events.py",
-        "measure/step_maker.py",
+        "measure/step_recorder.py",
     ):
         text = (folder / name).read_text()
         for on_the_cpu in (BucketHook._wait, HostClock.fetch):
@@ -721,7 +626,7 @@ def _train(
         rank=rank,
         detail_every=detail_every,
         now=lambda: float(next(moment)),
-        **({"share": math.inf} | (meter_options or {})),
+        **(meter_options or {}),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(rank)
@@ -794,72 +699,15 @@ def test_warm_up_has_no_synchronisation_values_and_later_steps_have_all(gang: Ga
             assert 0 < max(event.bucket_ms) <= event.sync_ms * 1.01 + 0.5
 
 
-def test_of_fast_steps_some_are_measured_in_parts_and_all_in_length(gang: Gang, tmp_path: Path) -> None:
-    gang.run(_train_with, str(tmp_path), {"steps": 16, "meter_options": {"share": 1e-9, "clock": Ticking()}})
+def test_every_fast_step_is_measured_in_all_phases(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_train_with, str(tmp_path), {"steps": 100})
     for rank in range(2):
         events = _steps(tmp_path, rank)
-        assert [event.step for event in events] == list(range(1, 17))
-        assert all(event.step_ms > 0 and event.loss is not None and event.grad_norm > 0 for event in events)
-        in_parts = [event for event in events if event.forward_ms is not None]
-        assert [event.step for event in in_parts] == [1, 2, 3, 6, 9, 11, 16], "every eighth, and the detailed"
-        for event in in_parts:
-            assert None not in (event.data_ms, event.backward_ms, event.optimizer_ms)
+        assert [event.step for event in events] == list(range(1, 101))
+        for event in events:
+            assert None not in (event.loss, event.grad_norm, event.data_ms, event.forward_ms, event.backward_ms)
             assert event.step_ms >= event.forward_ms + event.backward_ms + event.optimizer_ms
-        settled = [event.step for event in events if event.sync_exposed_ms is not None]
-        assert settled == [3, 6, 9, 11, 16]
-        assert all(event.sync_bytes == PARAMETER_BYTES for event in events if event.step in settled)
-
-
-def _sparing_meter(folder: Path, clock: Callable[[], float]) -> tuple[StepMeter, EventWriter]:
-    """A meter to which any share of the time is too much, and its writer; each step makes an event."""
-    writer = EventWriter(folder / "0.ndjson")
-    moment = itertools.count(1000)
-    meter = StepMeter(
-        nn.Linear(2, 2),
-        device=CPU,
-        writer=writer,
-        rank=0,
-        now=lambda: float(next(moment)),
-        clock=clock,
-        detail_every=0,
-        share=1e-9,
-    )
-    return meter, writer
-
-
-def test_after_a_pause_the_first_step_is_measured_in_parts(tmp_path: Path) -> None:
-    meter, writer = _sparing_meter(tmp_path, Ticking())
-    for step in range(1, 13):
-        if step in (1, 6):
-            meter.pause()
-            meter.start()
-        meter.lap("forward")
-        meter.end(step=step, epoch=1, samples=1)
-    meter.close()
-    writer.close()
-    assert [event.step for event in _events(tmp_path) if event.forward_ms is not None] == [1, 2, 6, 9]
-
-
-def test_steps_that_become_slow_are_measured_in_parts_at_once_and_single_slow_ones_change_little(
-    tmp_path: Path,
-) -> None:
-    hand = Hand()
-
-    def clock() -> float:
-        hand.advance(0.01)  # so that measuring takes time too
-        return hand()
-
-    meter, writer = _sparing_meter(tmp_path, clock)
-    meter.start()
-    for step in range(1, 401):
-        hand.advance(20 if step in (300, 306, 329) or step > 360 else 2)
-        meter.lap("forward")
-        meter.end(step=step, epoch=1, samples=1)
-    meter.close()
-    writer.close()
-    in_parts = [event.step for event in _events(tmp_path) if event.forward_ms is not None]
-    assert [step for step in in_parts if 256 < step <= 360] == [257, 289, 301, 321, 353]
-    assert [step for step in in_parts if step > 360] == list(range(365, 401, 4))
+        assert all(event.sync_exposed_ms is not None for event in events[2:])
 
 
 def test_accumulated_micro_steps_synchronise_once(gang: Gang, tmp_path: Path) -> None:

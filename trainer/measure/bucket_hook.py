@@ -28,9 +28,6 @@ from trainer.measure.clocks import Clock, Mark
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-SYNC_SLACK = 0.25
-"""Of a wait for others, which varies by itself, only so much of a step is worth a look at what of it was for a core."""
-
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
@@ -270,7 +267,7 @@ class BucketHook:
             buckets.sizes.append(buffer.nbytes)
             if norm is not None:
                 buckets.norms.append(norm)
-            buckets.ready.append(self._clock.mark("ready" if last else None))
+            buckets.ready.append(self._clock.mark(waits=last))
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
             return None
@@ -294,13 +291,13 @@ class BucketHook:
         # With NCCL this runs when the collective is queued, on a stream that waits for it: an event recorded here
         # lies at the true end, a host time would not. With gloo it runs on a gloo thread, when all is reduced.
         try:
-            buckets.reduced[index] = self._clock.mark()
+            buckets.reduced[index] = self._clock.mark(waits=False)
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
 
     def _all_reduced(self, buckets: Buckets) -> None:
         try:
-            buckets.end = self._clock.mark("reduced", slack=SYNC_SLACK)
+            buckets.end = self._clock.mark()
             if buckets.detailed:
                 buckets.reduced.append(buckets.end)
         except Exception as error:  # noqa: BLE001 - as above

@@ -6,11 +6,10 @@ future, when the device has done what was queued before it, so readers ask ``rea
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,13 +25,12 @@ Scalar = Tensor | float | None
 class Clock(Protocol):
     """Marks points in time and fetches numbers, both without waiting."""
 
-    def mark(self, place: str | None = None, *, slack: float = 0.0) -> Mark:
+    def mark(self, *, waits: bool = True) -> Mark:
         """Return a mark for now: after all that was asked of the device so far.
 
         Args:
-            place: What it is the end of, always the same word; None where waits for a core are not to be told apart.
-            slack: Share of a step that may be waited for a core before this place without being seen; the clock has
-                a least share of its own.
+            waits: Whether to read how long the training's thread has waited for a core; a mark without that repeats
+                the reading of the last one that had it.
         """
         ...
 
@@ -44,10 +42,10 @@ class Clock(Protocol):
         """Return the milliseconds between each mark and the next; all are ready."""
         ...
 
-    def take_waits_ms(self) -> Mapping[str, float] | None:
-        """Return how long the training's thread was ready to run and had no core since the last call.
+    def waits_ms(self, marks: Sequence[Mark]) -> list[float] | None:
+        """Return the milliseconds between each mark and the next in which the training's thread had no core.
 
-        By the place that it was on its way to; None where nobody counts it.
+        That is, it was ready to run and another had the core; None where nobody counts it.
         """
         ...
 
@@ -68,7 +66,7 @@ class CoreWaits:
     """How long the thread that made this has been waiting for a core, by the kernel's count.
 
     On a busy machine most of what makes one step longer than the next is this, and it says nothing about the code.
-    A look takes 1.3 µs in a loop, and 5 to 20 µs between the parts of a step, where nothing of it is in the caches.
+    Reading it takes 1.3 µs in a loop and more between the phases of a step, where nothing of it is in the caches.
     """
 
     def __init__(self) -> None:
@@ -90,24 +88,10 @@ def core_waits() -> CoreWaits | None:
     return waits
 
 
-START = "start"
-"""The place where steps begin: what came before it is none."""
-CLOSE_S = 100e-6
-"""A part shorter than this is too short for a wait worth a look."""
-SLACK = 0.05
-"""By how much a part must be longer than it usually is, as a share of a step; a rank is late from 0.1 on."""
-RISES, FALLS = 1 / 32, 1 / 2
-"""Shares by which what is usual follows a longer part, and a shorter one: it stays near the shortest."""
-UNKNOWN = (0.0, CLOSE_S)
-"""Between which seconds a part is while nothing is known of it."""
-NOTHING: Mapping[str, float] = {}
-
-
 class HostClock:
     """The clock of a CPU rank: everything has happened by the time it is asked.
 
-    What the thread waited for a core is looked up only after a part that took longer than it usually does, since a
-    look costs more than everything else here. What goes unseen is less than ``SLACK`` of a step.
+    A mark is the time and the count of waits for a core, both in seconds.
 
     Args:
         clock: Seconds.
@@ -119,78 +103,33 @@ class HostClock:
     ) -> None:
         self._clock = clock
         self._waits = waits
-        self._usual: dict[str, float] = {}
-        """Seconds until each place from the one before it, without waits for a core."""
-        self._step = 0.0
-        """Their sum."""
-        self._band: dict[str, tuple[float, float]] = {}
-        """Of each place, between which seconds nothing is worth a look, nor news about what is usual."""
-        self._last = -math.inf
-        """When the last mark with a place was made."""
-        self._count = 0.0
-        """The kernel's count at the last look."""
-        self._looked_at = -math.inf
-        """The mark at which that was."""
-        self._found: dict[str, float] = {}
-        """Seconds waited for a core on the way to each place, not yet taken."""
+        self._waited = 0.0
+        """The count at the last mark that read it."""
 
-    def mark(self, place: str | None = None, *, slack: float = SLACK) -> float:
-        """Return now, in seconds."""
+    def mark(self, *, waits: bool = True) -> tuple[float, float]:
+        """Return now and the count of waits."""
         now = self._clock()
-        if place is not None and self._waits is not None:
-            before, self._last = self._last, now
-            low, high = self._band.get(place, UNKNOWN)
-            if not low <= now - before <= high:
-                self._notice(place, before, now, slack)
-        return now
+        if waits and self._waits is not None:
+            self._waited = self._waits()
+        return now, self._waited
 
-    def _notice(self, place: str, before: float, now: float, slack: float) -> None:
-        """Take up an unusual part, which went from ``before`` to ``now``."""
-        assert self._waits is not None
-        if place == START or before == -math.inf:
-            self._count, self._looked_at = self._waits(), now
-            return
-        took, usual = now - before, self._usual.get(place, 0.0)
-        if took < usual:
-            self._learn(place, took, slack)
-            return
-        count = self._waits()
-        waited = count - self._count
-        if self._looked_at != before:  # some of it may lie before that mark
-            waited = min(waited, took - usual)
-        self._count, self._looked_at = count, now
-        if waited > 0.0:
-            self._found[place] = self._found.get(place, 0.0) + waited
-        self._learn(place, took - waited, slack)
-
-    def _learn(self, place: str, net: float, slack: float) -> None:
-        """Take up how long it was to a place without waiting for a core."""
-        usual = self._usual.get(place, 0.0)
-        change = net if usual == 0.0 else (RISES if net > usual else FALLS) * (net - usual)
-        self._usual[place] = usual = usual + change
-        self._step += change
-        self._band[place] = usual, max(CLOSE_S, usual + slack * self._step)
-
-    def take_waits_ms(self) -> Mapping[str, float] | None:
-        """Return the milliseconds without a core since the last call; None where nobody counts them."""
+    def waits_ms(self, marks: Sequence[tuple[float, float]]) -> list[float] | None:
+        """Return the milliseconds without a core between each mark and the next; None where nobody counts them."""
         if self._waits is None:
             return None
-        if not self._found:
-            return NOTHING
-        found, self._found = self._found, {}
-        return {place: seconds * 1e3 for place, seconds in found.items()}
+        return [(end - start) * 1e3 for (_, start), (_, end) in pairwise(marks)]
 
     def ready(self, marks: Iterable[Mark]) -> bool:
         """Tell that they are."""
         return True
 
-    def laps_ms(self, marks: Sequence[float]) -> list[float]:
+    def laps_ms(self, marks: Sequence[tuple[float, float]]) -> list[float]:
         """Return the milliseconds between each mark and the next."""
-        return [(end - start) * 1e3 for start, end in pairwise(marks)]
+        return [(end - start) * 1e3 for (start, _), (end, _) in pairwise(marks)]
 
-    def elapsed_ms(self, start: float, end: float) -> float:
+    def elapsed_ms(self, start: tuple[float, float], end: tuple[float, float]) -> float:
         """Return the milliseconds between two marks."""
-        return (end - start) * 1e3
+        return (end[0] - start[0]) * 1e3
 
     def release(self, marks: Sequence[Mark]) -> None:
         """Forget nothing: a number needs no returning."""
@@ -218,7 +157,7 @@ class CudaClock:
         self._events: list[Any] = []
         self._pinned: list[Tensor] = []
 
-    def mark(self, place: str | None = None, *, slack: float = 0.0) -> Any:
+    def mark(self, *, waits: bool = True) -> Any:
         """Record an event on the device's current stream."""
         try:
             event = self._events.pop()
@@ -235,9 +174,9 @@ class CudaClock:
         """Return the device's milliseconds between each event and the next."""
         return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
-    def take_waits_ms(self) -> Mapping[str, float] | None:
+    def waits_ms(self, marks: Sequence[Any]) -> None:
         """Return None: the device's time is not the thread's."""
-        return None
+        return
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Return the device's milliseconds between two events."""

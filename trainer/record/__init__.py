@@ -30,6 +30,7 @@ from trainer.record.events import (
     Validation,
     decode_events,
     encode_event,
+    single_steps,
 )
 from trainer.record.run_dir import RunDir, write_atomically
 from trainer.record.writer import EventWriter
@@ -61,5 +62,6 @@ __all__ = [
     "Validation",
     "decode_events",
     "encode_event",
+    "single_steps",
     "write_atomically",
 ]

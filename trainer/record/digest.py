@@ -20,13 +20,13 @@ from trainer.record.events import AnyEvent, Event, NodeSample, Step
 LEVELS = (16, 64, 256, 1024, 4096)
 """Steps of a block, per file; times the steps of an event where events cover several."""
 MEANS = (
-    "loss", "grad_norm", "local_grad_norm", "step_ms", "parts_step_ms", "data_ms", "h2d_ms", "forward_ms",
+    "loss", "grad_norm", "local_grad_norm", "step_ms", "data_ms", "h2d_ms", "forward_ms",
     "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
 )  # fmt: skip
 """What a block has the mean of, over the steps where it was measured."""
 MEANS_OF = attrgetter(*MEANS)
-SPREADS = ("loss", "step_ms", "sync_exposed_ms")
-"""What a block has the extremes of."""
+SPREADS = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
+"""What a block has the extremes of, and where an event for several steps has the single values."""
 FOLDED = 16
 """Events that are folded in together at most: memory is not to grow with the length of a block."""
 
@@ -103,10 +103,15 @@ class _Open:
                 if value is not None and isfinite(value):
                     self.sums[name] += value * n
                     self.weights[name] += n
-        suffix = ("_low", "_high") if isinstance(events[0], Block) else ("", "")
-        for name in SPREADS:
-            for extremes, choose, attribute in ((self.lows, min, suffix[0]), (self.highs, max, suffix[1])):
-                values = [getattr(event, name + attribute) for event in events]
+        for name, singles in SPREADS.items():
+            if isinstance(events[0], Block):
+                lows = [getattr(event, f"{name}_low") for event in events]
+                highs = [getattr(event, f"{name}_high") for event in events]
+            else:
+                lows = highs = [
+                    value for event in events for value in (getattr(event, singles) or (getattr(event, name),))
+                ]
+            for extremes, choose, values in ((self.lows, min, lows), (self.highs, max, highs)):
                 known = [value for value in values if value is not None and isfinite(value)]
                 if known:
                     extremes[name] = choose([*known, extremes.get(name, known[0])])

@@ -101,9 +101,6 @@ class Step(Event, kw_only=True, tag="step"):
     """Norm of this rank's own gradient, before the reduction."""
     step_ms: float | None = None
     """From the end of the previous step to the end of this one."""
-    parts_step_ms: float | None = None
-    """Likewise of those steps alone that were measured in parts, to which all other times belong; None where the event
-    covers no others."""
     data_ms: float | None = None
     """Waiting for the data loader."""
     h2d_ms: float | None = None
@@ -116,8 +113,8 @@ class Step(Event, kw_only=True, tag="step"):
     gc_ms: float | None = None
     """Time in Python's garbage collector within the step."""
     core_wait_ms: dict[str, float] | None = None
-    """Of each part (``data``, ``forward``, …, ``sync`` for the exposed synchronisation), the time in which this
-    rank's thread was ready to run and had no core. A part without is left out; None where nobody counts it."""
+    """Of each phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation), the time in which this
+    rank's thread was ready to run and had no core. A phase without is left out; None where nobody counts it."""
     sync_ms: float | None = None
     """First bucket launched to all reduced."""
     sync_exposed_ms: float | None = None
@@ -127,6 +124,48 @@ class Step(Event, kw_only=True, tag="step"):
     sync_buckets: int | None = None
     bucket_ms: list[float] | None = None
     """Time of each bucket from ready to reduced, in launch order."""
+    losses: list[float | None] | None = None
+    """The loss of each covered step, in step order; absent where the event covers one."""
+    step_ms_each: list[float | None] | None = None
+    """Likewise of ``step_ms``."""
+    sync_exposed_ms_each: list[float | None] | None = None
+    """Likewise of ``sync_exposed_ms``."""
+
+
+def single_steps(event: Step) -> list[Step]:
+    """Return one event per step that ``event`` covers, with its single values; ``event`` alone where it has none.
+
+    What the record keeps as a mean only is absent from them, and samples are shared out evenly.
+    """
+    lengths_ms = event.step_ms_each
+    if lengths_ms is None or len(lengths_ms) != event.steps:
+        return [event]
+    losses = _each(event.losses, event.steps)
+    exposed_ms = _each(event.sync_exposed_ms_each, event.steps)
+    first = event.step - event.steps + 1
+    ends = [event.time] * event.steps
+    for index in range(event.steps - 1, 0, -1):
+        ends[index - 1] = ends[index] - (lengths_ms[index] or 0.0) / 1e3
+    samples = event.samples
+    return [
+        Step(
+            time=time,
+            rank=event.rank,
+            step=first + index,
+            epoch=event.epoch,
+            steps=1,
+            samples=samples * (index + 1) // event.steps - samples * index // event.steps,
+            lr=event.lr,
+            loss=loss,
+            step_ms=step_ms,
+            sync_exposed_ms=waited_ms,
+        )
+        for index, (time, loss, step_ms, waited_ms) in enumerate(zip(ends, losses, lengths_ms, exposed_ms, strict=True))
+    ]
+
+
+def _each(values: list[float | None] | None, count: int) -> list[float | None]:
+    return values if values is not None and len(values) == count else [None] * count
 
 
 class Doing(Event, kw_only=True, tag="doing"):

@@ -48,7 +48,7 @@ def parts_of(view: RankView) -> tuple[float, ...] | None:
         event.sync_exposed_ms or 0.0,
         event.optimizer_ms or 0.0,
     )
-    return (*parts, max((event.parts_step_ms or event.step_ms) - sum(parts), 0.0))
+    return (*parts, max(event.step_ms - sum(parts), 0.0))
 
 
 def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar]:
