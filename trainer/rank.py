@@ -152,6 +152,7 @@ class _Rank:
             checkpoints=folder,
             stop_asked=here.stop_asked,
             stopping=here.stopping,
+            waits=self._waits,
             run_id=here.run_id,
             recipe=self.run_dir.recipe.read_text() if self.run_dir and self.run_dir.recipe.exists() else "",
         )
@@ -194,6 +195,18 @@ class _Rank:
 
     def _say(self, line: str) -> None:
         self._narration.say(line)
+
+    def _waits(self) -> None:
+        self.writer.write(
+            record.Doing(
+                time=time.time(),
+                rank=self.assignment.rank,
+                step=(self.step() or 0) + 1,
+                part="group",
+                parts_done=0,
+                waited_ms=0.0,
+            )
+        )
 
     def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))

@@ -43,6 +43,7 @@ class RankView:
         "steps",
         "time",
         "totals",
+        "turns",
     )
 
     def __init__(self, rank: int, history: int = 0) -> None:
@@ -66,7 +67,9 @@ class RankView:
         self.last: Step | None = None
         """Its newest step event."""
         self.doing: Doing | None = None
-        """What it is at, while a step takes unusually long."""
+        """What it is at, while a step takes unusually long or it waits for the others outside of steps."""
+        self.turns = 0
+        """Validations that it has begun and ended since it was last started; odd while it validates."""
         self.events = 0
         """Step events seen."""
         self.totals = NOTHING

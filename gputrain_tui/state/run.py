@@ -300,6 +300,10 @@ class RunState:
             self._start_again(view)
         if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
             return  # the node's parent writes into another file, which may be read later
+        if event.state != view.state:
+            view.doing = None
+        if (event.state == "validating") != bool(view.turns % 2):
+            view.turns += 1
         view.state = event.state
         view.time = event.time
         view.message = event.message
@@ -319,6 +323,7 @@ class RunState:
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
         view.sampled = view.doing = None
+        view.turns = 0
         self.replicas.forget(view.rank)
         self._lateness.begin_anew()
         self._pace.begin_anew()

@@ -130,13 +130,17 @@ class Step(Event, kw_only=True, tag="step"):
 
 
 class Doing(Event, kw_only=True, tag="doing"):
-    """What a rank is at in a step that takes unusually long; written once per such wait, while it lasts."""
+    """What a rank is at in a step that takes unusually long; written once per such wait, while it lasts.
+
+    Outside of steps it is written before a rank waits for all others, as at the end of a validation.
+    """
 
     rank: int
     step: int
     """The step that is under way, from 1."""
-    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other"]
-    """``sync``: its own gradients are ready, and it waits for the others'."""
+    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other", "group"]
+    """``sync``: its own gradients are ready, and it waits for the others'. ``group``: it waits for them outside of
+    steps."""
     parts_done: int
     """Parts of the step that are behind it; with several micro-steps they count one by one."""
     waited_ms: float
