@@ -16,6 +16,7 @@ from trainer.checkpoint import CheckpointError, load, newest
 from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
+from trainer.node.last_words import error_line
 from trainer.node.rank_log import Narration
 from trainer.options import Training
 from trainer.outcome import NO_UPDATE_LEFT, is_lost_peer
@@ -223,7 +224,7 @@ class _Rank:
             print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         now = time.time()
-        message = first_line if told else f"{type(error).__name__}: {first_line}"
+        message = first_line if told else error_line(error)
         if kind != "lost_peer":
             distributed.tell_failure(message)
         elif lost := distributed.lost_by():

@@ -62,14 +62,10 @@ class Heard:
     """When each rank was last heard of, by this process's clock: those of the nodes may differ."""
 
     news: dict[int, tuple[str, int, int]] = field(default_factory=dict)
-    told: dict[int, float] = field(default_factory=dict)
-    """When a rank said that, by its own clock."""
     times: dict[int, float] = field(default_factory=dict)
     """When a rank did a step, or entered another state, last."""
     alive: dict[int, float] = field(default_factory=dict)
     """When it did that, or its process was seen to do anything, last."""
-    longest_s: dict[str, float] = field(default_factory=dict)
-    """The longest stay in each state that a rank has left, or between two steps."""
     quiet_s: float = 0.0
     """The longest time in which a process did nothing, and went on."""
     _samples: dict[int, tuple[object, object]] = field(default_factory=dict)
@@ -77,19 +73,17 @@ class Heard:
     def listen(self, state: RunState, now: float) -> None:
         """Note who has done a step, or entered another state, since the last time."""
         for rank, view in state.ranks.items():
-            news = (_stage(view), view.step, view.turns)
+            news = (view.stage, view.step, view.turns)
             before = self.news.get(rank)
             if before != news:
-                told = _told(view)
-                if before is not None:  # a look may come late, or one for several steps
-                    stay_s = min(told - self.told[rank], now - self.times[rank])
-                    self.longest_s[before[0]] = max(self.longest_s.get(before[0], 0.0), stay_s)
-                self.news[rank], self.told[rank], self.times[rank] = news, told, now
-            samples = view.process, view.gpu
-            if before != news or (self._samples.get(rank) != samples and _is_alive(view)):
+                self.news[rank], self.times[rank] = news, now
+            process, gpu = self._samples.get(rank, (None, None))
+            is_sampled = view.process is not process or view.gpu is not gpu
+            if before != news or (is_sampled and _is_alive(view)):
                 self.quiet_s = max(self.quiet_s, now - self.alive.get(rank, now))
                 self.alive[rank] = now
-            self._samples[rank] = samples
+            if is_sampled:
+                self._samples[rank] = view.process, view.gpu
 
 
 def stalls(state: RunState, heard: Heard, now: float) -> list[Symptom]:
@@ -112,7 +106,7 @@ def stalls(state: RunState, heard: Heard, now: float) -> list[Symptom]:
     if left:
         # Ranks that have done all steps leave before those that still evaluate or save.
         early = [view for view in left if view.step < ahead]
-        patience_s = _patience(heard, running)
+        patience_s = _patience(state, running)
         if not early or patience_s is None:
             return []
         return [_left(view, shortest_s, patience_s, ahead) for view in early]
@@ -120,14 +114,14 @@ def stalls(state: RunState, heard: Heard, now: float) -> list[Symptom]:
     if missing:
         found = []
         for view in missing:
-            patience_s = _patience(heard, [view]) or (BUSY_S if _doing(view) == "busy" else QUIET_S)
+            patience_s = _patience(state, [view]) or (BUSY_S if _doing(view) == "busy" else QUIET_S)
             if silences[view.rank] >= patience_s / 2:
                 found.append(_one(state, view, silences[view.rank], patience_s, ahead, alone=len(missing) == 1))
         return found
-    learnt_s = _patience(heard, running)
+    learnt_s = _patience(state, running)
     if learnt_s is None:
         return _quiet(running, heard, now)
-    busy = all(_stage(view) == "training" and _doing(view) == "busy" for view in running)
+    busy = all(view.stage == "training" and _doing(view) == "busy" for view in running)
     patience_s = max(learnt_s, BUSY_S if busy else TOGETHER_S)
     return [_together(running, _odd_one(running), shortest_s, patience_s)] if shortest_s >= patience_s / 2 else []
 
@@ -150,22 +144,6 @@ def awaited(state: RunState) -> list[RankView]:
     return behind if 0 < len(behind) <= len(running) / 2 else []
 
 
-def _stage(view: RankView) -> str:
-    """Return what a rank's stay is compared with: its state, its first step, or that it waits outside of steps."""
-    if view.doing is not None and view.doing.part == "group":
-        return "group"
-    if view.state == "training" and view.last is None:
-        return "first_step"
-    return view.state or "spawned"
-
-
-def _told(view: RankView) -> float:
-    """Return when a rank did its last step or entered the state in which it is, by its own clock."""
-    if view.doing is not None and view.doing.part == "group":
-        return view.doing.time
-    return view.time or 0.0
-
-
 def _place(view: RankView) -> Place:
     """Return how far a rank is: before training, then by steps, then by validations between two steps."""
     begun = BEFORE.index(view.state) if view.state in BEFORE else len(BEFORE)
@@ -179,9 +157,9 @@ def _parts_done(view: RankView) -> float:
     return float("inf") if view.doing.part == "group" else view.doing.parts_done
 
 
-def _patience(heard: Heard, views: Sequence[RankView]) -> float | None:
+def _patience(state: RunState, views: Sequence[RankView]) -> float | None:
     """Return how long the ranks may take, by how long others took; None where nothing is known of their state."""
-    stays_s = [heard.longest_s.get(_stage(view)) for view in views]
+    stays_s = [state.longest_s.get(view.stage) for view in views]
     known_s = [stay_s for stay_s in stays_s if stay_s is not None]
     if len(known_s) < len(stays_s):
         return None
@@ -221,7 +199,7 @@ def _one(state: RunState, view: RankView, silence_s: float, patience_s: float, a
         severity="critical",
         cause=_part(view) or _doing(view),
         step=view.step,
-        message=f"rank {view.rank}{where} {STAYS[_stage(view)]} for {silence_s:.0f} s{after}, and the "
+        message=f"rank {view.rank}{where} {STAYS[view.stage]} for {silence_s:.0f} s{after}, and the "
         f"others {wait}{_said(view)}",
         evidence=_evidence(view, silence_s),
         advice=ADVICE["stalled_behind"],
@@ -247,8 +225,8 @@ def _left(view: RankView, silence_s: float, patience_s: float, ahead: int) -> Sy
 def _together(views: Sequence[RankView], one: RankView | None, silence_s: float, patience_s: float) -> Symptom:
     step = min(view.step for view in views)
     after = f", after step {step}" if step else ""
-    stage = _stage(views[0])
-    if any(_stage(view) != stage for view in views) or stage in ("training", "first_step"):
+    stage = views[0].stage
+    if any(view.stage != stage for view in views) or stage in ("training", "first_step"):
         message = f"no rank has done a step for {silence_s:.0f} s{after}"
     else:
         message = f"every rank {STAYS[stage]} for {silence_s:.0f} s{after}"
