@@ -211,7 +211,7 @@ class _Node:
                 if report.stopped:
                     rank.stopped, rank.stopped_at = report, time.monotonic()
                 if report.finished and rank.finished_at is None:
-                    rank.finished_at = time.monotonic()
+                    rank.finished_at, rank.finished_ns = time.monotonic(), report.time_ns
                 if report.failure is not None and rank.finished_at is None:
                     rank.failed = True
                     self._verdict.add(report.time_ns, rank.assignment, report.failure)

@@ -56,7 +56,7 @@ class Verdict:
 
     def finish(self, rank: RankProcess) -> None:
         """Record the success of a script that left by ``os._exit(0)`` or became another program."""
-        rank.finished_at = time.monotonic()
+        rank.finished_at, rank.finished_ns = time.monotonic(), time.time_ns()
         here = rank.assignment
         if here.run_dir is not None:
             writer = EventWriter(RunDir(here.run_dir).rank_events(here.rank), rank=here.rank)
@@ -136,9 +136,7 @@ class Verdict:
 def _missing(ranks: Sequence[RankProcess], lost: Failure) -> Failure | None:
     """Return the failure of the rank that others of a run on one node have lost; None where all of them lost any."""
     gave_up = f"rank {lost.rank} gave up: {lost.message}"
-    # By the wall clock, as failures are.
-    offset_s = time.time() - time.monotonic()
-    left = [rank for rank in ranks if rank.finished_at is not None and rank.finished_at + offset_s <= lost.time]
+    left = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
     silent = [rank for rank in ranks if rank.silent]
     for found, kind, what in (
         (left, "left_early", "had left with exit code 0, and others went on"),
