@@ -54,6 +54,8 @@ STAYS = {
 """How a rank that stays in a state is spoken of."""
 BEFORE = ("spawned", "joining", "ready")
 """The states before training, in order."""
+LOCK = "futex"
+"""How the kernel's functions begin in which a thread waits for another one."""
 Place = tuple[int, int, int]
 
 
@@ -183,7 +185,8 @@ def _quiet(views: Sequence[RankView], heard: Heard, now: float) -> list[Symptom]
     alive = [view for view in views if view not in silent]
     if silence_s < patience_s / 2 or len(alive) > len(views) / 2:
         return []
-    return [_together(views, alive[0] if len(alive) == 1 else None, silence_s, patience_s)]
+    one = alive[0] if len(alive) == 1 else None if alive else _asleep_elsewhere(views)
+    return [_together(views, one, silence_s, patience_s)]
 
 
 def _one(state: RunState, view: RankView, silence_s: float, patience_s: float, ahead: int, *, alone: bool) -> Symptom:
@@ -244,6 +247,16 @@ def _together(views: Sequence[RankView], one: RankView | None, silence_s: float,
     )
 
 
+def _asleep_elsewhere(views: Sequence[RankView]) -> RankView | None:
+    """Return the one rank whose process sleeps elsewhere than those of all others, which sleep at a lock.
+
+    A collective of gloo is waited for at a lock of its threads.
+    """
+    places = {view.rank: getattr(view.process, "sleeps_in", None) or "" for view in views}
+    odd = [view for view in views if not places[view.rank].startswith(LOCK)]
+    return odd[0] if len(odd) == 1 < len(views) and places[odd[0].rank] else None
+
+
 def _odd_one(views: Sequence[RankView]) -> RankView | None:
     """Return the one rank that does something else than those that wait for it, where that can be told."""
     kinds: dict[str | None, list[RankView]] = {}
@@ -288,7 +301,9 @@ def _said(view: RankView) -> str:
     part, doing = _part(view), _doing(view)
     told = [f"rank {view.rank} is {PLACES[part]}"] if part is not None else []
     if doing is not None:
-        told.append(f"its process is {doing}" if told else f"the process of rank {view.rank} is {doing}")
+        place = view.process.sleeps_in
+        what = f"sleeps in the kernel's {place}" if place and not place.startswith(LOCK) else f"is {doing}"
+        told.append(f"its process {what}" if told else f"the process of rank {view.rank} {what}")
     return "; " + ", and ".join(told) if told else ""
 
 

@@ -289,15 +289,20 @@ class RunState:
 
     def _doing(self, event: Doing) -> None:
         view = self.rank(event.rank)
+        if event.part in ("sync", "group"):  # it has done its own part, and waits for the others
+            self._learn_stay(view, event.time - event.waited_ms / 1e3)
         if event.part == "group":
-            self._leave_stage(view, event.time)
+            view.entered = event.time
         view.doing = event
 
     def _leave_stage(self, view: RankView, time: float) -> None:
-        """Learn how long a rank may stay in the stage that it leaves now."""
-        if view.entered is not None and time - view.entered > self.longest_s.get(view.stage, -1.0):
-            self.longest_s[view.stage] = time - view.entered
+        self._learn_stay(view, time)
         view.entered = time
+
+    def _learn_stay(self, view: RankView, until: float) -> None:
+        """Learn how long a rank may stay in the stage in which it is."""
+        if view.entered is not None and until - view.entered > self.longest_s.get(view.stage, -1.0):
+            self.longest_s[view.stage] = until - view.entered
 
     def _run_started(self, event: RunStarted) -> None:
         self.run, self.recipe, self.run_dir = event.run, event.recipe, event.run_dir

@@ -801,6 +801,21 @@ def starting(ranks: int, state: str) -> Run:
     return run
 
 
+@pytest.mark.parametrize("took_s", [0.5, 5.0])
+def test_in_the_first_step_the_rank_whose_gradients_the_others_wait_for_is_named(took_s: float) -> None:
+    run = starting(2, "training")
+    begun = run.now
+    run.now += took_s + 5.0
+    for rank, part, done in ((0, "sync", 4), (1, "forward", 2)):
+        run.state.apply(
+            Doing(time=run.now, rank=rank, step=1, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
+        )
+    patience_s = max(10.0, 4 * took_s)
+    assert run.look(begun + patience_s - 1.0 - run.now) == []
+    (found,) = run.look(2.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 1, "forward")
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [("ready", "has been getting ready for 12 s"), ("training", "has done no step for 12 s")],
@@ -856,6 +871,33 @@ def test_of_ranks_that_tell_no_steps_the_one_that_computes_while_all_others_do_n
     assert sampled(run, 299, 0.0, 99.0, 0.0) == []
     (found,) = sampled(run, 3, 0.0, 99.0, 0.0)
     assert (found.kind, found.rank, found.cause) == ("stalled", 1, "busy")
+
+
+@pytest.mark.parametrize(
+    ("places", "rank"),
+    [
+        (["futex_wait_queue", "hrtimer_nanosleep"], 1),
+        (["futex_do_wait", "futex_do_wait", "do_signal_stop"], 2),
+        (["futex_wait_queue", "futex_wait_queue"], None),
+        (["hrtimer_nanosleep", "do_sys_poll"], None),
+        (["futex_wait_queue", None], None),
+        ([None, None], None),
+    ],
+)
+def test_of_ranks_that_all_do_nothing_the_one_that_does_not_wait_at_a_lock_is_named(
+    places: list[str | None], rank: int | None
+) -> None:
+    run = starting(len(places), "training")
+    for _ in range(62):
+        run.now += 1.0
+        samples = [RankSample(rank=each, cpu_percent=0.0, sleeps_in=place) for each, place in enumerate(places)]
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+        found = run.look()
+        if found:
+            break
+    assert [(finding.kind, finding.rank) for finding in found] == [("stalled", rank)]
+    if rank is not None:
+        assert f"the process of rank {rank} sleeps in the kernel's {places[rank]}, unlike" in found[0].message
 
 
 def test_a_failure_does_not_clear_a_stall() -> None:

@@ -206,6 +206,8 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     rss_bytes: int | None = None
     wait_percent: float | None = None
     """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
+    sleeps_in: str | None = None
+    """Function of the kernel in which its main thread was asleep when its process did next to nothing."""
 
 
 class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
