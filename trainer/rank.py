@@ -198,6 +198,8 @@ class _Rank:
         self._narration.say(line)
 
     def _waits(self) -> None:
+        if self.assignment.world_size == 1:
+            return
         self.writer.write(
             record.Doing(
                 time=time.time(),

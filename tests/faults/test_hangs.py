@@ -57,6 +57,15 @@ def script_recipe(bench: Bench, how: str) -> Path:
     return path
 
 
+def failed(bench: Bench, *words: str | Path) -> str:
+    """Run to the end that is expected and return what is said on standard error."""
+    process = bench.start("run", *words)
+    _, err = process.communicate(timeout=150)
+    print(err)
+    assert process.returncode == 1
+    return err
+
+
 class Followed:
     """A run and what its record tells so far."""
 
@@ -78,7 +87,7 @@ class Followed:
     def stalls(self) -> list[Finding]:
         return [event for event in self.events if isinstance(event, Finding) and event.kind == "stalled"]
 
-    def first_stall(self, seconds: float = 60.0) -> Finding:
+    def first_stall(self, seconds: float = 90.0) -> Finding:
         until(lambda: (self.read() and self.stalls) or self.process.poll() is not None, seconds)
         return self.stalls[0]
 
@@ -134,12 +143,9 @@ def test_a_rank_that_spins_in_a_validation_is_named(bench: Bench, follow: list[F
 def test_after_the_time_out_of_the_others_the_rank_that_hung_is_the_cause_and_its_stall_stands(
     bench: Bench, where: str, ranks: int
 ) -> None:
-    path = recipe(bench, where, ranks=ranks)
-    done = bench.call("run", path, "--set", "train.distributed_timeout=18")
-    print(done.stderr)
-    assert done.returncode == 1
-    assert re.search(r"^rank 1 failed on \S+( at step \d+)?: stalled$", done.stderr, re.MULTILINE)
-    assert "rank 0 failed" not in done.stderr
+    err = failed(bench, recipe(bench, where, ranks=ranks), "--set", "train.distributed_timeout=18")
+    assert re.search(r"^rank 1 failed on \S+( at step \d+)?: stalled$", err, re.MULTILINE)
+    assert "rank 0 failed" not in err
     state = RunState()
     reader = RunReader(bench.runs()[0].dir)
     while batch := reader.poll():
@@ -152,18 +158,15 @@ def test_after_the_time_out_of_the_others_the_rank_that_hung_is_the_cause_and_it
 
 
 def test_of_ranks_that_give_up_before_a_stall_is_found_the_silent_one_is_the_cause(bench: Bench) -> None:
-    done = bench.call("run", recipe(bench, "first"), "--set", "train.distributed_timeout=3")
-    assert done.returncode == 1
-    assert re.search(r"^rank 1 failed on \S+: silent$", done.stderr, re.MULTILINE)
-    assert "rank 1 said nothing; rank 0 gave up:" in done.stderr
+    err = failed(bench, recipe(bench, "first"), "--set", "train.distributed_timeout=3")
+    assert re.search(r"^rank 1 failed on \S+: silent$", err, re.MULTILINE)
+    assert "rank 1 said nothing; rank 0 gave up:" in err
 
 
 def test_a_rank_that_left_in_the_middle_is_the_cause(bench: Bench) -> None:
-    done = bench.call("run", script_recipe(bench, "leave"))
-    print(done.stderr)
-    assert done.returncode == 1
-    assert re.search(r"^rank 1 failed on \S+: left early$", done.stderr, re.MULTILINE)
-    assert "rank 1 had left with exit code 0, and others went on; rank 0 gave up:" in done.stderr
+    err = failed(bench, script_recipe(bench, "leave"))
+    assert re.search(r"^rank 1 failed on \S+: left early$", err, re.MULTILINE)
+    assert "rank 1 had left with exit code 0, and others went on; rank 0 gave up:" in err
 
 
 def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(bench: Bench, follow: list[Followed]) -> None:

@@ -82,6 +82,15 @@ def one_says_nothing(assignment: RankAssignment) -> None:
     _hang_without_gil()
 
 
+def one_is_ended_by_the_watchdog_of_nccl(assignment: RankAssignment) -> None:
+    if assignment.rank == 0:
+        print(
+            "  what():  [PG ID 0 Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)", file=sys.stderr
+        )
+        os.abort()
+    _hang_without_gil()
+
+
 def one_has_left(assignment: RankAssignment) -> None:
     if assignment.rank == 1:
         assignment.finished()

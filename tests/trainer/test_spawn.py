@@ -236,6 +236,12 @@ def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(sta
     [
         ("one_says_nothing", "silent", "rank 1 said nothing; rank 0 gave up: Connection reset by peer"),
         (
+            "one_is_ended_by_the_watchdog_of_nccl",
+            "silent",
+            "rank 1 said nothing; rank 0 gave up: the process was ended by SIGABRT: [PG ID 0 Rank 0] Watchdog caught "
+            "collective operation timeout: WorkNCCL(...)",
+        ),
+        (
             "one_has_left",
             "left_early",
             "rank 1 had left with exit code 0, and others went on; rank 0 gave up: Connection reset by peer",
