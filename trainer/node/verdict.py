@@ -110,7 +110,8 @@ class Verdict:
         """
         failure = root_cause(self.failures)
         if failure is not None and failure.kind == "lost_peer" and len(ranks) == first.world_size:
-            failure = _missing(ranks, failure) or failure
+            known = {each.rank for _, each in self.failures}
+            failure = _missing([rank for rank in ranks if rank.assignment.rank not in known], failure) or failure
         complete = bool(ranks) and all(rank.finished_at is not None for rank in ranks)
         orderly = [rank.stopped for rank in ranks if rank.stopped is not None]
         if (stopped or (orderly and failure is None)) and not complete:
@@ -134,7 +135,12 @@ class Verdict:
 
 
 def _missing(ranks: Sequence[RankProcess], lost: Failure) -> Failure | None:
-    """Return the failure of the rank that others of a run on one node have lost; None where all of them lost any."""
+    """Return the failure of the rank that others of a run on one node have lost; None where all of them lost any.
+
+    Args:
+        ranks: those of which no failure is known.
+        lost: the first failure.
+    """
     gave_up = f"rank {lost.rank} gave up: {lost.message}"
     left = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
     silent = [rank for rank in ranks if rank.silent]
