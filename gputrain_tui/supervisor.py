@@ -29,7 +29,7 @@ from gputrain_tui.running.attempt import Attempt, Ended, leave_word, word_of
 from gputrain_tui.running.descendants import adopt_orphans, sweep
 from gputrain_tui.running.wishes import Urgency, Wishes
 from trainer.errors import ExitCode, RequestError
-from trainer.outcome import SAVE_S, exit_code_of
+from trainer.outcome import OF_LOST, SAVE_S, exit_code_of
 from trainer.record import Failure, Finding, RunDir
 
 if TYPE_CHECKING:
@@ -234,10 +234,27 @@ class Supervisor:
             where = attempt.ended[stopped].host
             return Ended(status="stopped", reason=f"node {stopped} was stopped on {where}")
         failure = outcome.cause(self.dir, attempt.since, attempt.ended, self._now())
-        recorded = failure in outcome.failures(self.dir, attempt.since)
+        told = outcome.failures(self.dir, attempt.since)
+        recorded = failure in told
+        only_lost = bool(told) and all(each.kind == "lost_peer" for each in told)
+        # A node's parent knows less of the run than its record.
+        if only_lost and failure.kind in OF_LOST and (missing := self._missing()) is not None:
+            failure, recorded = missing, False
         if self._adopting and not recorded:
             failure = self._failure("signal", "the run's supervisor was killed, and its ranks ended with it")
         return Ended(status="failed", failure=failure, recorded=recorded)
+
+    def _missing(self) -> Failure | None:
+        """Return the failure of the rank that others have lost, where the record tells which one that is."""
+        from gputrain_tui.diagnosis.missing import missing
+        from gputrain_tui.diagnosis.watch import Watch
+
+        try:
+            watch = self._diagnosis or Watch(self.dir, now=self._now)
+            return missing(watch.state_at_end())
+        except Exception:  # noqa: BLE001 - whatever is wrong with looking, the run ends with what the ranks say
+            traceback.print_exc()
+            return None
 
     # --------------------------------------------------------------------------------------------------- the end
 

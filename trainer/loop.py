@@ -88,7 +88,9 @@ class Loop:
             if split != "train"
         }
         torch.manual_seed(options.seed)  # the same initialisation on all ranks
-        self.model = wrap(task.model(), options, device=here.device, world_size=here.world_size)
+        model = task.model()
+        here.waits()  # DDP compares the models of all ranks
+        self.model = wrap(model, options, device=here.device, world_size=here.world_size)
         self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
         torch.manual_seed(mixed(options.seed, here.rank))  # dropout differs between ranks and can be repeated
@@ -348,6 +350,7 @@ class Loop:
             device=self.here.device,
             autocast=self.autocast,
             stop_asked=self.here.stop_asked,
+            waits=self.here.waits,
         )
         self._stopped |= result is None
         return result

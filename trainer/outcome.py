@@ -21,6 +21,10 @@ SAVE_S = 60.0
 """How long ranks that have agreed to stop may take to save."""
 
 
+OF_LOST = ("lost_peer", "stalled", "left_early", "silent")
+"""Kinds of failures that ranks tell of each other, or that are concluded from that."""
+
+
 class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a rank says before its teardown: the truth about its training, whatever happens at its exit."""
 

@@ -16,6 +16,7 @@ from trainer.checkpoint import CheckpointError, load, newest
 from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
+from trainer.node.last_words import error_line
 from trainer.node.rank_log import Narration
 from trainer.options import Training
 from trainer.outcome import NO_UPDATE_LEFT, is_lost_peer
@@ -152,6 +153,7 @@ class _Rank:
             checkpoints=folder,
             stop_asked=here.stop_asked,
             stopping=here.stopping,
+            waits=self._waits,
             run_id=here.run_id,
             recipe=self.run_dir.recipe.read_text() if self.run_dir and self.run_dir.recipe.exists() else "",
         )
@@ -195,6 +197,20 @@ class _Rank:
     def _say(self, line: str) -> None:
         self._narration.say(line)
 
+    def _waits(self) -> None:
+        if self.assignment.world_size == 1:
+            return
+        self.writer.write(
+            record.Doing(
+                time=time.time(),
+                rank=self.assignment.rank,
+                step=(self.step() or 0) + 1,
+                part="group",
+                parts_done=0,
+                waited_ms=0.0,
+            )
+        )
+
     def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
         self._say(
@@ -210,7 +226,7 @@ class _Rank:
             print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         now = time.time()
-        message = first_line if told else f"{type(error).__name__}: {first_line}"
+        message = first_line if told else error_line(error)
         if kind != "lost_peer":
             distributed.tell_failure(message)
         elif lost := distributed.lost_by():

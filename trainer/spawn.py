@@ -32,6 +32,11 @@ from trainer.record import EventWriter, RunDir
 SAMPLE_S = 1.0
 """Time between two looks at the machine, when a record is kept."""
 
+UNKNOWN_EXIT = 255
+"""What ``multiprocessing`` takes for the exit code of a process whose fork server can no longer tell it."""
+SERVER_END_S = 1.0
+"""How long the fork server may take from closing its connections to its end."""
+
 
 def run_node(
     assignments: Sequence[RankAssignment],
@@ -104,6 +109,8 @@ class _Node:
         """Of the ranks that run, for the sampler."""
         self._neighbours: Neighbours | None = None
         """The ranks of this node that other processes have started, as a launcher has it."""
+        self._server_gone = False
+        """Whether the fork server ended before its ranks."""
         self._sampler: NodeSampler | None = None
         """Looks at the machine; None while nothing has been started and without a record."""
 
@@ -204,7 +211,7 @@ class _Node:
                 if report.stopped:
                     rank.stopped, rank.stopped_at = report, time.monotonic()
                 if report.finished and rank.finished_at is None:
-                    rank.finished_at = time.monotonic()
+                    rank.finished_at, rank.finished_ns = time.monotonic(), report.time_ns
                 if report.failure is not None and rank.finished_at is None:
                     rank.failed = True
                     self._verdict.add(report.time_ns, rank.assignment, report.failure)
@@ -214,10 +221,20 @@ class _Node:
                 rank.reports.close()
                 self._pids.pop(rank.assignment.rank, None)  # the number may be given to another process
                 if rank.silent and self._ending.kill_at is None:
+                    if rank.exit_code == UNKNOWN_EXIT and self._server_ended(rank):
+                        continue
                     if rank.assignment.is_script and rank.exit_code == 0:
                         self._verdict.finish(rank)
                     else:
                         self._verdict.report_death(rank)
+
+    def _server_ended(self, rank: RankProcess) -> bool:
+        """Record once that the fork server has ended, if it has; the kernel ends its ranks with it."""
+        over, number = forkserver.ended(SERVER_END_S)
+        if over and not self._server_gone:
+            self._server_gone = True
+            self._verdict.server_ended(rank.assignment.host, number)
+        return over
 
     def outcome(self, first: RankAssignment) -> NodeOutcome:
         """Describe how the node ended."""

@@ -102,7 +102,10 @@ class Diagnosis:
 
     def _clear(self, seen: dict[Key, Symptom], state: RunState, now: float) -> list[Finding]:
         events = []
+        failed = any(view.state == "failed" for view in state.ranks.values())
         for key, (finding, below) in list(self._raised.items()):
+            if finding.kind == "stalled" and failed:
+                continue  # that others give up waiting does not make the rank go on
             symptom = seen.get(key)
             if symptom is not None and symptom.value >= (below or CLEARED * symptom.threshold):
                 continue

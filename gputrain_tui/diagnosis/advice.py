@@ -57,6 +57,8 @@ ADVICE = {
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
     "stalled_behind": "in the console (gputrain attach), k on the rank's page prints where its Python code hangs; a "
     "rank that leaves the common path waits for nobody and everybody waits for it",
+    "stalled_left": "give all ranks equally many batches (drop_last, a DistributedSampler), or leave the loop on all "
+    "of them together",
     "stalled_together": "in the console (gputrain attach), k on a rank's page prints where its Python code hangs; an "
     "unequal number of synchronisations and a dead network are the usual reasons",
 }

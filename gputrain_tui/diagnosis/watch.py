@@ -61,6 +61,12 @@ class Watch:
         self._due = self._clock() + max(pause_s, self._usual_s / DUTY)
         return found
 
+    def state_at_end(self) -> RunState:
+        """Return the run as all of its record tells it, once nothing more is written."""
+        while events := self._reader.poll():
+            self._state.apply_all(events)
+        return self._state
+
     def close(self) -> None:
         """Let go of the files."""
         self._reader.close()

@@ -82,7 +82,9 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
     """
     told = [*failures(run_dir, since), *_from_results(run_dir, ended)]
     recorded = root_cause((int(failure.time * 1e9), failure) for failure in told)
-    if recorded is not None:
+    first = next((node for node, end in ended.items() if end.unfinished), None)
+    killed = first is not None and ended[first].exit_code < 0
+    if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
     for node, end in ended.items():
         if end.unfinished:

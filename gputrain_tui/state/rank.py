@@ -20,6 +20,7 @@ class RankView:
     __slots__ = (
         "device",
         "doing",
+        "entered",
         "events",
         "failure",
         "fate",
@@ -43,6 +44,7 @@ class RankView:
         "steps",
         "time",
         "totals",
+        "turns",
     )
 
     def __init__(self, rank: int, history: int = 0) -> None:
@@ -66,7 +68,11 @@ class RankView:
         self.last: Step | None = None
         """Its newest step event."""
         self.doing: Doing | None = None
-        """What it is at, while a step takes unusually long."""
+        """What it is at, while a step takes unusually long or it waits for the others outside of steps."""
+        self.entered: float | None = None
+        """When it did its last step or entered the stage in which it is, Unix seconds by its own clock."""
+        self.turns = 0
+        """Validations that it has begun and ended since it was last started; odd while it validates."""
         self.events = 0
         """Step events seen."""
         self.totals = NOTHING
@@ -95,6 +101,15 @@ class RankView:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.last.step if self.last is not None else 0
+
+    @property
+    def stage(self) -> str:
+        """What its stay is compared with: its state, its first step, or that it waits for all outside of steps."""
+        if self.doing is not None and self.doing.part == "group":
+            return "group"
+        if self.state == "training" and self.last is None:
+            return "first_step"
+        return self.state or "spawned"
 
     @property
     def standing(self) -> str | None:

@@ -93,6 +93,9 @@ class RunState:
         self.nodes: dict[int, NodeSample] = {}
         """Newest machine sample per node."""
         self.sample: Sample | None = None
+        self.longest_s: dict[str, float] = {}
+        """The longest stay of any rank in each stage that it has left, and between two steps, where the run keeps a
+        history."""
         self.lost = 0
         """Events that the disk did not take."""
         self._lateness = Lateness()
@@ -256,6 +259,8 @@ class RunState:
 
     def _step(self, event: Step) -> None:
         view = self.ranks.get(event.rank) or self.rank(event.rank)
+        if self._history:
+            self._leave_stage(view, event.time)
         if view.first_step_time is None:
             view.first_step_time = event.time
             self.joining = None
@@ -283,7 +288,21 @@ class RunState:
             self._pace.note(event.time, event.step)
 
     def _doing(self, event: Doing) -> None:
-        self.rank(event.rank).doing = event
+        view = self.rank(event.rank)
+        if event.part in ("sync", "group"):  # it has done its own part, and waits for the others
+            self._learn_stay(view, event.time - event.waited_ms / 1e3)
+        if event.part == "group":
+            view.entered = event.time
+        view.doing = event
+
+    def _leave_stage(self, view: RankView, time: float) -> None:
+        self._learn_stay(view, time)
+        view.entered = time
+
+    def _learn_stay(self, view: RankView, until: float) -> None:
+        """Learn how long a rank may stay in the stage in which it is."""
+        if view.entered is not None and until - view.entered > self.longest_s.get(view.stage, -1.0):
+            self.longest_s[view.stage] = until - view.entered
 
     def _run_started(self, event: RunStarted) -> None:
         self.run, self.recipe, self.run_dir = event.run, event.recipe, event.run_dir
@@ -300,6 +319,14 @@ class RunState:
             self._start_again(view)
         if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
             return  # the node's parent writes into another file, which may be read later
+        if event.state in ("spawned", "failed"):
+            view.entered = event.time  # it did not leave the stage before in order
+        elif event.state != view.state:
+            self._leave_stage(view, event.time)
+        if event.state != view.state:
+            view.doing = None
+        if (event.state == "validating") != bool(view.turns % 2):
+            view.turns += 1
         view.state = event.state
         view.time = event.time
         view.message = event.message
@@ -319,6 +346,7 @@ class RunState:
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
         view.sampled = view.doing = None
+        view.turns = 0
         self.replicas.forget(view.rank)
         self._lateness.begin_anew()
         self._pace.begin_anew()

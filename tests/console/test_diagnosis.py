@@ -8,7 +8,18 @@ import pytest
 from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
 from gputrain_tui.diagnosis.measures import excess, jitter, midmean, quantile, spread
 from gputrain_tui.state import RunState
-from trainer.record import Checksum, Doing, Finding, GpuSample, NodeSample, RankSample, RankState, Step
+from trainer.record import (
+    Checksum,
+    Doing,
+    Failure,
+    Finding,
+    GpuSample,
+    Joining,
+    NodeSample,
+    RankSample,
+    RankState,
+    Step,
+)
 
 PARTS = {"data": 1.0, "h2d": 0.5, "forward": 12.0, "backward": 24.0, "optimizer": 2.5}
 """A balanced step of a rank, ms."""
@@ -687,13 +698,218 @@ def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
     assert told(run.look(60.0)) == [("stalled", "raised", None, "busy")]
 
 
-@pytest.mark.parametrize("state", ["validating", "saving", "finished"])
-def test_a_rank_that_validates_saves_or_has_finished_is_not_stalled(state: str) -> None:
+def test_a_rank_that_spins_without_a_core_is_not_idle() -> None:
     run = Run(2)
     run.steps(40)
-    run.state.apply(RankState(time=run.now, rank=0, state=state))  # type: ignore[arg-type]
+    samples = [
+        RankSample(rank=0, cpu_percent=1.0, wait_percent=0.5),
+        RankSample(rank=1, cpu_percent=12.0, wait_percent=85.0),
+    ]
+    run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+    run.look()
+    assert told(run.look(25.0)) == [("stalled", "raised", 1, "busy")]
+
+
+def test_ranks_that_have_finished_do_not_wait_for_one_that_has_done_as_many_steps() -> None:
+    run = Run(2)
+    run.steps(40)
+    run.state.apply(RankState(time=run.now, rank=0, state="finished"))
     run.look()
     assert run.look(600.0) == []
+
+
+def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None:
+    run = Run(3)
+    run.steps(40)
+    run.state.apply(RankState(time=run.now, rank=1, state="finished"))
+    run.step += 1
+    run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 1])
+    run.look()
+    (found,) = run.look(15.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 1, "left")
+    assert found.message.startswith("rank 1 has ended after step 40, and for 15 s the others have done no step")
+
+
+def enter(run: Run, state: str, *ranks: int, after_s: float = 0.0) -> None:
+    run.now += after_s
+    for rank in ranks:
+        run.state.apply(RankState(time=run.now, rank=rank, state=state))  # type: ignore[arg-type]
+    run.look()
+
+
+def wait_for_all(run: Run, *ranks: int, after_s: float = 0.0) -> None:
+    """Let ranks have done their own part and wait for all others outside of steps."""
+    run.now += after_s
+    for rank in ranks:
+        run.state.apply(Doing(time=run.now, rank=rank, step=run.step + 1, part="group", parts_done=0, waited_ms=0.0))
+    run.look()
+
+
+@pytest.mark.parametrize("took_s", [1.0, 30.0])
+def test_in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others_is_named(took_s: float) -> None:
+    run = Run(3)
+    run.steps(40)
+    enter(run, "validating", 0, 1, 2)
+    wait_for_all(run, 0, 2, after_s=took_s)
+    patience_s = max(10.0, 4 * took_s) - took_s
+    assert run.look(patience_s - 1.0) == []
+    (found,) = run.look(2.0)
+    assert (found.kind, found.rank) == ("stalled", 1)
+    assert "rank 1 on node0 has been validating for" in found.message
+    assert "and the others wait for it" in found.message
+    wait_for_all(run, 1)
+    assert ("stalled", 1) not in run.state.findings
+
+
+def test_a_validation_may_last_some_times_as_long_as_the_longest_before() -> None:
+    run = Run(2)
+    run.steps(40)
+    enter(run, "validating", 0, 1)
+    enter(run, "training", 0, 1, after_s=50.0)
+    run.steps(40)
+    enter(run, "validating", 0, 1)
+    assert run.look(190.0) == []
+    (found,) = run.look(15.0)
+    assert (found.kind, found.rank) == ("stalled", None)
+    assert found.message.startswith("every rank has been validating for 205 s, after step 80")
+
+
+def test_a_rank_that_does_not_begin_a_validation_is_awaited_by_those_that_have() -> None:
+    run = Run(2)
+    run.steps(40)
+    enter(run, "validating", 0)
+    (found,) = run.look(12.0)
+    assert (found.rank, found.kind) == (1, "stalled")
+
+
+def test_a_first_save_may_take_minutes_while_something_is_written_and_a_later_one_some_times_as_long() -> None:
+    run = Run(2)
+    run.steps(40)
+    enter(run, "saving", 0)
+    assert run.look(250.0) == []
+    enter(run, "training", 0, after_s=10.0)
+    run.steps(10)
+    enter(run, "saving", 0)
+    assert run.look(1000.0) == []
+    assert told(run.look(100.0)) == [("stalled", "raised", None, None)]
+
+
+def starting(ranks: int, state: str) -> Run:
+    run = Run(ranks)
+    run.state = RunState(world_size=ranks, history=HISTORY)
+    enter(run, state, *range(ranks))
+    return run
+
+
+@pytest.mark.parametrize("took_s", [0.5, 5.0])
+def test_in_the_first_step_the_rank_whose_gradients_the_others_wait_for_is_named(took_s: float) -> None:
+    run = starting(2, "training")
+    begun = run.now
+    run.now += took_s + 5.0
+    for rank, part, done in ((0, "sync", 4), (1, "forward", 2)):
+        run.state.apply(
+            Doing(time=run.now, rank=rank, step=1, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
+        )
+    patience_s = max(10.0, 4 * took_s)
+    assert run.look(begun + patience_s - 1.0 - run.now) == []
+    (found,) = run.look(2.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 1, "forward")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("ready", "has been getting ready for 12 s"), ("training", "has done no step for 12 s")],
+)
+def test_before_the_first_step_the_rank_that_the_others_wait_for_is_named(state: str, words: str) -> None:
+    run = starting(3, state)
+    if state == "ready":
+        wait_for_all(run, 0, 1, after_s=2.0)
+    else:
+        run.step += 1
+        run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 2])
+        run.look(2.0)
+    assert run.look(7.0) == []
+    (found,) = run.look(3.0)
+    assert (found.kind, found.rank) == ("stalled", 2)
+    assert f"rank 2 {words}" in found.message
+
+
+def test_while_ranks_join_those_that_are_missing_are_named() -> None:
+    run = starting(3, "joining")
+    run.state.apply(Joining(time=run.now, joined=[0, 2], missing=[1], waited_ms=1000.0))
+    run.look()
+    assert run.look(55.0) == []
+    (found,) = run.look(10.0)
+    assert (found.kind, found.rank) == ("stalled", 1)
+    assert "rank 1 has been joining for 65 s" in found.message
+
+
+def sampled(run: Run, seconds: int, *percents: float) -> list[Finding]:
+    """Let as many seconds pass, each with a look at the ranks' processes."""
+    found = []
+    for _ in range(seconds):
+        run.now += 1.0
+        samples = [RankSample(rank=rank, cpu_percent=percent) for rank, percent in enumerate(percents)]
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+        found += run.look()
+    return found
+
+
+def test_ranks_that_tell_no_steps_are_judged_by_their_processes() -> None:
+    run = starting(2, "training")
+    assert sampled(run, 1000, 3.0, 100.0) == []
+    assert sampled(run, 59, 0.0, 1.0) == []
+    (found,) = sampled(run, 3, 0.0, 1.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", None, "idle")
+    assert told(sampled(run, 1, 0.0, 40.0)) == [("stalled", "cleared", None, "idle")]
+    assert sampled(run, 200, 0.0, 0.0) == []  # it has once been as quiet as that for a minute, and went on
+    assert len(sampled(run, 100, 0.0, 0.0)) == 1
+
+
+def test_of_ranks_that_tell_no_steps_the_one_that_computes_while_all_others_do_nothing_is_named() -> None:
+    run = starting(3, "training")
+    assert sampled(run, 299, 0.0, 99.0, 0.0) == []
+    (found,) = sampled(run, 3, 0.0, 99.0, 0.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 1, "busy")
+
+
+@pytest.mark.parametrize(
+    ("places", "rank"),
+    [
+        (["futex_wait_queue", "hrtimer_nanosleep"], 1),
+        (["futex_do_wait", "futex_do_wait", "do_signal_stop"], 2),
+        (["futex_wait_queue", "futex_wait_queue"], None),
+        (["hrtimer_nanosleep", "do_sys_poll"], None),
+        (["futex_wait_queue", None], None),
+        ([None, None], None),
+    ],
+)
+def test_of_ranks_that_all_do_nothing_the_one_that_does_not_wait_at_a_lock_is_named(
+    places: list[str | None], rank: int | None
+) -> None:
+    run = starting(len(places), "training")
+    for _ in range(62):
+        run.now += 1.0
+        samples = [RankSample(rank=each, cpu_percent=0.0, sleeps_in=place) for each, place in enumerate(places)]
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+        found = run.look()
+        if found:
+            break
+    assert [(finding.kind, finding.rank) for finding in found] == [("stalled", rank)]
+    if rank is not None:
+        assert f"the process of rank {rank} sleeps in the kernel's {places[rank]}, unlike" in found[0].message
+
+
+def test_a_failure_does_not_clear_a_stall() -> None:
+    run = Run(2)
+    run.steps(40)
+    wait_for_all(run, 0)
+    (found,) = run.look(12.0)
+    assert found.rank == 1
+    lost = Failure(time=run.now, kind="lost_peer", rank=0, message="Timed out waiting 10000ms for recv operation")
+    run.state.apply_all([RankState(time=run.now, rank=0, state="failed"), lost])
+    assert run.look(1.0) == []
+    assert ("stalled", 1) in run.state.findings
 
 
 def test_patience_grows_with_the_length_of_steps() -> None:

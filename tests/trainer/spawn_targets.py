@@ -70,6 +70,38 @@ def leaves_early(assignment: RankAssignment) -> None:
         _hang_without_gil()
 
 
+def leaves_with_255(assignment: RankAssignment) -> int:
+    if assignment.rank != 1:
+        _hang_without_gil()
+    return 255
+
+
+def one_says_nothing(assignment: RankAssignment) -> None:
+    if assignment.rank == 0:
+        all_lose_a_peer(assignment)
+    _hang_without_gil()
+
+
+def one_is_ended_by_the_watchdog_of_nccl(assignment: RankAssignment) -> None:
+    if assignment.rank == 0:
+        print(
+            "  what():  [PG ID 0 Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)", file=sys.stderr
+        )
+        os.abort()
+    _hang_without_gil()
+
+
+def one_has_left(assignment: RankAssignment) -> None:
+    if assignment.rank == 1:
+        assignment.finished()
+        _mark(assignment)
+        return
+    assert assignment.run_dir is not None
+    while not (Path(assignment.run_dir) / "mark-1").exists():
+        time.sleep(0.005)
+    all_lose_a_peer(assignment)
+
+
 def one_raises(assignment: RankAssignment) -> None:
     _mark(assignment)
     if assignment.rank == 1:

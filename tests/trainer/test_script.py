@@ -118,6 +118,20 @@ def test_what_fails_after_the_watched_training_is_a_failure(tmp_path: Path) -> N
     assert sum(isinstance(event, Failure) for event in done.events(done.failure.rank)) == 1
 
 
+def test_what_fails_in_a_data_loading_process_is_told_by_its_own_error(tmp_path: Path) -> None:
+    script = """\
+from torch.utils.data import DataLoader
+class Broken:
+    def __len__(self): return 4
+    def __getitem__(self, index): raise OSError(5, "Input/output error", "shard-7.bin")
+list(DataLoader(Broken(), num_workers=1))
+"""
+    done = run(tmp_path, script, ranks=1)
+    assert done.code == 1
+    told = "OSError: [Errno 5] Input/output error: 'shard-7.bin' (in DataLoader worker process 0)"
+    assert done.failure.message == told
+
+
 def test_the_script_finds_what_an_interpreter_of_its_own_would_give_it(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "beside.py").write_text("HERE = True")

@@ -207,6 +207,55 @@ def test_leaving_without_having_trained_is_a_failure_whatever_the_exit_code(star
     assert "exit code 0 before its training was complete" in told.message
 
 
+def test_ranks_that_end_with_a_killed_fork_server_are_not_blamed(start: Start) -> None:
+    parent = start("all_hang")
+    pid = int(parent.marks()[0])
+    server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert server != parent.process.pid
+    os.kill(server, signal.SIGKILL)
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank, told.host) == ("signal", None, "here")
+    assert told.message.startswith("the fork server, from which the ranks of this node come, was ended by SIGKILL")
+    assert [event for event in parent.events() if isinstance(event, Failure)] == [told]
+    assert still_alive(parent.family) == set()
+
+
+def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(start: Start) -> None:
+    parent = start("leaves_with_255")
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank) == ("exit", 1)
+    assert "exit code 255" in told.message
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "words"),
+    [
+        ("one_says_nothing", "silent", "rank 1 said nothing; rank 0 gave up: Connection reset by peer"),
+        (
+            "one_is_ended_by_the_watchdog_of_nccl",
+            "silent",
+            "rank 1 said nothing; rank 0 gave up: the process was ended by SIGABRT: [PG ID 0 Rank 0] Watchdog caught "
+            "collective operation timeout: WorkNCCL(...)",
+        ),
+        (
+            "one_has_left",
+            "left_early",
+            "rank 1 had left with exit code 0, and others went on; rank 0 gave up: Connection reset by peer",
+        ),
+    ],
+)
+def test_a_rank_that_another_has_lost_is_the_cause(start: Start, target: str, kind: str, words: str) -> None:
+    parent = start(target)
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank, told.message) == (kind, 1, words)
+
+
 def test_what_ranks_started_ends_with_them_daemons_too(start: Start) -> None:
     parent = start("has_children")
     assert parent.wait() == 1

@@ -16,6 +16,7 @@ from typing import NoReturn
 from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.node import guard
 from trainer.node.assignment import RankAssignment
+from trainer.node.last_words import error_line
 from trainer.node.wish import Wish
 from trainer.outcome import exit_code_of
 from trainer.record import Failure, RunDir
@@ -85,7 +86,7 @@ def failure_of(error: Exception, assignment: RankAssignment) -> Failure:
     return Failure(
         time=time.time(),
         kind="request" if isinstance(error, RequestError) else "exception",
-        message=first if expected else f"{type(error).__name__}: {first}",
+        message=first if expected else error_line(error),
         rank=assignment.rank,
         host=assignment.host,
         traceback=None if expected else "".join(traceback.format_exception(error)),

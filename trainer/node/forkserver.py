@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
@@ -45,6 +46,29 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def ended(timeout_s: float) -> tuple[bool, int | None]:
+    """Whether the server has ended, and the signal that ended it; False where none was started.
+
+    Args:
+        timeout_s: how long to wait for that: its connections are closed a moment before.
+    """
+    server: Any = forkserver._forkserver
+    pid = server._forkserver_pid
+    if pid is None:
+        return False, None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return True, None  # somebody else has asked
+        if found is not None:
+            return True, found.si_status if found.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
+        if time.monotonic() >= deadline:
+            return False, None
+        time.sleep(0.005)
 
 
 def changes() -> dict[str, str | None]:

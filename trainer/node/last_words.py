@@ -1,4 +1,4 @@
-"""Finds in a rank's log what a process that ended without a report said of its end."""
+"""Finds the one line that names an error: of an exception, or in the log of a rank that ended without a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,20 @@ TAIL_BYTES = 64 << 10
 LONGEST = 300
 """Characters of a message."""
 
+_CARRIED = re.compile(r"Caught \S+ in (.+?)\.?$")
+"""First line of an error that torch carries from another process or thread, before that one's traceback."""
 _CPP = re.compile(r"^\s*what\(\):\s+(.+)|^(Fatal Python error: .+)")
+
+
+def error_line(error: BaseException) -> str:
+    """Return the class of an exception and the first line of its message.
+
+    Of one that torch carries from a data loading process, return what failed there.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if lines and (carried := _CARRIED.match(lines[0])) and (said := _last_error(lines[1:])):
+        return f"{said} (in {carried[1]})"
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def error_in(log: Path | None, *, since: int = 0, any_line: bool = False) -> str:
@@ -39,7 +52,7 @@ def error_in(log: Path | None, *, since: int = 0, any_line: bool = False) -> str
 def _last_error(lines: list[str]) -> str:
     found, inside = "", False
     for line in lines:
-        if line.startswith("Traceback (most recent call last)"):
+        if line.removeprefix("Original ").startswith("Traceback (most recent call last)"):
             inside = True
         elif inside and line.strip() and not line[0].isspace():
             found, inside = line.strip(), False

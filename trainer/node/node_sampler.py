@@ -25,6 +25,8 @@ THROTTLE_REASONS = (
     (0x100, "display_clocks"),
 )
 """NVML's bits for why a clock is below its maximum, named as the inventory names them; idle (0x001) is none."""
+ASLEEP_PERCENT = 2.0
+"""Of a core: with less a process does next to nothing; two ticks of the kernel's clock in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,11 @@ def parse_process(stat: str, statm: str, schedstat: str, *, page_bytes: int) -> 
         rss_bytes=int(pages[1]) * page_bytes if len(pages) > 1 else None,
         wait_ns=int(waits[1]) if len(waits) > 1 else None,
     )
+
+
+def parse_wchan(wchan: str) -> str | None:
+    """Read ``/proc/PID/wchan``; None where the process runs, or the kernel does not tell."""
+    return None if wchan in ("", "0") else wchan
 
 
 def rank_sample(rank: int, before: Process | None, after: Process, *, seconds: float, tick_hz: int) -> RankSample:
@@ -244,7 +251,10 @@ class NodeSampler:
                 stat, self._read(f"{pid}/statm"), self._read(f"{pid}/schedstat"), page_bytes=self._page_bytes
             )
             earlier = self._processes.get(rank)
-            sample.ranks.append(rank_sample(rank, earlier, process, seconds=seconds, tick_hz=self._tick_hz))
+            of_rank = rank_sample(rank, earlier, process, seconds=seconds, tick_hz=self._tick_hz)
+            if of_rank.cpu_percent is not None and of_rank.cpu_percent < ASLEEP_PERCENT:
+                of_rank.sleeps_in = parse_wchan(self._read(f"{pid}/wchan"))
+            sample.ranks.append(of_rank)
             processes[rank] = process
         self._processes = processes
         if self._gpus is not None:

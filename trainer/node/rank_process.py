@@ -31,6 +31,8 @@ class RankProcess:
     """What the log held before this start, in bytes."""
     finished_at: float | None = None
     """When it reported its success, on the monotonic clock."""
+    finished_ns: int = 0
+    """When it succeeded, by its own word, nanoseconds of the Unix clock."""
     failed: bool = False
     listens: bool = False
     stopping: bool = False

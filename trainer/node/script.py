@@ -23,7 +23,7 @@ from typing import Any
 
 from trainer.errors import ExitCode
 from trainer.node.assignment import RankAssignment
-from trainer.node.last_words import error_in
+from trainer.node.last_words import error_in, error_line
 from trainer.node.script_environment import RANK_PID
 from trainer.outcome import is_lost_peer
 from trainer.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
@@ -82,10 +82,8 @@ def _run(script: str, assignment: RankAssignment) -> tuple[int, Failure | None]:
     except BaseException as error:  # noqa: BLE001  (whatever it is, the record says it and the rank ends)
         error.__traceback__ = _of_the_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
-        message = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
         text = "".join(traceback.format_exception(error))
-        return ExitCode.FAILED, _failure(assignment, _kind(error), message, text)
+        return ExitCode.FAILED, _failure(assignment, _kind(error), error_line(error), text)
     return ExitCode.FINISHED, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 
@@ -55,7 +56,7 @@ class Verdict:
 
     def finish(self, rank: RankProcess) -> None:
         """Record the success of a script that left by ``os._exit(0)`` or became another program."""
-        rank.finished_at = time.monotonic()
+        rank.finished_at, rank.finished_ns = time.monotonic(), time.time_ns()
         here = rank.assignment
         if here.run_dir is not None:
             writer = EventWriter(RunDir(here.run_dir).rank_events(here.rank), rank=here.rank)
@@ -70,15 +71,31 @@ class Verdict:
             message = f"the process ended with exit code {rank.exit_code} before its training was complete"
             self.fail(rank.assignment, "exit", f"{message}: {words}" if words else message)
             return
-        name = signal_name(-rank.exit_code)
-        message = f"the process was ended by {name}"
-        if name == "SIGKILL" and memory.oom_kills() > self._oom_kills:
-            message += ": the kernel's out-of-memory killer ended a process at that time"
-        elif name == "SIGKILL":
-            message += ": by hand, by a scheduler, or by a memory limit"
-        elif words:
-            message += f": {words}"
-        self.fail(rank.assignment, "signal", message)
+        message = f"the process was ended by {signal_name(-rank.exit_code)}"
+        message += self._why(-rank.exit_code) or (words and f": {words}")
+        # NCCL's watchdog ends a process whose collective took too long.
+        self.fail(rank.assignment, "lost_peer" if is_lost_peer(words) else "signal", message)
+
+    def server_ended(self, host: str, number: int | None) -> None:
+        """Record that the process from which the ranks forked has ended, and all of them with it."""
+        now_ns = time.time_ns()
+        how = "ended" if number is None else f"was ended by {signal_name(number)}"
+        failure = Failure(
+            time=now_ns / 1e9,
+            kind="signal",
+            message=f"the fork server, from which the ranks of this node come, {how}{self._why(number)}",
+            host=host,
+        )
+        self.failures.append((now_ns, failure))
+        self._writer.write(failure)
+
+    def _why(self, number: int | None) -> str:
+        """Say by whom a process was killed, as far as that is known; empty for other signals."""
+        if number != signal.SIGKILL:
+            return ""
+        if memory.oom_kills() > self._oom_kills:
+            return ": the kernel's out-of-memory killer ended a process at that time"
+        return ": by hand, by a scheduler, or by a memory limit"
 
     def outcome(
         self, first: RankAssignment, ranks: Sequence[RankProcess], *, stopped: bool, unanswered: list[int]
@@ -92,6 +109,9 @@ class Verdict:
             unanswered: ranks that did not answer to that.
         """
         failure = root_cause(self.failures)
+        if failure is not None and failure.kind == "lost_peer" and len(ranks) == first.world_size:
+            known = {each.rank for _, each in self.failures}
+            failure = _missing([rank for rank in ranks if rank.assignment.rank not in known], failure) or failure
         complete = bool(ranks) and all(rank.finished_at is not None for rank in ranks)
         orderly = [rank.stopped for rank in ranks if rank.stopped is not None]
         if (stopped or (orderly and failure is None)) and not complete:
@@ -112,3 +132,25 @@ class Verdict:
             saved=next((report.saved for report in orderly if report.saved is not None), None),
             unanswered=unanswered,
         )
+
+
+def _missing(ranks: Sequence[RankProcess], lost: Failure) -> Failure | None:
+    """Return the failure of the rank that others of a run on one node have lost; None where all of them lost any.
+
+    Args:
+        ranks: those of which no failure is known.
+        lost: the first failure.
+    """
+    gave_up = f"rank {lost.rank} gave up: {lost.message}"
+    left = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
+    silent = [rank for rank in ranks if rank.silent]
+    for found, kind, what in (
+        (left, "left_early", "had left with exit code 0, and others went on"),
+        (silent, "silent", "said nothing"),
+    ):
+        if found:
+            here = found[0].assignment
+            names = ", ".join(str(rank.assignment.rank) for rank in found)
+            message = f"rank{'s' * (len(found) > 1)} {names} {what}; {gave_up}"
+            return Failure(time=lost.time, kind=kind, message=message, rank=here.rank, host=here.host)
+    return None

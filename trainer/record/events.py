@@ -169,13 +169,17 @@ def _each(values: list[float | None] | None, count: int) -> list[float | None]:
 
 
 class Doing(Event, kw_only=True, tag="doing"):
-    """What a rank is at in a step that takes unusually long; written once per such wait, while it lasts."""
+    """What a rank is at in a step that takes unusually long; written once per such wait, while it lasts.
+
+    Outside of steps it is written before a rank waits for all others, as at the end of a validation.
+    """
 
     rank: int
     step: int
     """The step that is under way, from 1."""
-    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other"]
-    """``sync``: its own gradients are ready, and it waits for the others'."""
+    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other", "group"]
+    """``sync``: its own gradients are ready, and it waits for the others'. ``group``: it waits for them outside of
+    steps."""
     parts_done: int
     """Parts of the step that are behind it; with several micro-steps they count one by one."""
     waited_ms: float
@@ -241,6 +245,8 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     rss_bytes: int | None = None
     wait_percent: float | None = None
     """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
+    sleeps_in: str | None = None
+    """Function of the kernel in which its main thread was asleep when its process did next to nothing."""
 
 
 class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -280,7 +286,7 @@ class Failure(Event, kw_only=True, tag="failure"):
 
     kind: str
     """``exception``, ``out_of_memory``, ``signal``, ``exit``, ``join_timeout``, ``non_finite``, ``lost_peer``,
-    ``request``, ``launch``."""
+    ``request``, ``launch``; of a rank that others have lost: ``stalled``, ``left_early``, ``silent``."""
     message: str
     """One line."""
     rank: int | None = None

@@ -34,6 +34,7 @@ def evaluate(
     device: torch.device,
     autocast: AbstractContextManager[Any],
     stop_asked: Callable[[], bool],
+    waits: Callable[[], None],
 ) -> Evaluation | None:
     """Evaluate this rank's share of the split and sum with the others; None on all ranks once one was asked to stop.
 
@@ -44,6 +45,7 @@ def evaluate(
         device: where the batches go.
         autocast: the precision of the forward pass.
         stop_asked: whether this rank is to stop; asked after every batch.
+        waits: told before this rank waits for the others.
     """
     training = model.training
     model.eval()
@@ -62,6 +64,7 @@ def evaluate(
                 break
     finally:
         model.train(training)
+    waits()
     totals = {name: float(value) for name, value in distributed.all_reduce_dict(totals, device).items()}
     if totals["stopped"]:
         return None

@@ -54,6 +54,7 @@ class Saving:
             best: whether the last validation was the best so far.
         """
         self.last_update, self.last_time = step, time.monotonic()
+        self._here.waits()
         rng = distributed.all_gather_list(capture_rng())
         if self._writer is not None:
             self._here.set_state("saving")

@@ -32,3 +32,5 @@ class Surroundings:
     """Whether somebody wants this rank to stop at the next occasion."""
     stopping: Callable[[], None] = lambda: None
     """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""
+    waits: Callable[[], None] = lambda: None
+    """Told before this rank waits for all others outside of steps, having done its own part."""

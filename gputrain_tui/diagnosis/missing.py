@@ -1,0 +1,52 @@
+"""Which rank the others have lost, when all that failed only tell that a peer was gone or did not answer in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gputrain_tui.diagnosis.stall import awaited
+from gputrain_tui.state import RankView, RunState
+from trainer.record import Failure
+
+
+def missing(state: RunState) -> Failure | None:
+    """Return the failure of the rank that others have lost; None where none lost any, or all did.
+
+    That is the rank that was found stalled, else one that had left before, else one that has said nothing.
+    """
+    lost = [
+        (view.failure.time, view.failure)
+        for view in state.ranks.values()
+        if view.state == "failed" and view.failure is not None and view.failure.kind == "lost_peer"
+    ]
+    if not lost:
+        return None
+    _, first = min(lost, key=lambda entry: entry[0])
+    gave_up = f"rank {first.rank} gave up: {first.message}"
+    for finding in state.findings.values():
+        if finding.kind == "stalled" and finding.rank is not None:
+            kind = "left_early" if finding.cause == "left" else "stalled"
+            return _failure(state.ranks[finding.rank], kind, f"{finding.message}; {gave_up}", finding.time)
+    left = [v for v in state.ranks.values() if v.state == "finished" and (v.time or 0.0) <= first.time]
+    if left:
+        one = min(left, key=lambda view: view.time or 0.0)
+        what = f"{_names(left)} had left with exit code 0{_after(one)}, and others went on"
+        return _failure(one, "left_early", f"{what}; {gave_up}", one.time or first.time)
+    silent = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
+    if not silent:
+        return None
+    silent = [view for view in awaited(state) if view in silent] or silent
+    return _failure(silent[0], "silent", f"{_names(silent)} said nothing{_after(silent[0])}; {gave_up}", first.time)
+
+
+def _failure(view: RankView, kind: str, message: str, time: float) -> Failure:
+    step = view.step if view.last is not None else None
+    return Failure(time=time, kind=kind, rank=view.rank, host=view.host, step=step, message=message)
+
+
+def _names(views: Sequence[RankView]) -> str:
+    return f"rank{'s' * (len(views) > 1)} {', '.join(str(view.rank) for view in views)}"
+
+
+def _after(view: RankView) -> str:
+    return f" after step {view.step}" if view.last is not None else ""

@@ -1,0 +1,67 @@
+"""A task of a user's own, one rank of which stops going on, or leaves, in a chosen place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.tasks.task import SizedDataset, Task
+
+SAMPLES = 64
+
+
+class HangOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    where: str = ""
+    """``datasets``, ``model``, ``first`` (in the first step), ``valid`` or ``epoch`` (before the second epoch)."""
+    rank: int = 1
+    how: str = "sleep"
+    """``sleep`` or ``spin``."""
+
+
+class HangTask(Task):
+    """One small layer; a step takes a millisecond."""
+
+    Options = HangOptions
+    count_per_sample = 1
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        self.reach("datasets")
+        return {"train": _Points(self, "train"), "valid": _Points(self, "valid")}
+
+    def model(self) -> nn.Module:
+        self.reach("model")
+        return nn.Linear(4, 1)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
+        self.reach("first" if model.training else "valid")
+        return model(batch).square().sum(), len(batch), {}
+
+    def reach(self, where: str) -> None:
+        """Go no further where the options say so."""
+        if where != self.options.where or dist.get_rank() != self.options.rank:
+            return
+        while True:
+            if self.options.how == "sleep":
+                time.sleep(600)
+
+
+class _Points:
+    def __init__(self, task: HangTask, split: str) -> None:
+        self.task, self.split = task, split
+        self.read = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.split == "train":
+            if self.read == SAMPLES // 2:  # two ranks share an epoch
+                self.task.reach("epoch")
+            self.read += 1
+        return torch.full((4,), index / SAMPLES)

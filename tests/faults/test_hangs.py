@@ -1,0 +1,196 @@
+"""Real ranks that stop going on: who is named, in every state, and after the collective's time-out as well."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bench import Bench, pid_of_rank, until
+
+from gputrain_tui.runs import RunReader
+from gputrain_tui.state import RunState
+from trainer.record import AnyEvent, Finding, NodeSample
+
+RECIPE = """\
+name = "hang"
+
+[[cluster.nodes]]
+cpu_ranks = {ranks}
+
+[train]
+task = "{task}:HangTask"
+batch_size = 4
+max_epochs = {epochs}
+threads = 1
+
+[task]
+where = "{where}"
+how = "{how}"
+"""
+SCRIPT_RECIPE = """\
+name = "script"
+
+[[cluster.nodes]]
+cpu_ranks = 2
+
+[train]
+script = "{script}"
+args = ["{how}"]
+"""
+
+
+def recipe(bench: Bench, where: str, *, how: str = "sleep", ranks: int = 2, epochs: int = 3) -> Path:
+    path = bench.folder / "hang.toml"
+    task = Path(__file__).with_name("hang_task.py")
+    path.write_text(RECIPE.format(task=task, where=where, how=how, ranks=ranks, epochs=epochs))
+    return path
+
+
+def script_recipe(bench: Bench, how: str) -> Path:
+    path = bench.folder / "script.toml"
+    path.write_text(SCRIPT_RECIPE.format(script=Path(__file__).with_name("unmeasured_script.py"), how=how))
+    return path
+
+
+def failed(bench: Bench, *words: str | Path) -> str:
+    """Run to the end that is expected and return what is said on standard error."""
+    process = bench.start("run", *words)
+    _, err = process.communicate(timeout=150)
+    print(err)
+    assert process.returncode == 1
+    return err
+
+
+class Followed:
+    """A run and what its record tells so far."""
+
+    def __init__(self, bench: Bench, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        until(bench.runs)
+        self.run = bench.runs()[0]
+        self.state = RunState()
+        self.events: list[AnyEvent] = []
+        self._reader = RunReader(self.run.dir)
+
+    def read(self) -> RunState:
+        while batch := self._reader.poll():
+            self.events += batch
+            self.state.apply_all(batch)
+        return self.state
+
+    @property
+    def stalls(self) -> list[Finding]:
+        return [event for event in self.events if isinstance(event, Finding) and event.kind == "stalled"]
+
+    def first_stall(self, seconds: float = 90.0) -> Finding:
+        until(lambda: (self.read() and self.stalls) or self.process.poll() is not None, seconds)
+        return self.stalls[0]
+
+    def close(self) -> None:
+        self._reader.close()
+        for _ in range(2):  # the second does not wait for ranks that cannot answer
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                until(lambda: self.process.poll() is not None or self.read_status() == "stopping", 20)
+        self.process.communicate(timeout=60)
+
+    def read_status(self) -> str:
+        return self.run.dir.status.read_text().partition('"status":"')[2].partition('"')[0]
+
+
+@pytest.fixture
+def follow(bench: Bench) -> Iterator[list[Followed]]:
+    followed: list[Followed] = []
+    yield followed
+    for each in followed:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("datasets", "rank 1 on HOST has been getting ready for"),
+        ("model", "rank 1 on HOST has been getting ready for"),
+        ("first", "rank 1 on HOST has done no step for"),
+        ("valid", "rank 1 on HOST has been validating for"),
+        ("epoch", "rank 1 on HOST has done no step for"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_in_whichever_state(
+    bench: Bench, follow: list[Followed], where: str, words: str
+) -> None:
+    follow.append(Followed(bench, bench.start("run", recipe(bench, where))))
+    found = follow[0].first_stall()
+    print(found.message)
+    assert (found.rank, found.state) == (1, "raised")
+    assert found.message.replace(f" on {found.host} ", " on HOST ").startswith(words)
+    assert "and the others wait" in found.message
+
+
+def test_a_rank_that_spins_in_a_validation_is_named(bench: Bench, follow: list[Followed]) -> None:
+    follow.append(Followed(bench, bench.start("run", recipe(bench, "valid", how="spin", ranks=3))))
+    found = follow[0].first_stall()
+    print(found.message)
+    assert (found.rank, found.cause) == (1, "busy")
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("first", 2), ("valid", 3), ("epoch", 2)])
+def test_after_the_time_out_of_the_others_the_rank_that_hung_is_the_cause_and_its_stall_stands(
+    bench: Bench, where: str, ranks: int
+) -> None:
+    err = failed(bench, recipe(bench, where, ranks=ranks), "--set", "train.distributed_timeout=18")
+    assert re.search(r"^rank 1 failed on \S+( at step \d+)?: stalled$", err, re.MULTILINE)
+    assert "rank 0 failed" not in err
+    state = RunState()
+    reader = RunReader(bench.runs()[0].dir)
+    while batch := reader.poll():
+        state.apply_all(batch)
+    reader.close()
+    assert state.root_cause is not None
+    assert (state.root_cause.rank, state.root_cause.kind) == (1, "stalled")
+    assert ("stalled", 1) in state.findings
+    assert all(finding.state == "raised" for finding in state.past_findings if finding.kind == "stalled")
+
+
+def test_of_ranks_that_give_up_before_a_stall_is_found_the_silent_one_is_the_cause(bench: Bench) -> None:
+    err = failed(bench, recipe(bench, "first"), "--set", "train.distributed_timeout=3")
+    assert re.search(r"^rank 1 failed on \S+: silent$", err, re.MULTILINE)
+    assert "rank 1 said nothing; rank 0 gave up:" in err
+
+
+def test_a_rank_that_left_in_the_middle_is_the_cause(bench: Bench) -> None:
+    err = failed(bench, script_recipe(bench, "leave"))
+    assert re.search(r"^rank 1 failed on \S+: left early$", err, re.MULTILINE)
+    assert "rank 1 had left with exit code 0, and others went on; rank 0 gave up:" in err
+
+
+def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(bench: Bench, follow: list[Followed]) -> None:
+    follow.append(Followed(bench, bench.start("run", script_recipe(bench, "hang"))))
+    found = follow[0].first_stall(150)
+    print(found.message)
+    tells_places = any(
+        rank.sleeps_in for event in follow[0].events if isinstance(event, NodeSample) for rank in event.ranks
+    )
+    assert found.rank == (1 if tells_places else None)
+    assert re.match(r"no rank has done a step for \d+ s", found.message)
+
+
+def test_a_killed_fork_server_is_the_cause_and_no_rank(bench: Bench) -> None:
+    import psutil
+
+    process = bench.start("run", bench.recipe(1_000_000))
+    run = bench.training()
+    server = psutil.Process(pid_of_rank(run, 1)).parent()
+    assert server is not None
+    os.kill(server.pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "the fork server, from which the ranks of this node come, was ended by SIGKILL" in err
+    assert "exit code 255" not in err
+    events = Followed(bench, process)
+    assert [event.rank for event in events.read().failures] == [None]

@@ -1,0 +1,23 @@
+"""Somebody's script without trainer.watch; rank 1 hangs, or leaves with exit code 0, while rank 0 goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for step in range(1_000_000):
+        dist.all_reduce(torch.ones(1))
+        if step == 20 and dist.get_rank() == 1:
+            if sys.argv[1] == "hang":
+                time.sleep(600)
+            sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
