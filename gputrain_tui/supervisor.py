@@ -8,7 +8,6 @@ over from a supervisor that was killed.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import shutil
 import sys
@@ -23,7 +22,7 @@ import msgspec
 
 from gputrain_tui.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.plan import Plan, stop_grace
-from gputrain_tui.running import leftovers, outcome
+from gputrain_tui.running import leftovers, outcome, settle
 from gputrain_tui.running.account import Account
 from gputrain_tui.running.attempt import Attempt, Ended, leave_word, word_of
 from gputrain_tui.running.descendants import adopt_orphans, sweep
@@ -45,6 +44,8 @@ SWEEP_S = 5.0
 """How long killed processes may take to disappear."""
 TEMPORARY_LENGTH = 60
 """Longest name of a temporary folder in which a Unix socket can still be named (108 bytes with everything)."""
+ADOPTION_S = 1.0
+"""How long a successor waits for the lock, which outlives a killed supervisor in a process that it was starting."""
 FIRST_LOOK_S = 1.0
 """When a run is first looked at for what is wrong with it; its ranks have better use for the processor till then."""
 
@@ -302,12 +303,14 @@ def main() -> int:
 def _supervise(words: Sequence[str], spare: Spare | None = None) -> int:
     run_dir = RunDir(Path(words[0]).absolute())
     with run_dir.lock.open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
+        if not settle.locked(lock, patience_s=ADOPTION_S if adopting else 0.0):
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
+        if adopting:
+            plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
+            if (code := settle.ended_already(run_dir, plan)) is not None:
+                return code
         return Supervisor(run_dir, leased=leased, adopting=adopting, spare=spare).run()
 
 

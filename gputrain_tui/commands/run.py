@@ -47,7 +47,7 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         # The supervisor starts first: what shows the run is imported while it is on its way.
         started, supervisor = start.launch(prepared, leased=True)
         from gputrain_tui import headless
-        from gputrain_tui.running import foreground
+        from gputrain_tui.running import foreground, settle
         from gputrain_tui.running.outlet import Outlet
         from gputrain_tui.state import RunState
 
@@ -68,8 +68,12 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
 
         with closing(foreground.reader_of(started, json=json)) as reader:
             code = follow(supervisor)
-            if code < 0:  # it was killed, and with it the lease; another one sees to the end and writes it down
+            if code < 0 and not settle.is_settled(started.dir):
+                # It was killed, and with it the lease; another one sees to the end and writes it down.
                 code = follow(start.start_supervisor(started.dir, leased=False, adopting=True))
+            if code < 0 or code == ExitCode.REFUSED or not settle.is_settled(started.dir):
+                code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(interrupts.take()))
+                foreground.catch_up(reader, state)
         if view is not None and code != ExitCode.BAD_REQUEST:
             view.open()
         code = foreground.conclude(started, code, state, narrate=not json, environ=os.environ, err=err)

@@ -96,6 +96,13 @@ class Account:
         self._write_status()
         return code
 
+    def confirm(self, ended: RunEnded) -> None:
+        """Write the status to the last word of the record, after which somebody was killed."""
+        status = self._status
+        status.status, status.exit_code, status.message = ended.status, ended.exit_code, ended.message
+        status.ended = ended.time
+        self._write_status()
+
     def _write_status(self) -> None:
         try:
             write_status(self._dir, self._status)

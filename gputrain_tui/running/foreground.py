@@ -165,6 +165,14 @@ def follow(
             view.erase()
 
 
+def catch_up(reader: Reader, state: RunState) -> None:
+    """Read what was written since the last supervisor ended."""
+    while True:
+        state.apply_all(reader.poll())
+        if not reader.backlog_bytes:
+            return
+
+
 def give_up(supervisor: subprocess.Popen[bytes]) -> None:
     """End the lease: the supervisor stops every process of the run at once and leaves."""
     if supervisor.stdin is not None:

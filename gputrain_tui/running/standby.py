@@ -7,8 +7,8 @@ plan is thrown away, and one is started as always.
 from __future__ import annotations
 
 import os
+import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +45,7 @@ class Spare:
 
     def __init__(self) -> None:
         """Start it; it says on this process's standard output that it is ready."""
-        self.folder = Path(tempfile.mkdtemp(prefix="gputrain-"))
+        self.folder = Path(tempfile.gettempdir()) / f"gputrain-{secrets.token_hex(16)}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainer.node.warm"],
             env={**os.environ, FOLDER: str(self.folder)},
@@ -98,11 +98,6 @@ class Spare:
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
-        self.clear()
-
-    def clear(self) -> None:
-        """Delete its folder, which is of no use to anybody when it has ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class SpareFirst:

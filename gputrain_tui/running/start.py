@@ -24,7 +24,7 @@ from gputrain_tui.preflight.reach import launching
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.running.wishes import HELD_BACK
-from gputrain_tui.runs import Run, create, find, open_run, read_status
+from gputrain_tui.runs import ENDED, Run, create, find, open_run, read_status
 from trainer.errors import RequestError
 from trainer.record import RunDir
 from trainer.training.stopping import require_an_end
@@ -224,7 +224,7 @@ def await_supervisor(
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         status = read_status(run.dir)
-        if status is not None and status.supervisor != was:
+        if status is not None and (status.supervisor != was or status.status in ENDED):
             return
         try:
             supervisor.wait(0.01)
@@ -232,7 +232,7 @@ def await_supervisor(
             continue
         break
     status = read_status(run.dir)
-    if status is None or status.supervisor == was:
+    if status is None or (status.supervisor == was and status.status not in ENDED):
         raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
 
 

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from trainer.dispatch import decide
-from trainer.errors import RequestError, TrainingError
+from trainer.errors import RequestError
 from trainer.options import Distributed
-from trainer.placement.decision import Decision, Exchange
-from trainer.placement.rendezvous import can_bind, exchange_counts, free_port, meeting
+from trainer.placement.decision import Decision
+from trainer.placement.rendezvous import can_bind, meeting
 
 
 def decision(init_method: str, *, first: int = 0, here: int = 1, world: int = 2) -> Decision:
@@ -88,40 +87,3 @@ def test_a_file_that_nobody_left_in_order_is_refused_once_its_parties_are_gone(t
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "cannot be written" in refused(decision(f"file://{tmp_path}/missing/meeting"))
-
-
-# --- counts of uneven nodes -----------------------------------------------------------------------------------------
-
-
-def exchange(node: int, nodes: int, port: int) -> Exchange:
-    return Exchange(node=node, nodes=nodes, host="127.0.0.1", port=port, expected_world=None)
-
-
-def test_nodes_tell_each_other_their_counts() -> None:
-    counts = [4, 2, 8, 1]
-    port = free_port()
-    with ThreadPoolExecutor(len(counts)) as pool:
-        told = [
-            pool.submit(exchange_counts, exchange(node, len(counts), port), count, timeout_s=20.0)
-            for node, count in enumerate(counts)
-        ]
-        assert [answer.result() for answer in told] == [counts] * len(counts)
-
-
-def test_a_stranger_at_the_door_disturbs_nobody() -> None:
-    port = free_port()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=20.0)
-        while True:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-                break
-        second = pool.submit(exchange_counts, exchange(1, 2, port), 2, timeout_s=20.0)
-        assert first.result() == second.result() == [4, 2]
-
-
-def test_nodes_that_do_not_come_are_named() -> None:
-    with pytest.raises(TrainingError, match=r"nodes \[1, 2\] did not come within 0.05 s"):
-        exchange_counts(exchange(0, 3, free_port()), 4, timeout_s=0.05)
-    with pytest.raises(TrainingError, match=r"node 0 \(127.0.0.1, port \d+\) did not answer"):
-        exchange_counts(exchange(1, 3, free_port()), 4, timeout_s=0.05)

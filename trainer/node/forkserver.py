@@ -1,6 +1,7 @@
 """The process from which a node's ranks fork: started early, with torch loaded, and ended with everything below it.
 
-The standard library's fork server, with what it lacks here: an environment of its own, death with its parent, an end.
+The standard library's fork server, with what it lacks here: an environment of its own, death with its parent, an end,
+and a socket without a name, so that no file is left of it however this process ends.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 
 PRELOADED = ["trainer.node.chain", "trainer.node.preload"]
@@ -24,6 +27,8 @@ SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
 
 _environment: dict[str, str] | None = None
 """Of this process when the server was started, and so of the server."""
+_socket: int | None = None
+"""Descriptor by which this process reaches the server."""
 
 
 def start(preloaded: Sequence[str] | None = None) -> BaseContext:
@@ -42,7 +47,7 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
         _environment = dict(os.environ)
     try:
         with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
-            forkserver.ensure_running()
+            _ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
@@ -71,6 +76,34 @@ def ended(timeout_s: float) -> tuple[bool, int | None]:
         time.sleep(0.005)
 
 
+def _ensure_running() -> None:
+    """Start the server, and delete its socket's name at once: this process reaches it by a descriptor.
+
+    Only for the milliseconds in which the server is started is there a folder that a kill could leave behind.
+    """
+    global _socket
+    server: Any = forkserver._forkserver
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = settings.get("tempdir")
+    with tempfile.TemporaryDirectory(prefix="gputrain-", dir=before) as folder:
+        settings["tempdir"] = folder
+        try:
+            forkserver.ensure_running()
+        finally:
+            settings["tempdir"] = before
+        if Path(server._forkserver_address).parent == Path(folder):  # it has not been running already
+            _close_socket()
+            _socket = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
+            server._forkserver_address = f"/proc/self/fd/{_socket}"
+
+
+def _close_socket() -> None:
+    global _socket
+    if _socket is not None:
+        os.close(_socket)
+    _socket = None
+
+
 def changes() -> dict[str, str | None]:
     """What has changed in the environment since the server was started, which its processes are to be told."""
     if _environment is None:
@@ -89,7 +122,9 @@ def stop() -> None:
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        server._forkserver_address = "\0"  # as if it had no file, which is so
         server._stop()
+        _close_socket()
     tracker: Any = resource_tracker._resource_tracker
     if tracker._pid is not None:
         tracker._stop()

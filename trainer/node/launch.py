@@ -18,9 +18,10 @@ from trainer.node.assignment import RankAssignment
 from trainer.node.script_environment import launcher_environment, master
 from trainer.options import Distributed, Script
 from trainer.outcome import NodeOutcome, RankReport, stopped_where
+from trainer.placement.count_exchange import exchange_counts
 from trainer.placement.decision import Decision, with_counts
 from trainer.placement.devices import Device, label
-from trainer.placement.rendezvous import exchange_counts, free_port, meeting
+from trainer.placement.rendezvous import free_port, meeting
 from trainer.spawn import run_node
 
 RUN_ID = "GPUTRAIN_RUN_ID"

@@ -6,23 +6,20 @@ Started by a supervisor that waits likewise. Standard input brings the run, or i
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.context import BaseContext
 from types import FrameType
-from typing import Any
 
 import msgspec
 
 from trainer import __main__ as trainer
 from trainer.node import forkserver, guard
 from trainer.node.stopping_signals import LEASE
-from trainer.node.warm_request import FOLDER, READY, Request
+from trainer.node.warm_request import READY, Request
 
 NEEDED = ("trainer.node.launch", "trainer.dispatch", "trainer.placement.devices", "trainer.tasks.registry")
 """What this process will need, imported while the fork server loads torch."""
@@ -32,7 +29,7 @@ def main() -> int:
     """Load, wait, and do what ``python -m trainer`` does; return its exit code."""
     said = os.dup(1)
     _open_as(os.devnull, os.O_WRONLY, 1, 2)
-    with _not_without_parent(os.environ[FOLDER]):
+    with _not_without_parent():
         context = forkserver.start([*forkserver.PRELOADED, "trainer.node.preload_ranks"])
         for module in NEEDED:
             importlib.import_module(module)
@@ -54,17 +51,12 @@ def _become(request: Request) -> int:
     if os.environ.get(LEASE) != "stdin":
         _open_as(os.devnull, os.O_RDONLY, 0)
     sys.argv[1:] = request.words
-    try:
-        return trainer.main(request.words)
-    finally:
-        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+    return trainer.main(request.words)
 
 
 @contextmanager
-def _not_without_parent(folder: str) -> Iterator[None]:
-    """Leave nothing behind if this process ends meanwhile, which it does when its parent ends."""
-    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    settings["tempdir"] = folder
+def _not_without_parent() -> Iterator[None]:
+    """End what was started if this process ends meanwhile, which it does when its parent ends."""
     before = signal.signal(signal.SIGTERM, _leave)
     guard.hear_of_parents_end(signal.SIGTERM)
     request_came = False
@@ -76,7 +68,6 @@ def _not_without_parent(folder: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
         if not request_came:
             forkserver.stop()
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

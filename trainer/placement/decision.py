@@ -29,6 +29,8 @@ class Exchange:
     """A port beside the one of the init method."""
     expected_world: int | None
     """``--distributed-world-size``, where it was given."""
+    key: str = dataclasses.field(repr=False)
+    """What all tasks of the step know and sign their lines with."""
 
 
 @dataclass(frozen=True, kw_only=True)

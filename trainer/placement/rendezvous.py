@@ -1,4 +1,4 @@
-"""Turns a decided init method into one that works now: a free port, a fresh file, the counts of uneven nodes.
+"""Turns a decided init method into one that works now: a free port, a fresh file.
 
 The acting side of ``trainer.dispatch``: sockets and files, but no torch.
 """
@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import random
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from trainer.errors import RequestError, TrainingError
-from trainer.placement.decision import Decision, Exchange
+from trainer.errors import RequestError
+from trainer.placement.decision import Decision
 
 FIRST_FREE, LAST_FREE = 10_000, 29_999
 """Where free ports are looked for: below the range that outgoing connections take theirs from, so that none takes
@@ -122,62 +120,3 @@ def _lock_alone(lock: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def exchange_counts(exchange: Exchange, count: int, *, timeout_s: float) -> list[int]:
-    """Tell the other nodes how many ranks start here and return the counts of all, in the order of the nodes.
-
-    Node 0 listens; the others connect until it does.
-
-    Raises:
-        TrainingError: somebody did not come in time; the message names who.
-    """
-    deadline = time.monotonic() + timeout_s
-    if exchange.node == 0:
-        return _collect(exchange, count, deadline, timeout_s)
-    return _tell(exchange, count, deadline, timeout_s)
-
-
-def _collect(exchange: Exchange, count: int, deadline: float, timeout_s: float) -> list[int]:
-    counts = {0: count}
-    peers: list[socket.socket] = []
-    with contextlib.ExitStack() as stack, socket.create_server(("", exchange.port), reuse_port=False) as server:
-        while len(counts) < exchange.nodes:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                peer, _ = server.accept()
-                stack.enter_context(peer)
-                peer.settimeout(max(deadline - time.monotonic(), 0.001))
-                node, told = json.loads(peer.makefile("rb").readline())
-            except TimeoutError:
-                missing = sorted(set(range(exchange.nodes)) - set(counts))
-                raise TrainingError(f"nodes {missing} did not come within {timeout_s:g} s to tell their GPUs") from None
-            except (ValueError, TypeError, ConnectionError):
-                # Somebody else's connection, a port scan for instance.
-                continue
-            if isinstance(node, int) and isinstance(told, int) and 0 < node < exchange.nodes and told > 0:
-                counts[node] = told
-                peers.append(peer)
-        ordered = [counts[node] for node in range(exchange.nodes)]
-        for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.sendall(json.dumps(ordered).encode() + b"\n")
-    return ordered
-
-
-def _tell(exchange: Exchange, count: int, deadline: float, timeout_s: float) -> list[int]:
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TrainingError(
-                f"node 0 ({exchange.host}, port {exchange.port}) did not answer within {timeout_s:g} s: "
-                "its task has not started, or the port is blocked"
-            )
-        try:
-            with socket.create_connection((exchange.host, exchange.port), timeout=min(left, 5.0)) as connection:
-                connection.settimeout(left)
-                connection.sendall(json.dumps([exchange.node, count]).encode() + b"\n")
-                counts = json.loads(connection.makefile("rb").readline())
-                return [int(entry) for entry in counts]
-        except (OSError, ValueError):
-            time.sleep(min(0.1, max(left, 0.0)))

@@ -24,6 +24,17 @@ FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 FIRST_PORT, PORT_PAIRS = 12_000, 9_000
 """Derived ports are pairs below the range from which Linux takes ports for outgoing connections (32768 on)."""
 
+STEP_FACTS = (
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_UID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_LAUNCHER_PORT",
+)
+"""Variables that srun gives every task of a step alike. All but the last, the port on which this srun listens, can be
+asked of Slurm by other users, unless PrivateData hides jobs."""
+
 TOTAL_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 
 
@@ -184,8 +195,9 @@ def _task_per_node(
             node=node,
             nodes=nodes,
             host=_first_host(environ),
-            port=_port(options, environ) + 1,
+            port=_beside(_port(options, environ)),
             expected_world=world,
+            key=step_key(environ),
         )
     return Decision(
         mode="slurm",
@@ -231,6 +243,15 @@ def _port(options: Distributed, environ: Mapping[str, str]) -> int:
     step = environ.get("SLURM_STEP_ID") or environ["SLURM_STEPID"]
     spread = integer("SLURM_JOB_ID", job) * 101 + int(step)
     return FIRST_PORT + 2 * (spread % PORT_PAIRS)
+
+
+def _beside(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1
+
+
+def step_key(environ: Mapping[str, str]) -> str:
+    """Return what the tasks of a step share, to tell them from all others; hard to come by, but no secret."""
+    return "\n".join(f"{name}={environ.get(name, '')}" for name in STEP_FACTS)
 
 
 def _count(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:

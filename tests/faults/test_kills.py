@@ -1,0 +1,99 @@
+"""Whoever is killed, and whenever: a command that has ended leaves a status that says how."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from bench import FOR_EVER, Bench, supervisor_of, until
+
+from gputrain_tui.running import leftovers
+from gputrain_tui.running.start import adopt, start_supervisor
+from gputrain_tui.runs import Run, open_run, read_status, write_status
+from trainer.record import RunEnded, decode_events
+
+RANDOM = Path(__file__).with_name("random_kills.py")
+
+
+def ended_events(run: Run) -> list[RunEnded]:
+    return [event for event in decode_events(run.dir.run_events.read_bytes()) if isinstance(event, RunEnded)]
+
+
+def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_command(bench: Bench) -> None:
+    command = bench.start("run", bench.recipe(FOR_EVER), "--json")
+    run = bench.training()
+    first = supervisor_of(run)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: supervisor_of(run) != first)
+    os.kill(supervisor_of(run), signal.SIGKILL)
+    out, err = command.communicate(timeout=60)
+    status = read_status(run.dir)
+    assert status is not None
+    assert (command.returncode, status.status, status.exit_code) == (1, "failed", 1), err
+    assert status.message is not None
+    assert "supervisor was killed" in status.message
+    assert leftovers.processes_of(run.dir.path) == []
+    assert json.loads(out.splitlines()[-1])["type"] == "run_ended"
+
+
+def short(bench: Bench) -> Run:
+    assert bench.call("run", bench.recipe()).returncode == 0
+    return bench.runs()[0]
+
+
+def test_a_run_that_has_ended_is_left_as_it_is_by_who_comes_too_late(bench: Bench) -> None:
+    run = short(bench)
+    before = run.dir.status.read_bytes(), run.dir.run_events.read_bytes()
+    assert start_supervisor(run.dir, leased=False, adopting=True).wait(20) == 0
+    assert (run.dir.status.read_bytes(), run.dir.run_events.read_bytes()) == before
+
+
+@pytest.mark.parametrize(("how", "code"), [("finished", 0), ("stopped", 130)])
+def test_a_supervisor_killed_between_its_last_event_and_the_status_has_said_how_the_run_ended(
+    bench: Bench, how: str, code: int
+) -> None:
+    run = short(bench)
+    (ended,) = ended_events(run)
+    lines = run.dir.run_events.read_bytes().splitlines(keepends=True)[:-1]
+    said = msgspec.json.encode({**json.loads(msgspec.json.encode(ended)), "status": how, "exit_code": code})
+    run.dir.run_events.write_bytes(b"".join(lines) + said + b"\n")
+    status = read_status(run.dir)
+    assert status is not None
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    assert status.supervisor is not None
+    status.status, status.exit_code = "running", None
+    status.supervisor = msgspec.structs.replace(status.supervisor, pid=dead.pid)
+    write_status(run.dir, status)
+    lost = open_run(run.dir.path)
+    assert lost is not None
+    assert lost.state == "lost"
+    settled = adopt(lost)
+    assert (settled.state, settled.status.exit_code) == (how, code)
+    assert len(ended_events(run)) == 1
+
+
+@pytest.mark.parametrize(
+    "kills", [4, pytest.param(74, marks=pytest.mark.slow)], ids=["a few", "as many as the attack that found it"]
+)
+def test_kills_at_random_moments_never_leave_a_status_that_says_running(tmp_path: Path, kills: int) -> None:
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("needs PID namespaces (root, unshare)")
+    words = [*namespace, "--kill-child", sys.executable, str(RANDOM), str(tmp_path), str(kills), "15"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30 * kills)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == kills
+    for one in found:
+        ended = {1: "failed", 130: "stopped"}  # the latter where the killed process was of no importance
+        assert one["status"] == ended[one["returncode"]], one
+        assert one["exit_code"] == one["returncode"], one
+        assert one["left"] == [], one
