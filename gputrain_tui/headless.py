@@ -261,8 +261,16 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     return lines
 
 
-def closing_lines(state: RunState, width: int) -> list[list[Piece]]:
-    """Return what a run that trained says at its end: the table, the last evaluation, what was kept."""
+def closing_lines(
+    state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True
+) -> list[list[Piece]]:
+    """Return what a run that trained says at its end: the table, the last evaluation, what was kept.
+
+    Args:
+        state: what the record says.
+        width: columns of the terminal.
+        is_there: whether a checkpoint that was written is still there.
+    """
     lines = closing_table(state, width)
     for split in ("valid", "test"):
         validation = state.last_validation(split)
@@ -273,8 +281,9 @@ def closing_lines(state: RunState, width: int) -> list[list[Piece]]:
         text, style = ("equal on all ranks", "") if agree else ("DIFFER between ranks", "alarm")
         lines.append([("parameters ", "dim"), (text, style)])
     lines += finding_lines(state)
-    if state.checkpoints:
-        lines.append([("checkpoint ", "dim"), (state.checkpoints[-1].path, "")])
+    kept = next((saved.path for saved in reversed(state.checkpoints) if is_there(saved.path)), None)
+    if kept is not None:
+        lines.append([("checkpoint ", "dim"), (kept, "")])
     if state.sample is not None:
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (printable(line), "")] for line in state.sample.text.splitlines()]

@@ -13,7 +13,7 @@ import torch
 
 from trainer import distributed, record
 from trainer.checkpoint import CheckpointError, load, newest
-from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.errors import ExitCode, NotKeptError, RequestError, TrainingError
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
 from trainer.node.rank_log import Narration
@@ -65,19 +65,21 @@ class _Rank:
             self.set_state("failed", message=failure.message)
             self.writer.write(failure)
             self.writer.flush()
-            self.assignment.failed(failure)
+            self.assignment.failed(failure, not_recorded=self.writer.trouble)
             self.writer.close()
             distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
             self.writer.flush()
-            self.assignment.stopped(outcome.updates, outcome.saved)
+            self.assignment.stopped(
+                outcome.updates, outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.trouble
+            )
             self.writer.close()
             distributed.shutdown()
             return ExitCode.STOPPED
         self.set_state("finished")
         self.writer.flush()
-        self.assignment.finished()
+        self.assignment.finished(not_recorded=self.writer.trouble)
         self.writer.close()
         distributed.shutdown()
         return ExitCode.FINISHED
@@ -238,6 +240,8 @@ def _kind(error: Exception) -> str:
     """Sort an error into the record's kinds of failure."""
     if isinstance(error, RequestError | CheckpointError):
         return "request"
+    if isinstance(error, NotKeptError):
+        return "checkpoint_lost"
     if isinstance(error, OutOfMemoryError) or is_out_of_memory(error):
         return "out_of_memory"
     if isinstance(error, NonFiniteError):

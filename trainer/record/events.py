@@ -241,7 +241,7 @@ class Failure(Event, kw_only=True, tag="failure"):
 
     kind: str
     """``exception``, ``out_of_memory``, ``signal``, ``exit``, ``join_timeout``, ``non_finite``, ``lost_peer``,
-    ``request``, ``launch``."""
+    ``request``, ``launch``, ``training``, ``checkpoint_lost``."""
     message: str
     """One line."""
     rank: int | None = None
