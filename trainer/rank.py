@@ -19,7 +19,7 @@ from trainer.node.assignment import RankAssignment
 from trainer.node.rank_log import Narration
 from trainer.options import Training
 from trainer.outcome import NO_UPDATE_LEFT, is_lost_peer
-from trainer.record import EventWriter, Failure, RankStateName, RunDir
+from trainer.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.schema import check, describe, read_flags
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
@@ -143,7 +143,9 @@ class _Rank:
 
     def _surroundings(self, options: Training, device: torch.device) -> Surroundings:
         here = self.assignment
-        folder = Path(options.save_dir) if options.save_dir else self.run_dir.checkpoints if self.run_dir else None
+        # Absolute, because the record names the files for readers in other folders.
+        given = Path(options.save_dir).absolute() if options.save_dir else None
+        folder = given or (self.run_dir.checkpoints if self.run_dir else None)
         return Surroundings(
             rank=here.rank,
             world_size=here.world_size,
@@ -183,7 +185,10 @@ class _Rank:
         if not reason:
             return
         # A run that is started again after its last checkpoint has trained; another one would end without having.
-        again = self.run_dir is not None and source.resolve().is_relative_to(self.run_dir.path.resolve())
+        again = self.run_dir is not None and (
+            source.resolve().is_relative_to(self.run_dir.path.resolve())
+            or source.absolute() in recorded_checkpoints(self.run_dir)
+        )
         if not again and not loop.validation_missing:
             raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
         if self.assignment.rank == 0:

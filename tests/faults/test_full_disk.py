@@ -147,7 +147,7 @@ def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: b
 
 
 def test_a_record_at_the_limit_of_a_files_size_fails_no_run(bench: Bench) -> None:
-    limit = 64 << 10
+    limit = 100 << 10
     recipe = words(bench, UPDATES, f"train.save_dir={bench.folder}/kept")
     process = bench.start(*recipe, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     _, err = process.communicate(timeout=120)

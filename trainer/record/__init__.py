@@ -5,6 +5,7 @@ Torch-free, because the console reads with the same definitions that the ranks w
 
 from __future__ import annotations
 
+from trainer.record.checkpoints import recorded_checkpoints
 from trainer.record.events import (
     STATES,
     AnyEvent,
@@ -61,5 +62,6 @@ __all__ = [
     "Validation",
     "decode_events",
     "encode_event",
+    "recorded_checkpoints",
     "write_atomically",
 ]
