@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from gputrain_tui.running.outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import Column, duration, printable, size, table
 from gputrain_tui.tables import width as cells
@@ -28,8 +29,6 @@ TABLE_RANKS = 32
 """Ranks that the closing table lists; of more, those that the others waited for most."""
 FINDINGS = 10
 """Findings that the closing words tell."""
-PAST_REFUSAL = ("training", "validating", "saving", "finished")
-"""States of a rank that has found nothing wrong with the request."""
 BAR = (10, 40)
 """Least and greatest width of the bar."""
 FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (

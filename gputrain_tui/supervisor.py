@@ -117,6 +117,7 @@ class Supervisor:
             restarts -= 1
             if not ended.recorded:
                 self._account.record(ended.failure)
+            self._account.restarting()
             plan = restart.again(plan, self.dir)
 
     def _launch(self, plan: Plan, way: Launcher, env: Mapping[str, str]) -> Attempt:

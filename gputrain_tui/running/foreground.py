@@ -192,7 +192,7 @@ def conclude(
     """
     status = read_status(run.dir) or run.status
     code = returncode if returncode >= 0 else ExitCode.FAILED
-    if code == ExitCode.BAD_REQUEST and state.step == 0:
+    if code == ExitCode.BAD_REQUEST and not status.restarts and not outcome.holds_work(run.dir):
         shutil.rmtree(run.dir.path, ignore_errors=True)
         raise RequestError(status.message or "the request was wrong")
     if state.ended is None and status.status in ENDED:  # a full disk did not take the event

@@ -25,6 +25,8 @@ TAIL_BYTES = 1 << 20
 LOG_BYTES = 64 << 10
 ROOM_BYTES = 16 << 10
 """Less room than this may have kept ranks from writing their last words."""
+PAST_REFUSAL = ("training", "validating", "saving", "finished")
+"""States of a rank that has found nothing wrong with the request."""
 STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
 """Exit codes of a node's parent that somebody stopped, the negative ones before it could answer."""
 
@@ -62,6 +64,13 @@ def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
     if is_full(run_dir):
         return "the disk of the run directory is full: the end of the record is missing"
     return f"the end of the record is missing: {why}" if why else ""
+
+
+def holds_work(run_dir: RunDir) -> bool:
+    """Whether a rank came to train, a checkpoint is kept, or a full disk leaves that open."""
+    if any(not path.name.startswith(".") for path in run_dir.checkpoints.glob("*")) or is_full(run_dir):
+        return True
+    return any(_trained(path) for path in run_dir.events.glob("*.ndjson"))
 
 
 def is_full(run_dir: RunDir) -> bool:
@@ -164,6 +173,15 @@ def last_lines(path: Path, count: int) -> list[str]:
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def _trained(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            events = (event for line in file if b'"rank_state"' in line for event in decode_events(line))
+            return any(isinstance(event, RankState) and event.state in PAST_REFUSAL for event in events)
+    except OSError:
+        return True  # it cannot be told
 
 
 def _finished(path: Path, since: Mapping[str, int]) -> bool:

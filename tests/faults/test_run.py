@@ -280,6 +280,27 @@ def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> N
     assert bench.runs()[0].status.message == "ValueError: no more data"
 
 
+VANISHING_SCRIPT = """\
+import os, pathlib, sys
+print("rank", os.environ["RANK"], "has worked")
+if os.environ["RANK"] == "1":
+    pathlib.Path(__file__).unlink()
+    raise ValueError("no more data")
+"""
+
+
+def test_a_refused_restart_deletes_nothing_and_shows_why_the_first_attempt_failed(bench: Bench) -> None:
+    recipe = script_recipe(bench, "x")
+    (bench.folder / "own.py").write_text(VANISHING_SCRIPT)
+    done = bench.call("run", recipe, "--set", "cluster.max_restarts=1")
+    assert done.returncode == 2
+    (run,) = bench.runs()
+    assert run.dir.rank_log(1).read_text().startswith("rank 1 has worked")
+    assert "ValueError: no more data" in done.stderr
+    assert "own.py does not exist" in done.stderr
+    assert (run.state, run.status.restarts) == ("failed", 1)
+
+
 def test_a_detached_script_is_stopped(bench: Bench) -> None:
     assert bench.call("run", script_recipe(bench, "wait"), "--detach").returncode == 0
     run = bench.runs()[0]
