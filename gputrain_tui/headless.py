@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from gputrain_tui.running.outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import Column, duration, printable, size, table
 from gputrain_tui.tables import width as cells
@@ -28,8 +29,6 @@ TABLE_RANKS = 32
 """Ranks that the closing table lists; of more, those that the others waited for most."""
 FINDINGS = 10
 """Findings that the closing words tell."""
-PAST_REFUSAL = ("training", "validating", "saving", "finished")
-"""States of a rank that has found nothing wrong with the request."""
 BAR = (10, 40)
 """Least and greatest width of the bar."""
 FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
@@ -261,8 +260,16 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     return lines
 
 
-def closing_lines(state: RunState, width: int) -> list[list[Piece]]:
-    """Return what a run that trained says at its end: the table, the last evaluation, what was kept."""
+def closing_lines(
+    state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True
+) -> list[list[Piece]]:
+    """Return what a run that trained says at its end: the table, the last evaluation, what was kept.
+
+    Args:
+        state: what the record says.
+        width: columns of the terminal.
+        is_there: whether a checkpoint that was written is still there.
+    """
     lines = closing_table(state, width)
     for split in ("valid", "test"):
         validation = state.last_validation(split)
@@ -273,8 +280,9 @@ def closing_lines(state: RunState, width: int) -> list[list[Piece]]:
         text, style = ("equal on all ranks", "") if agree else ("DIFFER between ranks", "alarm")
         lines.append([("parameters ", "dim"), (text, style)])
     lines += finding_lines(state)
-    if state.checkpoints:
-        lines.append([("checkpoint ", "dim"), (state.checkpoints[-1].path, "")])
+    kept = next((saved.path for saved in reversed(state.checkpoints) if is_there(saved.path)), None)
+    if kept is not None:
+        lines.append([("checkpoint ", "dim"), (kept, "")])
     if state.sample is not None:
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (printable(line), "")] for line in state.sample.text.splitlines()]

@@ -49,6 +49,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: float | None = None
     """Unix seconds."""
     exit_code: int | None = None
+    restarts: int = 0
+    """Attempts that failed and were followed by another."""
     message: str | None = None
     """One line: why it failed, or what was left when it stopped."""
     step: int | None = None

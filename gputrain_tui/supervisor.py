@@ -118,6 +118,7 @@ class Supervisor:
             restarts -= 1
             if not ended.recorded:
                 self._account.record(ended.failure)
+            self._account.restarting()
             plan = restart.again(plan, self.dir)
 
     def _launch(self, plan: Plan, way: Launcher, env: Mapping[str, str]) -> Attempt:
@@ -151,7 +152,7 @@ class Supervisor:
                 attempt.running[process.fileno()] = process
                 self._wishes.watch(process.fileno())
                 continue
-            missing = outcome.unfinished(self.dir, node.ranks, attempt.since)
+            missing = outcome.unfinished(self.dir, node.node, node.ranks, attempt.since)
             attempt.ended[node.node] = outcome.NodeEnd(host=node.host, exit_code=ExitCode.FAILED, unfinished=missing)
         if any(end.unfinished for end in attempt.ended.values()):
             self._stop(attempt, 2, FAILURE_GRACE_S)
@@ -197,10 +198,9 @@ class Supervisor:
         self._wishes.forget(descriptor)
         process.close()
         ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)
-        missing = outcome.unfinished(self.dir, ranks, attempt.since)
+        missing = outcome.unfinished(self.dir, process.node, ranks, attempt.since)
         if missing and code == ExitCode.FINISHED and outcome.is_full(self.dir):
-            missing = []  # their parent has heard what they could not write down
-            self._account.remark = "the disk of the run directory is full: the end of the record is missing"
+            missing = []  # their parent has heard what they could not write down, and could not write it down either
         code = outcome.exit_code(self.dir, process.node, code) if missing else code
         attempt.ended[process.node] = outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
         if missing and not attempt.stopping:
@@ -269,6 +269,7 @@ class Supervisor:
             shutil.rmtree(self._tmp, ignore_errors=True)
         if not left:
             outcome.clear_unfinished(self.dir)
+        self._account.remark = outcome.not_recorded(self.dir, [node.node for node in self._plan.nodes])
         return self._account.close(ended, left=left)
 
     def _failure(self, kind: str, message: str, *, host: str | None = None) -> Failure:

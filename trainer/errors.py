@@ -34,6 +34,10 @@ class TrainingError(RuntimeError):
     """The training cannot go on, for a reason that needs no traceback; exit code 1."""
 
 
+class NotKeptError(TrainingError):
+    """All updates were made, but the checkpoint of the last one, or the best one, could not be written."""
+
+
 LONGEST_QUOTE = 80
 """Characters that a message spends on a value that it refuses."""
 LONGEST_WORD = 300

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
-from trainer.errors import RequestError, TrainingError
+from trainer.errors import NotKeptError, RequestError, TrainingError
 from trainer.optim import Schedule, build_optimizer
 from trainer.options import Training
+from trainer.outcome import stopped_where
 from trainer.sync import StepMeter
 from trainer.tasks.task import Task
 from trainer.training import telling
@@ -46,6 +47,8 @@ class Outcome:
     """Whether somebody ended it before it had reached an end of its own."""
     saved: Path | None = None
     """The checkpoint of the update at which it was stopped; rank 0 only."""
+    not_kept: str = ""
+    """What could not be saved of a training that was stopped, in one line; rank 0 only."""
 
 
 class Loop:
@@ -129,6 +132,7 @@ class Loop:
         Raises:
             NonFiniteError: a loss or gradient is not finite.
             OutOfMemoryError: memory ran out.
+            NotKeptError: all updates are made, but what was trained is not on disk.
         """
         telling.announce(
             self.here,
@@ -289,11 +293,17 @@ class Loop:
         self._replicas.finish()
         self.meter.close()
         self._save()
-        self._saving.close()
+        not_kept = self._saving.close()
         saved = self._saving.path_of(self.updates)
-        self.here.say(f"stopped at update {self.updates}" + (f", saved {saved}" if saved else ""))
+        self.here.say(stopped_where(self.updates, None if saved is None else str(saved), not_kept))
         return Outcome(
-            updates=self.updates, epoch=self.epoch, reason="asked to stop", best=self.best, stopped=True, saved=saved
+            updates=self.updates,
+            epoch=self.epoch,
+            reason="asked to stop",
+            best=self.best,
+            stopped=True,
+            saved=saved,
+            not_kept=not_kept,
         )
 
     def _end_of_epoch(self, epoch: int) -> None:
@@ -303,7 +313,11 @@ class Loop:
             self._save()
 
     def _finish(self, reason: str) -> None:
-        """Validate, test and save at the end, each only if the last step has not been yet, until asked to stop."""
+        """Validate, test and save at the end, each only if the last step has not been yet, until asked to stop.
+
+        Raises:
+            NotKeptError: the last checkpoint, or the best one, is not on disk.
+        """
         self._replicas.finish()
         self.meter.close()
         if "valid" in self.splits and self._validated_at != self.updates and self.updates:
@@ -322,7 +336,8 @@ class Loop:
         if self.here.rank == 0 and (text := self.task.sample(self.raw_model)):
             telling.show(self.here, text, step=self.updates)
         self.here.stopping()  # whoever asks from here on waits for the disk
-        self._saving.close()
+        if not_kept := self._saving.close():
+            raise NotKeptError(f"trained, but {not_kept}")
         self.here.say(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation

@@ -5,6 +5,8 @@ Torch-free: a rank reports, its node's parent judges, and the supervisor judges 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
 import signal
 from collections.abc import Iterable, Mapping
@@ -23,6 +25,10 @@ SAVE_S = 60.0
 
 OF_LOST = ("lost_peer", "stalled", "left_early", "silent")
 """Kinds of failures that ranks tell of each other, or that are concluded from that."""
+OUTCOME_BYTES = 4096
+"""What a node's outcome takes at most besides its ranks, a traceback left out."""
+RANK_BYTES = 128
+"""What a rank takes in its node's outcome at most."""
 
 
 class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -40,8 +46,12 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Optimizer steps done when it stopped."""
     saved: str | None = None
     """The checkpoint of that step."""
+    not_kept: str = ""
+    """What could not be saved, in one line."""
     time_ns: int = 0
     """When it happened, nanoseconds of the Unix clock."""
+    not_recorded: str = ""
+    """Why the end of the rank's record is not on disk; empty when it is."""
 
 
 class RankOutcome(msgspec.Struct, kw_only=True):
@@ -70,13 +80,46 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     """Optimizer steps done when its ranks stopped in order."""
     saved: str | None = None
     """The checkpoint of that step, where it was written by a rank of this node."""
+    not_kept: str = ""
+    """What could not be saved by a rank of this node, in one line."""
     unanswered: list[int] = []
     """Ranks that were asked to stop and did not answer in time."""
+    not_recorded: str = ""
+    """Why the end of a rank's record is not on disk; empty when all are."""
+
+    @staticmethod
+    def reserve(path: Path, *, ranks: int) -> None:
+        """Fill the file with blanks, which no reader takes for an outcome, where ``write`` finds room on a full disk.
+
+        Args:
+            path: of the file; an outcome that stands in it is gone.
+            ranks: of the node.
+        """
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where there is no room any more, there is none to reserve
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b" " * (OUTCOME_BYTES + RANK_BYTES * ranks))
 
     def write(self, path: Path) -> None:
-        """Write it so that a reader sees all of it or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.encode(self))
+        """Write it so that a reader sees all of it or nothing; on a full disk in its place, without the traceback.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, msgspec.json.encode(self))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            failure = self.failure and msgspec.structs.replace(self.failure, traceback=None)
+            data = msgspec.json.encode(msgspec.structs.replace(self, failure=failure))
+            with path.open("r+b", buffering=0) as file:
+                room = file.seek(0, 2)
+                if len(data) > room:
+                    raise
+                file.seek(0)
+                file.write(data.ljust(room))  # blanks at the end of JSON mean nothing
 
 
 # What gloo, NCCL and the stores say when a peer is gone: the message names the neighbour in the ring, which is often
@@ -107,10 +150,10 @@ def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
     return ordered[0][1] if ordered else None
 
 
-def stopped_where(update: int | None, saved: str | None) -> str:
-    """Say where a training stopped and what was kept of it."""
+def stopped_where(update: int | None, saved: str | None, not_kept: str = "") -> str:
+    """Say where a training stopped, what was kept of it and what was not."""
     where = "" if update is None else f" at update {update}"
-    return f"stopped{where}" + (f", saved {saved}" if saved else "")
+    return f"stopped{where}" + (f", saved {saved}" if saved else "") + (f", but {not_kept}" if not_kept else "")
 
 
 def exit_code_of(failure: Failure) -> ExitCode:

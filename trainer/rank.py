@@ -13,14 +13,14 @@ import torch
 
 from trainer import distributed, record
 from trainer.checkpoint import CheckpointError, load, newest
-from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.errors import ExitCode, NotKeptError, RequestError, TrainingError
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
 from trainer.node.last_words import error_line
 from trainer.node.rank_log import Narration
 from trainer.options import Training
 from trainer.outcome import NO_UPDATE_LEFT, is_lost_peer
-from trainer.record import EventWriter, Failure, RankStateName, RunDir
+from trainer.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.schema import check, describe, read_flags
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
@@ -66,19 +66,21 @@ class _Rank:
             self.set_state("failed", message=failure.message)
             self.writer.write(failure)
             self.writer.flush()
-            self.assignment.failed(failure)
+            self.assignment.failed(failure, not_recorded=self.writer.trouble)
             self.writer.close()
             distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
             self.writer.flush()
-            self.assignment.stopped(outcome.updates, outcome.saved)
+            self.assignment.stopped(
+                outcome.updates, outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.trouble
+            )
             self.writer.close()
             distributed.shutdown()
             return ExitCode.STOPPED
         self.set_state("finished")
         self.writer.flush()
-        self.assignment.finished()
+        self.assignment.finished(not_recorded=self.writer.trouble)
         self.writer.close()
         distributed.shutdown()
         return ExitCode.FINISHED
@@ -142,7 +144,9 @@ class _Rank:
 
     def _surroundings(self, options: Training, device: torch.device) -> Surroundings:
         here = self.assignment
-        folder = Path(options.save_dir) if options.save_dir else self.run_dir.checkpoints if self.run_dir else None
+        # Absolute, because the record names the files for readers in other folders.
+        given = Path(options.save_dir).absolute() if options.save_dir else None
+        folder = given or (self.run_dir.checkpoints if self.run_dir else None)
         return Surroundings(
             rank=here.rank,
             world_size=here.world_size,
@@ -183,7 +187,10 @@ class _Rank:
         if not reason:
             return
         # A run that is started again after its last checkpoint has trained; another one would end without having.
-        again = self.run_dir is not None and source.resolve().is_relative_to(self.run_dir.path.resolve())
+        again = self.run_dir is not None and (
+            source.resolve().is_relative_to(self.run_dir.path.resolve())
+            or source.absolute() in recorded_checkpoints(self.run_dir)
+        )
         if not again and not loop.validation_missing:
             raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
         if self.assignment.rank == 0:
@@ -254,6 +261,8 @@ def _kind(error: Exception) -> str:
     """Sort an error into the record's kinds of failure."""
     if isinstance(error, RequestError | CheckpointError):
         return "request"
+    if isinstance(error, NotKeptError):
+        return "checkpoint_lost"
     if isinstance(error, OutOfMemoryError) or is_out_of_memory(error):
         return "out_of_memory"
     if isinstance(error, NonFiniteError):

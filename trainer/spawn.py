@@ -61,7 +61,7 @@ def run_node(
     # Under a launcher that starts the ranks one by one, no process is the parent of the whole node.
     node_dir = run_dir if len(assignments) == first.local_world_size else None
     if node_dir is not None:
-        node_dir.node_result(first.node).unlink(missing_ok=True)
+        NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
     guard.adopt_orphans()
     with StopSignals(environ) as signals, scratch_folder(node_dir, first.node):
         ranks = _Node(writer, signals)
@@ -207,6 +207,7 @@ class _Node:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
                 rank.listens |= report.listens
+                self._verdict.not_recorded = report.not_recorded or self._verdict.not_recorded
                 rank.stopping |= report.stopping
                 if report.stopped:
                     rank.stopped, rank.stopped_at = report, time.monotonic()

@@ -52,6 +52,11 @@ class Account:
             )
         )
 
+    def restarting(self) -> None:
+        """Say that an attempt has failed and another one follows."""
+        self._status.restarts += 1
+        self._write_status()
+
     def stopping(self) -> None:
         """Say that somebody has asked for the end."""
         self._status.status = "stopping"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from operator import itemgetter
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from gputrain_tui import headless
@@ -17,7 +18,7 @@ from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.running.outlet import Outlet, silence
-from gputrain_tui.runs import Run, RunReader, Status, read_status
+from gputrain_tui.runs import ENDED, Run, RunReader, Status, read_status
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
 from trainer.errors import ExitCode, RequestError
@@ -199,13 +200,17 @@ def conclude(
     """
     status = read_status(run.dir) or run.status
     code = returncode if returncode >= 0 else ExitCode.FAILED
-    if code == ExitCode.BAD_REQUEST and state.step == 0:
+    if code == ExitCode.BAD_REQUEST and not status.restarts and not outcome.holds_work(run.dir):
         shutil.rmtree(run.dir.path, ignore_errors=True)
         raise RequestError(status.message or "the request was wrong")
+    if state.ended is None and status.status in ENDED:  # a full disk did not take the event
+        ended = status.ended or state.time
+        how = status.status
+        state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
     if narrate and all(view.last is not None for view in state.ranks.values()):
         columns, out = shutil.get_terminal_size().columns, Outlet(sys.stdout)
-        for line in headless.closing_lines(state, columns):
+        for line in headless.closing_lines(state, columns, is_there=lambda path: Path(path).exists()):
             out.write(headless.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
         out.settle()
         if out.trouble is not None and not isinstance(out.trouble, BrokenPipeError):
@@ -225,6 +230,9 @@ def _last_words(run: Run, status: Status, state: RunState) -> list[list[headless
         node = next((view.node for view in state.ranks.values() if view.host == failure.host), None) or 0
         log = run.dir.rank_log(failure.rank) if failure.rank is not None else run.dir.node_log(node)
         lines += headless.failure_block(failure, outcome.last_lines(log, LOG_LINES), str(log))
+    if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
+        # What ended the last attempt, where it is not what ended the first; what the record could not take.
+        lines.append([(printable(status.message), "alarm")])
     lines.append(headless.ending(state))
     if status.status == "finished" and status.message:
         lines.append([(printable(status.message), "alarm")])

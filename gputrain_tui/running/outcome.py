@@ -25,6 +25,8 @@ TAIL_BYTES = 1 << 20
 LOG_BYTES = 64 << 10
 ROOM_BYTES = 16 << 10
 """Less room than this may have kept ranks from writing their last words."""
+PAST_REFUSAL = ("training", "validating", "saving", "finished")
+"""States of a rank that has found nothing wrong with the request."""
 STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
 """Exit codes of a node's parent that somebody stopped, the negative ones before it could answer."""
 
@@ -45,13 +47,34 @@ def sizes(run_dir: RunDir) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in run_dir.events.glob("*.ndjson")}
 
 
-def unfinished(run_dir: RunDir, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
-    """Return the ranks that did not record that they finished in this attempt."""
-    return [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
+def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
+    """Return the ranks of a node that ended without having finished in this attempt.
+
+    A rank that could not record its end, on a full disk or beyond the limit of a file's size, has told its node's
+    parent all the same.
+    """
+    missing = [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
+    told = _result(run_dir, node) if missing else None
+    return [rank for rank in missing if told is None or rank not in told.ranks or not told.ranks[rank].finished]
+
+
+def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
+    """Say what of the record is missing and why; empty when it is whole."""
+    why = next((told.not_recorded for node in nodes if (told := _result(run_dir, node)) and told.not_recorded), "")
+    if is_full(run_dir):
+        return "the disk of the run directory is full: the end of the record is missing"
+    return f"the end of the record is missing: {why}" if why else ""
+
+
+def holds_work(run_dir: RunDir) -> bool:
+    """Whether a rank came to train, a checkpoint is kept, or a full disk leaves that open."""
+    if any(not path.name.startswith(".") for path in run_dir.checkpoints.glob("*")) or is_full(run_dir):
+        return True
+    return any(_trained(path) for path in run_dir.events.glob("*.ndjson"))
 
 
 def is_full(run_dir: RunDir) -> bool:
-    """Whether the disk takes no more, so that what is missing in the record says nothing."""
+    """Whether the disk takes no more."""
     probe = run_dir.path / f".room-{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * ROOM_BYTES)
@@ -125,7 +148,9 @@ def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     stopped = [result.stopped_at for result in told if result.stopped_at is not None]
     if stopped:
         saved = next((result.saved for result in told if result.saved), None)
-        parts.append(f"at update {max(stopped)}" + (f", saved {saved}" if saved else ", without a checkpoint"))
+        not_kept = next((result.not_kept for result in told if result.not_kept), "")
+        words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
+        parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for result in told for rank in result.unanswered)
     if silent:
         who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
@@ -150,6 +175,15 @@ def last_lines(path: Path, count: int) -> list[str]:
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def _trained(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            events = (event for line in file if b'"rank_state"' in line for event in decode_events(line))
+            return any(isinstance(event, RankState) and event.state in PAST_REFUSAL for event in events)
+    except OSError:
+        return True  # it cannot be told
 
 
 def _finished(path: Path, since: Mapping[str, int]) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 
 from gputrain_tui.machines.addresses import free_port
 from gputrain_tui.plan import Plan, is_loopback, with_flags
+from gputrain_tui.running import checkpoints
 from trainer.record import RunDir
 
 INIT_FLAG = "--distributed-init-method"
@@ -34,12 +35,12 @@ def again(plan: Plan, run_dir: RunDir) -> Plan:
     A script looks for its checkpoint itself.
     """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
-    resume = str(run_dir.checkpoints) if any(run_dir.checkpoints.iterdir()) else None
+    resume = checkpoints.to_resume(run_dir)
     nodes = []
     for node in plan.nodes:
         words = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
         if resume is not None and SCRIPT_FLAG not in words:
-            words = _with_flag(words, RESUME_FLAG, resume)
+            words = _with_flag(words, RESUME_FLAG, str(resume))
         nodes.append(msgspec.structs.replace(node, argv=list(words)))
     return msgspec.structs.replace(plan, nodes=nodes, init_method=init_method)
 

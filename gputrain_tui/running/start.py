@@ -22,11 +22,12 @@ from gputrain_tui.planning import inventories_for
 from gputrain_tui.preflight import NotReadyError, Result, errors, judge, look
 from gputrain_tui.preflight.reach import launching
 from gputrain_tui.recipe import Recipe
+from gputrain_tui.running import checkpoints
 from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.running.wishes import HELD_BACK
 from gputrain_tui.runs import ENDED, Run, create, find, open_run, read_status
 from trainer.errors import RequestError
-from trainer.record import RunDir
+from trainer.record import RunDir, recorded_checkpoints
 from trainer.training.stopping import require_an_end
 
 if TYPE_CHECKING:
@@ -75,15 +76,17 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             raise RequestError(
                 f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
             )
-        folder = run.dir.checkpoints
-        if not folder.is_dir() or not any(folder.iterdir()):
-            raise RequestError(f"--resume {resume}: {run.id} has no checkpoint in {folder}")
+        found = checkpoints.to_resume(run.dir)
+        if found is None:
+            gone = recorded_checkpoints(run.dir)[-1:]
+            where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""
+            raise RequestError(f"--resume {resume}: {run.id} has no checkpoint in {run.dir.checkpoints}{where}")
         if run.state == "finished" and source is None and not overrides:
             raise RequestError(
                 f"--resume {resume}: {run.id} has finished, nothing is left to train; "
                 "to train it further raise what ended it, such as --set train.max_updates=N"
             )
-        settings.append(f"train.resume={folder}")
+        settings.append(f"train.resume={found}")
         source = source or str(run.dir.recipe)
     if source is None:
         raise RequestError(

@@ -1,21 +1,27 @@
-"""A run whose disk fills up and stays full trains to its end, keeps its last checkpoint, and says what is missing."""
+"""A disk that fills up or a folder that is deleted: what was trained is kept, or the run says that it is not."""
 
 from __future__ import annotations
 
 import os
+import re
+import resource
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from bench import Bench, until
+from bench import FOR_EVER, Bench, until
 
 from gputrain_tui.running import leftovers
+from gputrain_tui.runs import Run
+from trainer.checkpoint import newest
 
 UPDATES = 2000
 KEPT = 20
+SETTINGS = (f"train.save_every_updates={KEPT}", "train.keep_last=1", "train.test=false")
 
 
 @pytest.fixture
@@ -36,25 +42,118 @@ def fill(folder: Path) -> None:
             file.write(b"\0" * 4096)
 
 
-def test_a_disk_that_stays_full_costs_the_record_and_not_the_training(small_disk: Path) -> None:
-    bench = Bench(small_disk)
-    settings = [f"train.save_every_updates={KEPT}", "train.keep_last=1", "train.test=false"]
-    words = ["run", bench.recipe(UPDATES), *(word for text in settings for word in ("--set", text))]
-    process = bench.start(*words)
-    run = bench.training()
-    until(lambda: any(run.dir.checkpoints.glob("step_*.pt")))
-    ranks = [pid for pid in leftovers.processes_of(run.dir.path) if pid != process.pid]
-    for pid in ranks:  # all of them are held while the disk fills, wherever they are
+def words(bench: Bench, updates: int, *settings: str) -> list[str | Path]:
+    return ["run", bench.recipe(updates), *(word for text in (*SETTINGS, *settings) for word in ("--set", text))]
+
+
+def held(run: Run, process: subprocess.Popen[str] | None, change: Callable[[], None]) -> None:
+    """Change something while every process of a run is held, wherever it is."""
+    pids = [pid for pid in leftovers.processes_of(run.dir.path) if process is None or pid != process.pid]
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    fill(small_disk)
-    for pid in ranks:
+    change()
+    for pid in pids:
         os.kill(pid, signal.SIGCONT)
+
+
+def last_of(folder: Path) -> int:
+    """The step of the newest checkpoint of a folder."""
+    found = newest(folder)
+    assert found is not None
+    return int(found[1]["updates"])
+
+
+@pytest.mark.parametrize("whose", ["record and checkpoints", "checkpoints"])
+def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_path: Path, whose: str) -> None:
+    everything = whose == "record and checkpoints"
+    bench = Bench(small_disk if everything else tmp_path)
+    process = bench.start(*words(bench, UPDATES, *([] if everything else [f"train.save_dir={small_disk}/kept"])))
+    run = bench.training()
+    folder = run.dir.checkpoints if everything else small_disk / "kept"
+    until(lambda: any(folder.glob("step_*.pt")))
+    held(run, process, lambda: fill(small_disk))
+    _, err = process.communicate(timeout=120)
+    step = last_of(folder)
+    assert KEPT <= step < UPDATES
+    message = (
+        f"trained, but the last checkpoint is step {step}; that of step {UPDATES} was not kept: No space left on device"
+    )
+    full = "; the disk of the run directory is full: the end of the record is missing"
+    (ended,) = bench.runs()
+    assert (process.returncode, ended.state, ended.status.exit_code) == (1, "failed", 1), err
+    assert ended.status.message == message + (full if everything else "")
+    assert message in err
+    assert list(run.dir.path.rglob("*.tmp")) == list(folder.glob(".*.tmp")) == []
+    if not everything:
+        assert "Traceback" not in err + run.dir.rank_log(0).read_text()
+
+
+def test_a_full_disk_of_the_record_costs_the_record_and_is_told(small_disk: Path, tmp_path: Path) -> None:
+    bench = Bench(small_disk)
+    process = bench.start(*words(bench, UPDATES, f"train.save_dir={tmp_path}/kept"))
+    run = bench.training()
+    held(run, process, lambda: fill(small_disk))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     (ended,) = bench.runs()
     assert (ended.state, ended.status.exit_code) == ("finished", 0)
     assert ended.status.message == "the disk of the run directory is full: the end of the record is missing"
     assert ended.status.message in err
-    assert any(run.dir.checkpoints.glob("step_*.pt"))
+    assert last_of(tmp_path / "kept") == UPDATES
     assert list(run.dir.path.rglob("*.tmp")) == []
     assert "Traceback" not in err + run.dir.rank_log(0).read_text()
+
+
+@pytest.mark.parametrize("whose", ["record and checkpoints", "checkpoints"])
+def test_a_run_stopped_on_a_full_disk_says_that_nothing_was_saved(small_disk: Path, tmp_path: Path, whose: str) -> None:
+    everything = whose == "record and checkpoints"
+    bench = Bench(small_disk if everything else tmp_path)
+    settings = [] if everything else [f"train.save_dir={small_disk}/kept"]
+    assert bench.call(*words(bench, FOR_EVER, *settings), "--detach").returncode == 0
+    run = bench.training()
+    folder = run.dir.checkpoints if everything else small_disk / "kept"
+    until(lambda: any(folder.glob("step_*.pt")))
+    held(run, None, lambda: fill(small_disk))
+    done = bench.call("stop", "last")
+    told = re.search(
+        r"is stopped at update (\d+), but the last checkpoint is step (\d+); that of step (\d+) was not kept: "
+        r"No space left on device",
+        done.stdout,
+    )
+    assert told is not None, done.stdout
+    assert told[1] == told[3]
+    assert last_of(folder) == int(told[2]) < int(told[1])
+
+
+@pytest.mark.parametrize("parent", [False, True], ids=["the folder", "its parent"])
+def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: bool) -> None:
+    folder = bench.folder / "parent" / "kept"
+    process = bench.start(*words(bench, UPDATES, f"train.save_dir={folder}"))
+    run = bench.training()
+    until(lambda: any(folder.glob("step_*.pt")))
+    held(run, process, lambda: shutil.rmtree(folder.parent if parent else folder))
+    out, err = process.communicate(timeout=120)
+    assert f"{folder} was deleted" in err or parent
+    if not parent:
+        assert process.returncode == 0, err
+        assert last_of(folder) == UPDATES
+        assert f"checkpoint {folder}/step_{UPDATES:08}.pt" in out
+        return
+    assert process.returncode == 1
+    what = f"trained, but there is no checkpoint of it; that of step {UPDATES} was not kept: No such file or directory"
+    assert bench.runs()[0].status.message == what
+    assert what in err
+    assert str(folder) not in out, "no file is named that is not there"
+
+
+def test_a_record_at_the_limit_of_a_files_size_fails_no_run(bench: Bench) -> None:
+    limit = 100 << 10
+    recipe = words(bench, UPDATES, f"train.save_dir={bench.folder}/kept")
+    process = bench.start(*recipe, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    _, err = process.communicate(timeout=120)
+    (run,) = bench.runs()
+    assert run.dir.rank_events(0).stat().st_size == limit
+    assert (process.returncode, run.state) == (0, "finished"), err
+    assert run.status.message == "the end of the record is missing: File too large"
+    assert run.status.message in err
+    assert last_of(bench.folder / "kept") == UPDATES

@@ -165,6 +165,40 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint(bench: Bench) -
     assert bench.runs()[0].state == "finished"
 
 
+def test_a_restart_and_a_resume_find_the_checkpoints_in_a_folder_of_ones_own(bench: Bench) -> None:
+    settings = ["cluster.max_restarts=1", "train.save_every_updates=20", "train.save_dir=kept"]
+    recipe, words = bench.recipe(300), [word for text in settings for word in ("--set", text)]
+    folder = bench.folder / "kept"
+    assert bench.call("run", bench.recipe(3), "--set", "train.save_dir=kept").returncode == 0
+    assert [path.name for path in folder.glob("step_*.pt")] == ["step_00000003.pt"], "of another training"
+    process = bench.start("run", recipe, "--json", *words)
+    until(lambda: len(bench.runs()) == 2)
+    run = bench.training()
+    until(lambda: any(path.name != "step_00000003.pt" for path in folder.glob("step_*.pt")))
+    os.kill(pid_of_rank(run, 1), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    failure = next(event for event in events if event["type"] == "failure" and event["kind"] == "signal")
+    again = [event for event in events if event["type"] == "step" and event["time"] > failure["time"] + 0.5]
+    assert min(event["step"] - event["steps"] for event in again) >= 20
+    done = bench.call("run", "--resume", run.id, "--set", "train.max_updates=302", "--json")
+    assert done.returncode == 0, done.stderr
+    steps = [event for line in done.stdout.splitlines() if (event := json.loads(line))["type"] == "step"]
+    assert min(event["step"] - event["steps"] for event in steps) == 300
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(bench: Bench) -> None:
+    settings = ["cluster.max_restarts=1", "train.save_every_epochs=0", "train.valid_every_epochs=0"]
+    process = bench.start("run", bench.recipe(400), *(word for text in settings for word in ("--set", text)))
+    run = bench.training()
+    assert [path.name for path in run.dir.checkpoints.iterdir()] == [".lock"]
+    os.kill(pid_of_rank(run, 1), signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert bench.runs()[0].status.step == 400
+
+
 def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
     done = bench.call("run", bench.recipe(FOR_EVER), "--detach")
     assert done.returncode == 0
@@ -244,6 +278,27 @@ def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> N
     assert "ValueError: no more data" in done.stderr
     assert "trainer/node/script.py" not in done.stderr
     assert bench.runs()[0].status.message == "ValueError: no more data"
+
+
+VANISHING_SCRIPT = """\
+import os, pathlib, sys
+print("rank", os.environ["RANK"], "has worked")
+if os.environ["RANK"] == "1":
+    pathlib.Path(__file__).unlink()
+    raise ValueError("no more data")
+"""
+
+
+def test_a_refused_restart_deletes_nothing_and_shows_why_the_first_attempt_failed(bench: Bench) -> None:
+    recipe = script_recipe(bench, "x")
+    (bench.folder / "own.py").write_text(VANISHING_SCRIPT)
+    done = bench.call("run", recipe, "--set", "cluster.max_restarts=1")
+    assert done.returncode == 2
+    (run,) = bench.runs()
+    assert run.dir.rank_log(1).read_text().startswith("rank 1 has worked")
+    assert "ValueError: no more data" in done.stderr
+    assert "own.py does not exist" in done.stderr
+    assert (run.state, run.status.restarts) == ("failed", 1)
 
 
 def test_a_detached_script_is_stopped(bench: Bench) -> None:

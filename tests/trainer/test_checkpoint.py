@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import random
 import resource
@@ -237,6 +238,43 @@ def test_a_run_continued_from_an_earlier_step_is_newer_than_the_branch_it_left(t
     assert step_of(newest(tmp_path)) == 110
 
 
+def test_a_clock_that_is_set_back_costs_no_checkpoint(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(10**18, 0, -(10**15)))
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    for steps in ((10, 20), (30, 40)):  # the second time as after a restart
+        writer = log.writer(tmp_path)
+        for step in steps:
+            writer.save({"step": step}, step=step)
+            writer.wait()
+            assert step_of(newest(tmp_path)) == step
+        writer.close()
+    assert names(tmp_path) == ["step_00000030.pt", "step_00000040.pt"]
+
+
+def dated(path: Path, time_ns: int) -> None:
+    """Have a checkpoint say that it was written then, as files of earlier versions do."""
+    data = path.read_bytes()
+    head, payload_bytes = data[:-48], data[-48:-40]
+    changed = head + payload_bytes + time_ns.to_bytes(8, "little")
+    path.write_bytes(changed + hashlib.blake2b(changed, digest_size=32).digest())
+
+
+def test_what_is_saved_is_newer_than_files_that_come_from_the_future(tmp_path: Path, log: Log) -> None:
+    for step in (100, 200):
+        write_file(tmp_path / f"step_{step:08}.pt", {"step": step})
+        dated(tmp_path / f"step_{step:08}.pt", time.time_ns() + step * 10**12)
+    assert step_of(newest(tmp_path)) == 200
+    writer = log.writer(tmp_path)
+    for step in (210, 220):
+        writer.save({"step": step}, step=step)
+        writer.wait()
+        assert step_of(newest(tmp_path)) == step
+    writer.close()
+    assert names(tmp_path) == ["step_00000210.pt", "step_00000220.pt"]
+
+
 def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, log: Log) -> None:
     torch.save({"mine": 1}, tmp_path / "step_00000001.pt")
     (tmp_path / "notes.txt").write_text("keep")
@@ -256,10 +294,10 @@ def held_writer(folder: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> tupl
     go, begun = threading.Event(), threading.Event()
     write = writing.write_file
 
-    def slow(path: Path, state: Any) -> int:
+    def slow(path: Path, state: Any, *, place: int) -> int:
         begun.set()
         assert go.wait(30)
-        return write(path, state)
+        return write(path, state, place=place)
 
     monkeypatch.setattr(writing, "write_file", slow)
     writer = log.writer(folder, keep_last=9)
@@ -327,15 +365,55 @@ def test_a_full_disk_is_reported_and_leaves_nothing_half_written(tmp_path: Path)
     assert seen["names"] == ["best.pt", "step_00000001.pt", "step_00000003.pt"]
 
 
-def test_a_folder_that_vanishes_is_reported_and_training_goes_on(
-    tmp_path: Path, log: Log, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_was_deleted_is_made_again_and_held(tmp_path: Path, log: Log) -> None:
     folder = tmp_path / "checkpoints"
-    writer = CheckpointWriter(folder, keep_last=1)
-    shutil.rmtree(folder)
+    writer = log.writer(folder)
     writer.save({"step": 1}, step=1)
-    writer.close()
-    assert "checkpoint of step 1 was not written" in capsys.readouterr().err
+    writer.wait()
+    shutil.rmtree(folder)
+    writer.save({"step": 2}, step=2)
+    writer.wait()
+    with pytest.raises(RequestError, match="another training writes its checkpoints here"):
+        log.writer(folder)
+    assert writer.close() == []
+    assert [saved.step for saved in log.saved] == [1, 2]
+    assert log.failed == [(2, f"{folder} was deleted, and the checkpoints in it; it is made again")]
+    assert names(folder) == ["step_00000002.pt"]
+
+
+def test_a_deleted_run_directory_stays_deleted(tmp_path: Path, log: Log) -> None:
+    writer = log.writer(tmp_path / "run" / "checkpoints")
+    shutil.rmtree(tmp_path / "run")
+    writer.save({"step": 1}, step=1)
+    (lost,) = writer.close()
+    assert (lost.step, lost.why) == (1, "No such file or directory")
+    assert not (tmp_path / "run").exists()
+
+
+def save_until_there_is_room(folder: str) -> dict[str, Any]:
+    """Have saves fail at a limit on a file's size, and lift the limit before the writer is closed."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log = Log()
+    writer = log.writer(Path(folder))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+    for step in (1, 2, 3):
+        writer.save({"step": step, "weight": torch.zeros(1 << 20)}, step=step, best=step == 2)
+        writer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    lost = writer.close()
+    seen = newest(folder)
+    return {"lost": lost, "saved": [(one.step, one.best) for one in log.saved], "newest": step_of(seen)}
+
+
+def test_the_last_save_and_the_best_are_tried_again_at_the_end(tmp_path: Path) -> None:
+    member = Member()
+    member.begin(save_until_there_is_room, str(tmp_path))
+    seen = member.outcome()
+    member.kill()
+    assert not isinstance(seen, Raised), seen
+    assert seen == {"lost": [], "saved": [(2, True), (3, False)], "newest": 3}
+    assert load(tmp_path / "best.pt")["step"] == 2
 
 
 def test_a_fault_in_telling_of_one_checkpoint_does_not_cost_the_next(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ A face: what may be kept is in ``state``, one file in ``file``, which of them ar
 from trainer.checkpoint.file import BEST, MAGIC, write_file
 from trainer.checkpoint.reader import load, newest
 from trainer.checkpoint.state import capture_rng, copy_to_cpu, restore_rng
-from trainer.checkpoint.writer import CheckpointWriter, Saved
+from trainer.checkpoint.writer import CheckpointWriter, NotSaved, Saved
 from trainer.errors import CheckpointError
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "MAGIC",
     "CheckpointError",
     "CheckpointWriter",
+    "NotSaved",
     "Saved",
     "capture_rng",
     "copy_to_cpu",

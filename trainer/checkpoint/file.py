@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import struct
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +24,9 @@ BEST = "best.pt"
 
 MAGIC = b"gputrain ckpt 1\n"
 _TRAILER = struct.Struct("<16sQQ32s")
-"""Magic, size of the payload in bytes, time of writing in Unix nanoseconds, BLAKE2b of all that precedes it."""
+"""Magic, size of the payload in bytes, place in the folder's order, BLAKE2b of all that precedes it."""
+LAST_PLACE = 2**64 - 1
+"""The highest place that a file can have."""
 _CHUNK = 1 << 22
 _TEMPORARY = ".{name}.tmp"
 
@@ -56,8 +57,13 @@ class _Checked:
         """Nothing: the file is flushed and synced once, at the end."""
 
 
-def write_file(path: Path, state: Mapping[str, Any]) -> int:
+def write_file(path: Path, state: Mapping[str, Any], *, place: int = 0) -> int:
     """Write a checkpoint under a temporary name, sync it and give it its name; return its size in bytes.
+
+    Args:
+        path: its name.
+        state: what ``load`` returns.
+        place: higher than that of every checkpoint in the folder that was saved before.
 
     Raises:
         OSError: it could not be written; nothing is left of it, and a file of that name is as it was.
@@ -69,7 +75,7 @@ def write_file(path: Path, state: Mapping[str, Any]) -> int:
             torch.save(dict(state), checked)  # type: ignore[arg-type]  # it needs write() and flush() only
             if checked.error is not None:
                 raise checked.error
-            head = MAGIC, checked.size, time.time_ns()
+            head = MAGIC, checked.size, place
             checked.hash.update(_TRAILER.pack(*head, b"")[:-32])
             file.write(_TRAILER.pack(*head, checked.hash.digest()))
             file.flush()
@@ -117,8 +123,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def written_ns(path: Path) -> int:
-    """Return when a checkpoint was written, nanoseconds of the Unix clock.
+def place_of(path: Path) -> int:
+    """Return a checkpoint's place in its folder's order: one that was saved later has a higher one.
+
+    It is a counter. The clock may be set back between two saves; files of earlier versions, whose place is the time
+    of writing in Unix nanoseconds, are counted on from.
 
     Raises:
         CheckpointError: the file is torn or no checkpoint of ours.
@@ -134,14 +143,14 @@ def check(path: Path, file: BinaryIO) -> None:
     Raises:
         CheckpointError: it is torn, altered or no checkpoint of ours.
     """
-    magic, payload, written_ns, digest = _trailer(path, file)
+    magic, payload, place, digest = _trailer(path, file)
     found = hashlib.blake2b(digest_size=32)
     file.seek(0)
     left = payload
     while left and (chunk := file.read(min(_CHUNK, left))):
         found.update(chunk)
         left -= len(chunk)
-    found.update(_TRAILER.pack(magic, payload, written_ns, b"")[:-32])
+    found.update(_TRAILER.pack(magic, payload, place, b"")[:-32])
     if found.digest() != digest:
         raise CheckpointError(f"{path}: is damaged: its checksum does not match")
 
@@ -153,9 +162,9 @@ def _trailer(path: Path, file: BinaryIO) -> tuple[bytes, int, int, bytes]:
     file.seek(max(size - _TRAILER.size, 0))
     tail = file.read(_TRAILER.size)
     if len(tail) == _TRAILER.size and tail.startswith(MAGIC):
-        magic, payload, written_ns, digest = _TRAILER.unpack(tail)
+        magic, payload, place, digest = _TRAILER.unpack(tail)
         if payload + _TRAILER.size == size:
-            return magic, payload, written_ns, digest
+            return magic, payload, place, digest
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":
         raise CheckpointError(f"{path}: is not a checkpoint")

@@ -1,4 +1,4 @@
-"""How a checkpoint comes back, and which one of a folder does: the good one that was written last."""
+"""How a checkpoint comes back, and which one of a folder does: the good one that was saved last."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def load(path: Path | str) -> dict[str, Any]:
 def newest(
     folder: Path | str, *, on_skipped: Callable[[str], None] | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the good checkpoint of a folder that was written last, and its state; None where there is none.
+    """Return the good checkpoint of a folder that was saved last, and its state; None where there is none.
 
     Args:
         folder: where a ``CheckpointWriter`` has written; may be missing.
         on_skipped: told about each file that cannot be used, in one line; default: the line goes to stderr.
     """
     say = on_skipped or tell
-    for path in by_time(Path(folder), say):
+    for path in in_order(Path(folder), say):
         try:
             return path, load(path)
         except CheckpointError as error:
@@ -59,15 +59,15 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def by_time(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
+def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
     """Return the folder's checkpoints, newest first; a step's own name comes before the name of the best."""
     found = []
-    for path in sorted((*folder.glob("step_*.pt"), *folder.glob(files.BEST)), reverse=True):
+    for path in (*folder.glob("step_*.pt"), *folder.glob(files.BEST)):
         try:
-            found.append((files.written_ns(path), path))
+            found.append((files.place_of(path), path.name, path))
         except OSError as error:
             on_skipped(f"passed over: {path}: cannot be read ({error.strerror})")
         except CheckpointError as error:
             on_skipped(f"passed over: {error}")
-    # Not by step: a run continued from an earlier step writes lower numbers than the branch that it left.
-    return [path for _, path in sorted(found, key=lambda entry: entry[0], reverse=True)]
+    # Not by step first: a run continued from an earlier step writes lower numbers than the branch that it left.
+    return [path for *_, path in sorted(found, reverse=True)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.file import BEST, clear_unfinished, link, write_file
+from trainer.checkpoint.file import BEST, LAST_PLACE, clear_unfinished, link, place_of, write_file
 from trainer.checkpoint.folder_lock import FolderLock
-from trainer.checkpoint.reader import by_time, tell
+from trainer.checkpoint.reader import in_order, tell
 from trainer.checkpoint.state import copy_to_cpu
 from trainer.errors import CheckpointError
 
@@ -31,32 +31,55 @@ class Saved:
     best: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class NotSaved:
+    """A checkpoint that could not be written."""
+
+    step: int
+    best: bool
+    why: str
+    """In one line."""
+
+
 @dataclass
 class _Job:
     state: dict[str, Any]
     step: int
+    place: int
     best: bool
+    why_not: str = ""
+    """Why it could not be written; empty while that was not tried."""
 
 
 @dataclass
 class _Queue:
-    """What waits for the thread: at most the newest save and the newest best one."""
+    """What is not on disk yet: at most the newest save and the newest best one, besides the one being written."""
 
     jobs: list[_Job] = field(default_factory=list)
+    """What waits for the thread."""
+    failed: list[_Job] = field(default_factory=list)
+    """What could not be written, and has not been superseded since."""
     busy: bool = False
     closing: bool = False
 
     def add(self, job: _Job) -> None:
         """Append a save; one that still waits is superseded, unless it is a best one and this is not."""
         self.jobs = [waiting for waiting in self.jobs if waiting.best and not job.best]
+        self.failed = [failed for failed in self.failed if failed.best and not job.best]
         self.jobs.append(job)
+
+    def fail(self, job: _Job) -> None:
+        """Keep a save that could not be written, unless one that waits supersedes it."""
+        if not any(newer.best or not job.best for newer in self.jobs):
+            self.failed.append(job)
 
 
 class CheckpointWriter:
     """Writes checkpoints in the background; training pauses only for the copy of the state.
 
     When saves come faster than the disk takes them, one that has not been begun is superseded by the next, so that
-    at most three copies of the state are in memory. A save that fails is reported and the training goes on.
+    at most three copies of the state are in memory. A save that fails is reported and the training goes on; unless a
+    newer one supersedes it, it is tried again when the writer is closed.
     """
 
     def __init__(
@@ -75,8 +98,8 @@ class CheckpointWriter:
             keep_last: how many of the files written last stay; the best one stays besides.
             run_id: the run's, by which others learn who holds the folder; empty where it has none.
             on_saved: called in the writing thread when a checkpoint is on disk.
-            on_failed: called in the writing thread with the step and one line about why it could not be written;
-                default: the line goes to stderr.
+            on_failed: called in the writing thread with the step and one line about why it could not be written, or
+                that the folder with the ones before had been deleted; default: the line goes to stderr.
 
         Raises:
             CheckpointError: the folder cannot be made or written to.
@@ -84,6 +107,7 @@ class CheckpointWriter:
         """
         assert keep_last >= 1
         self.folder = Path(folder)
+        self._run_id = run_id
         self._keep_last = keep_last
         self._on_saved = on_saved
         self._on_failed = on_failed or (lambda _step, line: tell(line))
@@ -98,6 +122,8 @@ class CheckpointWriter:
             raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
         if self._lock.why_not:
             tell(f"{self.folder}: two trainings are not kept apart here, there are no locks ({self._lock.why_not})")
+        self._place = max((place_of(path) for path in in_order(self.folder, lambda _: None)), default=0)
+        """Of the save that was begun last: the folder is held, so nobody else counts on."""
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -113,7 +139,8 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the state holds something else.
         """
-        job = _Job(copy_to_cpu(state), step, best)
+        self._place = min(self._place + 1, LAST_PLACE)
+        job = _Job(copy_to_cpu(state), step, self._place, best)
         with self._changed:
             assert not self._queue.closing, "save after close"
             self._queue.add(job)
@@ -127,15 +154,22 @@ class CheckpointWriter:
         with self._changed:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
 
-    def close(self) -> None:
-        """Write what is left, end the thread and let go of the folder."""
+    def close(self) -> list[NotSaved]:
+        """Write what is left, try once more what could not be written, and let go of the folder.
+
+        Returns:
+            What is not on disk all the same: at most the newest save and the newest best one.
+        """
         with self._changed:
+            self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
+            self._queue.jobs, self._queue.failed = self._queue.failed, []
             self._queue.closing = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._lock.release()
+        return [NotSaved(step=job.step, best=job.best, why=job.why_not) for job in self._queue.failed]
 
     def _run(self) -> None:
         while True:
@@ -144,33 +178,48 @@ class CheckpointWriter:
                 if not self._queue.jobs:
                     return
                 job = self._queue.jobs.pop(0)
+                job.why_not = ""
                 self._queue.busy = True
             try:
                 self._write(job)
             except Exception as error:  # noqa: BLE001 - a thread that ended here would keep nothing from then on
-                self._on_failed(job.step, f"checkpoint of step {job.step} was not written: {_why(error)}")
+                job.why_not = _why(error)
+                self._on_failed(job.step, f"checkpoint of step {job.step} was not written: {job.why_not}")
             finally:
-                del job  # the copy's memory is free while the thread waits
                 with self._changed:
+                    if job.why_not:
+                        self._queue.fail(job)
+                    del job  # the copy's memory is free while the thread waits
                     self._queue.busy = False
                     self._changed.notify_all()
 
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
+        self._require_folder(job.step)
         path = self.folder / f"step_{job.step:08d}.pt"
-        size = write_file(path, job.state)
+        size = write_file(path, job.state, place=job.place)
         if job.best:
             link(path, self.folder / BEST)
-        self._prune()
+        self._prune(path)
         write_ms = (time.perf_counter() - began) * 1000
         if self._on_saved is not None:
             self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
 
-    def _prune(self) -> None:
-        """Delete all but the files written last; a file that is not a whole checkpoint of ours is left alone."""
-        written = [path for path in by_time(self.folder, lambda _: None) if path.name != BEST]
-        for path in written[self._keep_last :]:
-            path.unlink(missing_ok=True)
+    def _require_folder(self, step: int) -> None:
+        """Make the folder again if somebody has deleted it; a deleted run directory stays deleted."""
+        if self.folder.is_dir():
+            return
+        self.folder.mkdir()
+        self._lock.release()
+        self._lock = FolderLock(self.folder, run_id=self._run_id)
+        self._on_failed(step, f"{self.folder} was deleted, and the checkpoints in it; it is made again")
+
+    def _prune(self, written: Path) -> None:
+        """Delete all but the newest files and the one just written; what is no whole checkpoint of ours is left."""
+        steps = [path for path in in_order(self.folder, lambda _: None) if path.name != BEST]
+        for path in steps[self._keep_last :]:
+            if path != written:
+                path.unlink(missing_ok=True)
 
 
 def _why(error: Exception) -> str:

@@ -41,7 +41,8 @@ def run_alone(assignment: RankAssignment, *, environ: Mapping[str, str], target:
         alone = _Alone(assignment, run_dir, signals)
         threading.Thread(target=alone.obey, name="signals", daemon=True).start()
         if run_dir is not None:
-            run_dir.node_result(assignment.node).unlink(missing_ok=True)
+            if assignment.local_world_size == 1:
+                NodeOutcome.reserve(run_dir.node_result(assignment.node), ranks=1)
             alone.write_spawned()
             if assignment.local_rank == 0:
                 threading.Thread(target=alone.look_at_the_machine, name="node-sampler", daemon=True).start()
@@ -65,6 +66,8 @@ class _Alone:
         self._signals = signals
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
+        self._not_recorded = ""
+        """Why the end of the rank's record is not on disk."""
         self._told: ExitCode | None = None
         """How it ended, once that is said."""
         self._over = threading.Event()
@@ -110,6 +113,7 @@ class _Alone:
             self._patience_s = SAVE_S
             if self._leave_at is not None:
                 self._leave_at = time.monotonic() + SAVE_S
+        self._not_recorded = report.not_recorded
         if report.stopped:
             self._tell(ExitCode.STOPPED, stopped=report)
         elif report.finished:
@@ -184,7 +188,7 @@ class _Alone:
         self._over.set()
         here = self._assignment
         if code == ExitCode.STOPPED:
-            said = "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved)
+            said = "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved, stopped.not_kept)
             os.write(self._terminal, f"trainer: {said}\n".encode(errors="backslashreplace"))
         if failure is not None:
             line = f"trainer: rank {here.rank} on {here.host}: {failure.message}\n"
@@ -199,6 +203,8 @@ class _Alone:
                 failure=failure,
                 stopped_at=None if stopped is None else stopped.step,
                 saved=None if stopped is None else stopped.saved,
+                not_kept="" if stopped is None else stopped.not_kept,
+                not_recorded=self._not_recorded,
             )
             with contextlib.suppress(OSError):  # a full disk takes nothing from how the rank ended
                 node.write(self._run_dir.node_result(here.node))

@@ -93,17 +93,18 @@ class RankAssignment:
         """Say that the rank is about to keep its work, which takes as long as the disk takes, and then leaves."""
         self.report(RankReport(stopping=True))
 
-    def stopped(self, step: int | None, saved: Path | None) -> None:
+    def stopped(self, step: int | None, saved: Path | None, *, not_kept: str = "", not_recorded: str = "") -> None:
         """Say, before the teardown, where the rank stopped and what it has saved."""
         path = (
             None if saved is None else os.fsencode(saved).decode(errors="backslashreplace")
         )  # names need not be UTF-8
-        self.report(RankReport(stopped=True, step=step, saved=path))
+        not_kept = not_kept.encode(errors="backslashreplace").decode()
+        self.report(RankReport(stopped=True, step=step, saved=path, not_kept=not_kept, not_recorded=not_recorded))
 
-    def finished(self) -> None:
+    def finished(self, *, not_recorded: str = "") -> None:
         """Say, before the teardown, that the training is complete: from here on exit codes do not matter."""
-        self.report(RankReport(finished=True, time_ns=time.time_ns()))
+        self.report(RankReport(finished=True, time_ns=time.time_ns(), not_recorded=not_recorded))
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: Failure, *, not_recorded: str = "") -> None:
         """Say, before the teardown, why this rank failed; the parent prints it once, for the rank that is the cause."""
-        self.report(RankReport(failure=failure, time_ns=time.time_ns()))
+        self.report(RankReport(failure=failure, time_ns=time.time_ns(), not_recorded=not_recorded))

@@ -171,7 +171,7 @@ def tell(outcome: NodeOutcome) -> None:
     """Say on standard error how the node ended, unless it ended well."""
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
-        parts = [stopped_where(outcome.stopped_at, outcome.saved)]
+        parts = [stopped_where(outcome.stopped_at, outcome.saved, outcome.not_kept)]
         if outcome.unanswered:
             parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")

@@ -23,6 +23,8 @@ class Verdict:
     def __init__(self, writer: EventWriter) -> None:
         self.failures: list[tuple[int, Failure]] = []
         """When they happened, nanoseconds of the Unix clock, and what they were."""
+        self.not_recorded = ""
+        """Why the end of a rank's record is not on disk."""
         self._writer = writer
         self._oom_kills = memory.oom_kills()
 
@@ -130,7 +132,9 @@ class Verdict:
             failure=failure,
             stopped_at=max((report.step for report in orderly if report.step is not None), default=None),
             saved=next((report.saved for report in orderly if report.saved is not None), None),
+            not_kept=next((report.not_kept for report in orderly if report.not_kept), ""),
             unanswered=unanswered,
+            not_recorded=self.not_recorded,
         )
 
 

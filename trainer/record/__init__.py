@@ -5,6 +5,7 @@ Torch-free, because the console reads with the same definitions that the ranks w
 
 from __future__ import annotations
 
+from trainer.record.checkpoints import recorded_checkpoints
 from trainer.record.events import (
     STATES,
     AnyEvent,
@@ -62,6 +63,7 @@ __all__ = [
     "Validation",
     "decode_events",
     "encode_event",
+    "recorded_checkpoints",
     "single_steps",
     "write_atomically",
 ]

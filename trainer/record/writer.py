@@ -83,6 +83,11 @@ class EventWriter:
         with self._lock:
             return self._lost + (0 if self.enabled else len(self._pending))
 
+    @property
+    def trouble(self) -> str:
+        """Why the last write failed; empty when it did not."""
+        return self._trouble
+
     def write(self, event: Event) -> None:
         """Queue one event; never blocks on the disk."""
         if self._thread is None:

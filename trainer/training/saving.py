@@ -34,7 +34,10 @@ class Saving:
         self.last_time = time.monotonic()
         """When that was."""
         self._here = here
+        self._begun = -1
+        """Updates done at the last save of this training."""
         self._on_disk: Saved | None = None
+        """The newest that was written; it may be gone since."""
         self._writer: CheckpointWriter | None = None
         if here.checkpoints is not None and here.rank == 0:
             self._writer = CheckpointWriter(
@@ -58,21 +61,37 @@ class Saving:
         rng = distributed.all_gather_list(capture_rng())
         if self._writer is not None:
             self._here.set_state("saving")
+            self._begun = step
             self._writer.save({**state(), "rng": rng, "recipe": self._here.recipe}, step=step, best=best)
             self._here.set_state("training")
 
-    def close(self) -> None:
-        """Wait until all that was begun is on disk."""
-        if self._writer is not None:
-            self._here.set_state("saving")
-            self._writer.close()
+    def close(self) -> str:
+        """Wait until all that was begun is on disk; rank 0 returns in one line what is not, or an empty string."""
+        if self._writer is None:
+            return ""
+        self._here.set_state("saving")
+        not_saved = self._writer.close()
+        last = self._kept()
+        if self._begun >= 0 and (last is None or last.step != self._begun):
+            why = next((one.why for one in not_saved if one.step == self._begun), "its file has been deleted")
+            known = f"the last checkpoint is step {last.step}" if last is not None else "there is no checkpoint of it"
+            return f"{known}; that of step {self._begun} was not kept: {why}"
+        # The best one is wanted besides the last one.
+        lost = next((one for one in not_saved if one.best), None)
+        return f"the best checkpoint, of step {lost.step}, was not written: {lost.why}" if lost is not None else ""
 
     def path_of(self, step: int) -> Path | None:
         """Return the checkpoint of that update if it is the last one on disk; rank 0 only."""
-        return self._on_disk.path if self._on_disk is not None and self._on_disk.step == step else None
+        last = self._kept()
+        return last.path if last is not None and last.step == step else None
+
+    def _kept(self) -> Saved | None:
+        """Return the newest checkpoint of this training that is still there."""
+        return self._on_disk if self._on_disk is not None and self._on_disk.path.is_file() else None
 
     def _saved(self, saved: Saved) -> None:
-        self._on_disk = saved
+        if self._on_disk is None or saved.step >= self._on_disk.step:  # a best one may be written at the end
+            self._on_disk = saved
         path = os.fsencode(saved.path).decode(errors="backslashreplace")  # a name need not be UTF-8, the record is
         self._here.writer.write(
             record.Checkpoint(time=time.time(), step=saved.step, path=path, bytes=saved.bytes, write_ms=saved.write_ms)
@@ -90,7 +109,8 @@ class Saving:
                 rank=self._here.rank,
                 step=step,
                 message=why,
-                advice="free space in the checkpoint folder; the training goes on and the next checkpoint is tried",
+                advice="free space in the checkpoint folder, and leave it where it is; the training goes on and the "
+                "next checkpoint is tried",
             )
         )
 
