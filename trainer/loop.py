@@ -111,7 +111,9 @@ class Loop:
             comm_hook=wire.hook,
             wire_ratio=wire.wire_ratio,
         )
-        self._finite = FiniteCheck(task, self.raw_model, self.meter, scaled=self.scaler.is_enabled())
+        self._finite = FiniteCheck(
+            task, self.raw_model, self.meter, autocast=self.autocast, scaled=self.scaler.is_enabled()
+        )
         self.best = Best.of(options)
         self.updates = 0
         self.epoch = 1

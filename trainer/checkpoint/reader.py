@@ -31,11 +31,17 @@ def load(path: Path | str) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001 - whatever reading a file makes torch raise, it cannot be used
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(f"{path}: cannot be loaded: {reason}") from None
+        raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a training's state")
     return state
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line why torch did not load a file; its advice to load it without care is left out."""
+    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return "".join(char for char in line.strip() if char.isprintable())
 
 
 def newest(

@@ -187,4 +187,5 @@ def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_r
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    """Return a text as one line of bounded length, without controls: a file may hold anything."""
+    return "".join(char for char in " ".join(text.split()) if char.isprintable())[:300]
