@@ -39,6 +39,20 @@ class _Best(msgspec.Struct):
     since: Count
 
 
+class _Scaler(msgspec.Struct, rename={"growth_tracker": "_growth_tracker"}):
+    """Of a training in fp16, as torch names it; others have an empty one."""
+
+    scale: Annotated[float, Meta(gt=1e-38, le=1e38)]
+    growth_factor: Annotated[float, Meta(gt=1, le=1e9)]
+    backoff_factor: Annotated[float, Meta(gt=0, lt=1)]
+    growth_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    growth_tracker: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class _InFp16(msgspec.Struct):
+    scaler: _Scaler
+
+
 class DataKnown(msgspec.Struct):
     """What a checkpoint knows of the training data."""
 
@@ -86,7 +100,9 @@ def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     saved = state.get(ENTRIES)
     if not isinstance(saved, Mapping):
         what = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
-        raise CheckpointError(f"{source}: entry {ENTRIES}, the list of what was saved, {what}")
+        raise CheckpointError(
+            f"{source}: entry {ENTRIES}, the list of what was saved, {what}; was it written by an earlier version?"
+        )
     found = kinds({key: value for key, value in state.items() if key != ENTRIES})
     if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of what was saved"):
         raise CheckpointError(f"{source}: {_line(wrong)}")
@@ -111,7 +127,10 @@ def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
 
 def _convert(state: Mapping[str, Any], source: str) -> Kept:
     try:
-        return msgspec.convert(state, Kept)
+        kept = msgspec.convert(state, Kept)
+        if kept.scaler:
+            msgspec.convert(state, _InFp16)
+        return kept
     except msgspec.ValidationError as error:
         matched = _FIELD.fullmatch(_line(str(error)))
         where = f"entry {matched['path'].removeprefix('.')}: " if matched else ""

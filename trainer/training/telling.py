@@ -72,6 +72,7 @@ def remark(
     """Tell what a person did not expect of a training that goes on; rank 0 only, nothing for an empty text."""
     if here.rank != 0 or not text:
         return
+    text = text.encode(errors="backslashreplace").decode()  # it may hold a path
     here.say(text)
     here.writer.write(
         record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, message=text, advice=advice)
