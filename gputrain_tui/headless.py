@@ -13,7 +13,7 @@ from gputrain_tui.running.outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import Column, duration, printable, size, table
 from gputrain_tui.tables import width as cells
-from trainer.outcome import NO_UPDATE_LEFT
+from trainer.outcome import NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
             return [(f"{event.split} ", "dim"), (text, "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
-        case Finding() if event.kind == NO_UPDATE_LEFT:
+        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME):
             return [(printable(event.message or ""), "bold")]
         case Finding() if event.severity != "info":
             what = printable(event.message or event.kind.replace("_", " "))

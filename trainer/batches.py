@@ -275,22 +275,31 @@ class EpochBatches:
         Raises:
             RequestError: the state belongs to other data.
         """
+        self.require_fit(state)
+        epoch, consumed = state["epoch"], state["consumed"]
+        if consumed >= state["samples"]:
+            epoch, consumed = epoch + 1, 0
+        self._position = Position(epoch, consumed)
+        self._plan = _plan_of(state) if consumed else self._own_plan
+
+    def require_fit(self, state: Mapping[str, int]) -> None:
+        """Refuse a position that means nothing in this data.
+
+        Raises:
+            RequestError: the state belongs to other data.
+        """
         epoch, consumed = state["epoch"], state["consumed"]
         if consumed and state["samples"] != self._samples:
             raise RequestError(
                 f"the checkpoint is at sample {consumed} of {state['samples']} of epoch {epoch}, but the training data "
                 f"has {self._samples} samples now; resume with the same data"
             )
-        plan = _OrderPlan(seed=state["seed"], shuffle=bool(state["shuffle"]), chunk=state["chunk"])
+        plan = _plan_of(state)
         if consumed and plan.shuffle and plan.chunk and self._lengths is None:
             raise RequestError(
                 f"the checkpoint is inside epoch {epoch}, whose batches are grouped by length, but the task gives no "
                 "lengths now; resume with the same task"
             )
-        if consumed >= state["samples"]:
-            epoch, consumed = epoch + 1, 0
-        self._position = Position(epoch, consumed)
-        self._plan = plan if consumed else self._own_plan
 
     def next_epoch(self) -> None:
         """Go to the start of the next epoch."""
@@ -393,3 +402,7 @@ class _OrderPlan:
     seed: int
     shuffle: bool
     chunk: int
+
+
+def _plan_of(state: Mapping[str, int]) -> _OrderPlan:
+    return _OrderPlan(seed=state["seed"], shuffle=bool(state["shuffle"]), chunk=state["chunk"])

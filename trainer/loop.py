@@ -20,17 +20,19 @@ from trainer.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
 from trainer.errors import NotKeptError, RequestError, TrainingError
 from trainer.optim import Schedule, build_optimizer
 from trainer.options import Training
-from trainer.outcome import stopped_where
+from trainer.outcome import SEED_ON_RESUME, stopped_where
 from trainer.sync import StepMeter
 from trainer.tasks.task import Task
 from trainer.training import telling
 from trainer.training.agreement import Agreement, Wishes
+from trainer.training.data_sample import DataSample
 from trainer.training.evaluate import Evaluation, evaluate
 from trainer.training.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
 from trainer.training.nonfinite import FiniteCheck
 from trainer.training.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
 from trainer.training.reading import mixed
-from trainer.training.saving import Saving, resume_model, resume_rng
+from trainer.training.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
+from trainer.training.saving import Saving
 from trainer.training.stopping import Best, end_reached, require_an_end
 from trainer.training.surroundings import Surroundings
 
@@ -90,6 +92,7 @@ class Loop:
             for split, dataset in self.splits.items()
             if split != "train"
         }
+        self._data = DataSample(self.splits["train"], task.collate, num_workers=options.num_workers)
         torch.manual_seed(options.seed)  # the same initialisation on all ranks
         model = task.model()
         here.waits()  # DDP compares the models of all ranks
@@ -112,7 +115,9 @@ class Loop:
             comm_hook=wire.hook,
             wire_ratio=wire.wire_ratio,
         )
-        self._finite = FiniteCheck(task, self.raw_model, self.meter, scaled=self.scaler.is_enabled())
+        self._finite = FiniteCheck(
+            task, self.raw_model, self.meter, autocast=self.autocast, scaled=self.scaler.is_enabled()
+        )
         self.best = Best.of(options)
         self.updates = 0
         self.epoch = 1
@@ -387,31 +392,61 @@ class Loop:
             "updates": self.updates,
             "count_estimate": self._count_estimate,
             "model": self.raw_model.state_dict(),
+            "parameters": parameter_names(self.raw_model, self.optimizer),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "position": self.train_batches.state_dict(),
             "best": self.best.state_dict(),
             "validated_at": self._validated_at,
+            "data": self._data.state_dict(),
         }
+
+    def require_fit(self, state: Mapping[str, Any], *, source: str) -> Kept:
+        """Refuse a checkpoint from which this training could not go on exactly; change nothing.
+
+        Raises:
+            RequestError: one line that names the file, and the entry that is wrong or does not fit.
+        """
+        kept = require_fit(state, self.raw_model, self.optimizer, task=self.options.task, source=source)
+        try:
+            self.train_batches.require_fit(state["position"])
+        except RequestError as error:
+            raise RequestError(f"{source}: entry position: {error}") from None
+        return kept
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: str) -> None:
         """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
 
         Raises:
-            RequestError: the checkpoint belongs to another task or model.
+            RequestError: the checkpoint is damaged or belongs to another task or model.
         """
-        resume_model(state, self.raw_model, self.optimizer, task=self.options.task, source=source)
+        here, options = self.here, self.options
+        kept = self.require_fit(state, source=source)
+        altered = self._data.altered(kept.data.samples, kept.data.known) if here.rank == 0 else ""
+        resume_model(kept, self.raw_model, self.optimizer, source=source)
         self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(state["scaler"])
+        if kept.scaler:  # none from a training in another precision
+            self.scaler.load_state_dict(kept.scaler)
         self.train_batches.load_state_dict(state["position"])
         self.best.load_state_dict(state["best"])
-        self.updates = self._saving.last_update = int(state["updates"])
-        self._validated_at = int(state.get("validated_at", self.updates))
-        self._count_estimate = float(state["count_estimate"])
-        resume_rng(state, rank=self.here.rank, world_size=self.here.world_size)
+        self.updates = self._saving.last_update = kept.updates
+        self._validated_at = kept.validated_at
+        self._count_estimate = kept.count_estimate
+        resume_rng(kept, rank=here.rank, world_size=here.world_size, source=source)
         position = self.train_batches.position
-        self.here.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
+        here.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
+        same_ranks = len(kept.rng) == here.world_size
+        effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
+        telling.remark(here, SEED_ON_RESUME, effect)
+        if altered:
+            telling.remark(
+                here,
+                "data_changed",
+                f"the training data is not that of {source}: {altered}",
+                severity="warning",
+                advice="to continue that training exactly, stop and give it its data back",
+            )
 
     # ------------------------------------------------------------------------------------------------ small parts
 

@@ -50,16 +50,20 @@ def build_optimizer(options: Training, params: Iterable[nn.Parameter] | Iterable
             return Adagrad(trained, lr, eps=options.adam_eps, weight_decay=decay)
 
 
-def restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Give an optimizer its saved state and keep the settings of this run.
-
-    torch's own ``load_state_dict`` brings the saved settings along, so that a new ``--weight-decay`` would do nothing.
+def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse a saved state that is not of an optimizer of this kind over as many parameters.
 
     Raises:
-        RequestError: the state was saved by another kind of optimizer.
+        RequestError: one line that names what differs.
     """
-    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    for settings, group in zip(own, saved["param_groups"], strict=False):
+    own, groups = optimizer.state_dict(), saved.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise RequestError("its param_groups are no list of dicts")
+    if len(groups) != len(own["param_groups"]):
+        raise RequestError(f"it has {len(groups)} parameter groups, but this run {len(own['param_groups'])}")
+    for index, (settings, group) in enumerate(zip(own["param_groups"], groups, strict=True)):
+        if group.get("params") != settings["params"]:
+            raise RequestError(f"the parameters of its param_groups[{index}] are not those of this run")
         # Numbers tell the kinds apart; switches such as fused come and go with torch's versions.
         lacking = [
             key
@@ -69,9 +73,24 @@ def restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         if lacking:
             kind = type(optimizer).__name__
             raise RequestError(f"its optimizer is not {kind}: it has no {', '.join(lacking)}")
-    optimizer.load_state_dict(saved)
-    for settings, group in zip(own, optimizer.param_groups, strict=True):
-        group.update(settings)
+    known = {parameter for group in own["param_groups"] for parameter in group["params"]}
+    state = saved.get("state")
+    if not isinstance(state, Mapping) or not all(isinstance(of_one, Mapping) for of_one in state.values()):
+        raise RequestError("its state is no dict of dicts")
+    if unknown := [parameter for parameter in state if parameter not in known]:
+        raise RequestError(f"its state[{unknown[0]!r}] belongs to no parameter of this run")
+
+
+def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer its saved state and keep the settings of this run.
+
+    torch's own ``load_state_dict`` brings the saved settings along, so that a new ``--weight-decay`` would do nothing.
+
+    Raises:
+        RequestError: the state was saved by another kind of optimizer.
+    """
+    require_state_of(optimizer, saved)
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class Schedule:

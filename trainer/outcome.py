@@ -19,6 +19,8 @@ from trainer.record import Failure, write_atomically
 
 NO_UPDATE_LEFT = "no_update_left"
 """Kind of the finding that a resumed training had made all of its updates before."""
+SEED_ON_RESUME = "seed_on_resume"
+"""Kind of the finding that a resumed training was given another seed, and what that does."""
 SAVE_S = 60.0
 """How long ranks that have agreed to stop may take to save."""
 

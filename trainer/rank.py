@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from trainer import distributed, record
-from trainer.checkpoint import CheckpointError, load, newest
+from trainer.checkpoint import CheckpointError, good_ones, load
 from trainer.errors import ExitCode, NotKeptError, RequestError, TrainingError
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
@@ -24,6 +24,7 @@ from trainer.record import EventWriter, Failure, RankStateName, RunDir, recorded
 from trainer.schema import check, describe, read_flags
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
+from trainer.training import telling
 from trainer.training.nonfinite import NonFiniteError
 from trainer.training.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.training.surroundings import Surroundings
@@ -174,15 +175,20 @@ class _Rank:
         """
         if not options.resume:
             return
-        path = Path(options.resume)
-        if path.is_dir():
-            found = newest(path)
-            if found is None:
-                raise RequestError(f"--resume {path}: the folder holds no good checkpoint")
-            source, state = found
-        else:
-            source, state = path, load(path)
-        loop.load_state_dict(state, source=str(source))
+        passed_over: list[str] = []
+        source = path = Path(options.resume)
+        try:
+            if path.is_dir():
+                found = next(good_ones(path, on_skipped=passed_over.append), None)
+                if found is None:
+                    raise RequestError(_no_good_one(path, passed_over))
+                source, state = found
+            else:
+                state = load(path)
+            loop.load_state_dict(state, source=str(source))
+        except RequestError as error:
+            raise RequestError(f"{error}{_offer(loop, source)}") from None
+        telling.remark(loop.here, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
         reason = loop.at_its_end()
         if not reason:
             return
@@ -193,13 +199,8 @@ class _Rank:
         )
         if not again and not loop.validation_missing:
             raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
-        if self.assignment.rank == 0:
-            missing = "its last validation is made now" if loop.validation_missing else "it is finished"
-            told = f"no update is left to make, {reason}: {missing}"
-            self._say(told)
-            self.writer.write(
-                record.Finding(time=time.time(), kind=NO_UPDATE_LEFT, severity="info", rank=0, message=told)
-            )
+        missing = "its last validation is made now" if loop.validation_missing else "it is finished"
+        telling.remark(loop.here, NO_UPDATE_LEFT, f"no update is left to make, {reason}: {missing}")
 
     def _say(self, line: str) -> None:
         self._narration.say(line)
@@ -247,6 +248,29 @@ class _Rank:
             step=self.step(),
             traceback=None if told else text,
         )
+
+
+def _no_good_one(folder: Path, passed_over: list[str]) -> str:
+    if not passed_over:
+        return f"--resume {folder}: the folder holds no checkpoint"
+    newest, *others = (line.removeprefix("passed over: ") for line in passed_over)
+    more = f" (and {len(others)} more)" if others else ""
+    return f"--resume {folder}: the folder holds no good checkpoint: {newest}{more}"
+
+
+def _offer(loop: Loop, source: Path) -> str:
+    """Offer the newest checkpoint beside the one that was refused from which this training can go on."""
+    if source.is_dir():
+        return ""
+    for path, state in good_ones(source.parent, on_skipped=lambda _: None):
+        if source.exists() and path.samefile(source):
+            continue
+        try:
+            loop.require_fit(state, source=str(path))
+        except RequestError:
+            continue
+        return f"; {path} is good: --resume {path} goes on from update {state['updates']}"
+    return ""
 
 
 def _training_options(words: tuple[str, ...]) -> tuple[Training, list[str]]:

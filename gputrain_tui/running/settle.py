@@ -112,7 +112,7 @@ def settle(
 
 
 def _ended(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int], now: float) -> Ended:
-    if not outcome.unfinished(run_dir, range(plan.world_size), since):
+    if not any(outcome.unfinished(run_dir, node.node, node.ranks, since) for node in plan.nodes):
         return Ended(status="finished")
     if returncode == ExitCode.STOPPED:
         return Ended(status="stopped", reason="its supervisor was stopped")

@@ -233,6 +233,7 @@ def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
             Finding(time=1.0, kind="straggler", state="cleared", rank=1, step=90, message="rank 1 is late"),
             "cleared at step 90: rank 1 is late",
         ),
+        (Finding(time=1.0, kind="seed_on_resume", severity="info", message="seed 9 orders"), "seed 9 orders"),
         (Finding(time=1.0, kind="note", severity="info"), None),
         (RankState(time=1.0, rank=0, state="ready"), None),
     ],

@@ -163,6 +163,7 @@ def test_values_come_back_as_plain_ones(tmp_path: Path, value: Any, expected: An
         ({"deep": {1}}, "state['x']['deep'] is a builtins.set"),
         (torch.eye(2).to_sparse(), "state['x'] is a torch.Tensor"),
         ({None: 1}, "state['x'] has the key None"),
+        ([b""], "state['x'][0] is empty bytes"),
     ],
 )
 def test_a_state_that_could_not_come_back_is_refused_at_once(tmp_path: Path, log: Log, value: Any, words: str) -> None:

@@ -215,6 +215,23 @@ def test_a_non_finite_number_is_named_with_step_and_module(tmp_path: Path, poiso
     assert f"non-finite {poison} at step 4: first in {where}" in message
 
 
+@pytest.mark.parametrize(
+    ("poison", "known"),
+    [
+        ("once", "non-finite loss at step 4: the same batch computed again gives finite numbers, so no module can"),
+        ("norm", "non-finite gradient at step 4: every gradient is finite, only their norm is too large for its"),
+    ],
+)
+def test_a_non_finite_number_that_does_not_come_again_is_told_with_what_is_known(
+    tmp_path: Path, poison: str, known: str
+) -> None:
+    done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison)
+    assert done.code == 1
+    (failure,) = done.of("failure")
+    assert failure["kind"] == "non_finite"
+    assert failure["message"].startswith(known)
+
+
 REFUSALS: dict[str, Flags] = {
     "nothing would end this training": ("--batch-size", 10),
     "the training data has 50 samples, but 3 ranks": ("--batch-size", 40, "--max-epochs", 1),

@@ -23,7 +23,7 @@ class TinyOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Leave out a varying part of each sample, so that the count differs from batch to batch."""
     double: bool = False
     poison: str = ""
-    """Non-finite where: ``loss``, ``input`` or ``gradient``."""
+    """Non-finite where: ``loss``, ``input``, ``gradient``, ``once`` in the loss, or only the ``norm`` of gradients."""
     fault_rank: int = -1
     fault_step: int = -1
     fault: str = ""
@@ -94,6 +94,10 @@ class _Poison(nn.Module):
             return logits
         if self.kind == "loss":
             return logits * float("inf")
+        if self.kind == "once":
+            return logits * float("inf") if self.steps == 4 else logits
+        if self.kind == "norm":
+            return logits * 1e25
         if self.kind == "gradient":
             # The square root of exactly 0 is finite; its gradient is not.
             return logits + torch.sqrt((logits - logits.detach()).abs())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -22,18 +21,27 @@ def load(path: Path | str) -> dict[str, Any]:
     """
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():  # a pipe without a writer would be waited for
+            raise CheckpointError(f"{path}: is not a file")
         with path.open("rb") as file:
             files.check(path, file)
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # noqa: BLE001 - whatever reading a file makes torch raise, it cannot be used
+        raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a training's state")
     return state
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line why torch did not load a file; its advice to load it without care is left out."""
+    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return "".join(char for char in line.strip() if char.isprintable())
 
 
 def newest(
@@ -45,13 +53,21 @@ def newest(
         folder: where a ``CheckpointWriter`` has written; may be missing.
         on_skipped: told about each file that cannot be used, in one line; default: the line goes to stderr.
     """
-    say = on_skipped or tell
-    for path in in_order(Path(folder), say):
+    return next(good_ones(folder, on_skipped=on_skipped or tell), None)
+
+
+def good_ones(folder: Path | str, *, on_skipped: Callable[[str], None]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the good checkpoints of a folder and their states, the one that was written last first.
+
+    Args:
+        folder: where a ``CheckpointWriter`` has written; may be missing.
+        on_skipped: told about each file that cannot be used, in one line.
+    """
+    for path in in_order(Path(folder), on_skipped):
         try:
-            return path, load(path)
+            yield path, load(path)
         except CheckpointError as error:
-            say(f"passed over: {error}")
-    return None
+            on_skipped(f"passed over: {error}")
 
 
 def tell(line: str) -> None:
@@ -64,6 +80,9 @@ def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
     found = []
     for path in (*folder.glob("step_*.pt"), *folder.glob(files.BEST)):
         try:
+            if not path.is_file():  # a pipe without a writer would be waited for
+                on_skipped(f"passed over: {path}: is not a file")
+                continue
             found.append((files.place_of(path), path.name, path))
         except OSError as error:
             on_skipped(f"passed over: {path}: cannot be read ({error.strerror})")

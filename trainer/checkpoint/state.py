@@ -29,6 +29,8 @@ def copy_to_cpu(state: Any) -> Any:
 def _copy(state: Any, where: str, seen: dict[tuple[Any, ...], Tensor]) -> Any:
     if state is None:
         return state
+    if isinstance(state, bytes) and not state:
+        raise CheckpointError(f"{where} is empty bytes, which torch does not load with weights_only=True")
     for plain in _PLAIN:
         if isinstance(state, plain):
             return plain(state)  # an enum or a numpy scalar would not come back with weights_only=True

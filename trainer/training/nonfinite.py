@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from trainer import distributed
 from trainer.errors import TrainingError
 from trainer.sync import StepMeter
 from trainer.tasks.task import Task
-
-NOT_REPRODUCED = "not reproduced"
 
 
 class NonFiniteError(TrainingError):
@@ -34,12 +33,22 @@ class FiniteCheck:
         task: computes the loss once more to find the place.
         model: the task's own module.
         meter: has the losses that have been copied.
+        autocast: the precision of the forward pass; an overflow in it does not show in another one.
         scaled: whether a loss scaler looks at the gradients itself and leaves a step out.
     """
 
-    def __init__(self, task: Task, model: nn.Module, meter: StepMeter, *, scaled: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        meter: StepMeter,
+        *,
+        autocast: AbstractContextManager[Any],
+        scaled: bool,
+    ) -> None:
         self._task = task
         self._model = model
+        self._autocast = autocast
         self._meter = meter
         self._scaled = scaled
         self._batch: Any = None
@@ -54,6 +63,7 @@ class FiniteCheck:
             NonFiniteError: with the step and the place.
         """
         self._batch = batch
+        now = step
         if loss.device.type == "cpu":
             if math.isfinite(value := loss.item()):
                 return value
@@ -61,7 +71,15 @@ class FiniteCheck:
             return loss.detach()
         else:
             step = latest.step
-        raise NonFiniteError(f"non-finite loss at step {step}: first in {locate(self._task, self._model, batch)}")
+        if where := self._locate():
+            raise NonFiniteError(f"non-finite loss at step {step}: first in {where}")
+        again = (
+            "the same batch computed again gives" if now == step else f"only the batch of step {now} is left, and gives"
+        )
+        raise NonFiniteError(
+            f"non-finite loss at step {step}: {again} finite numbers, so no module can be named; computing it again "
+            "draws random numbers, such as dropout's, anew"
+        )
 
     def require_gradient(self, norm: Tensor, *, step: int) -> Tensor | float:
         """Refuse to step on a gradient whose norm [] is not finite; all ranks have the same one and look for it.
@@ -76,11 +94,26 @@ class FiniteCheck:
             return norm
         if math.isfinite(value := norm.item()):
             return value
-        found = distributed.all_gather_list(locate(self._task, self._model, self._batch))
-        culprits = [f"{where} on rank {rank}" for rank, where in enumerate(found) if where != NOT_REPRODUCED]
+        found = distributed.all_gather_list(self._locate())
+        culprits = [f"{where} on rank {rank}" for rank, where in enumerate(found) if where]
+        if culprits:
+            raise NonFiniteError(f"non-finite gradient at step {step}: first in {'; '.join(culprits)}")
         raise NonFiniteError(
-            f"non-finite gradient at step {step}: first in {'; '.join(culprits) or 'an unknown place'}"
+            f"non-finite gradient at step {step}: {self._seen_in_gradients()}; the last batch of each rank computed "
+            "again gives finite gradients, so the module where it began cannot be named"
         )
+
+    def _locate(self) -> str:
+        with self._autocast:
+            return locate(self._task, self._model, self._batch)
+
+    def _seen_in_gradients(self) -> str:
+        """Say what the gradients that were reduced show."""
+        # Backward runs from the last module to the first, so the last bad parameter is nearest to where it began.
+        for name, parameter in reversed(list(self._model.named_parameters())):
+            if parameter.grad is not None and not _finite(parameter.grad):
+                return f"it is in the gradient of {name}"
+        return "every gradient is finite, only their norm is too large for its number format"
 
 
 def locate(task: Task, model: nn.Module, batch: Any) -> str:
@@ -90,7 +123,7 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
     parameters shows again.
 
     Returns:
-        For people: ``output of blocks.3.mlp``, ``gradient of embedding.weight``, or ``not reproduced``.
+        For people: ``output of blocks.3.mlp``, ``gradient of embedding.weight``; empty where every number is finite.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not _finite(tensor):
@@ -116,7 +149,7 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
     for name, gradient in reversed(list(zip(names, gradients, strict=True))):
         if gradient is not None and not _finite(gradient):
             return f"gradient of {name}"
-    return NOT_REPRODUCED
+    return ""
 
 
 def _output_hook(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:

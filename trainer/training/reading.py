@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,7 +128,7 @@ class Reader:
                 persistent_workers=True,
             )
 
-    def read(self, order: Tensor | range, starts: range, bounds: Bounds, *, seed: int) -> Iterator[MicroBatch]:
+    def read(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds, *, seed: int) -> Iterator[MicroBatch]:
         """Yield a micro-batch per start, a dummy where the slice is empty; ends what was being read before.
 
         Args:
@@ -145,7 +145,7 @@ class Reader:
         self._ahead = iter(self._loader)
         return self._read_ahead(starts, bounds)
 
-    def _read_here(self, order: Tensor | range, starts: range, bounds: Bounds) -> Iterator[MicroBatch]:
+    def _read_here(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:
         fetch, pin = self._fetch, self._pin
         for start in starts:
             low, high = bounds(start)
@@ -155,7 +155,7 @@ class Reader:
             else:
                 yield self._dummy()
 
-    def _read_ahead(self, starts: range, bounds: Bounds) -> Iterator[MicroBatch]:
+    def _read_ahead(self, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:
         for start in starts:
             low, high = bounds(start)
             if low < high:

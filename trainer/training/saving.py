@@ -1,4 +1,4 @@
-"""When a training's checkpoints are written, what goes into the record about them, and going on from one.
+"""When a training's checkpoints are written and what goes into the record about them.
 
 How a file gets onto the disk whole is ``trainer.checkpoint``'s business.
 """
@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from trainer import distributed, record
-from trainer.checkpoint import CheckpointWriter, Saved, capture_rng, restore_rng
-from trainer.errors import RequestError
-from trainer.optim import restore
+from trainer.checkpoint import ENTRIES, CheckpointWriter, Saved, capture_rng, kinds
 from trainer.training.surroundings import Surroundings
 
 State = dict[str, Any]
@@ -62,7 +57,8 @@ class Saving:
         if self._writer is not None:
             self._here.set_state("saving")
             self._begun = step
-            self._writer.save({**state(), "rng": rng, "recipe": self._here.recipe}, step=step, best=best)
+            kept = {**state(), "rng": rng, "recipe": self._here.recipe}
+            self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best)
             self._here.set_state("training")
 
     def close(self) -> str:
@@ -113,32 +109,3 @@ class Saving:
                 "next checkpoint is tried",
             )
         )
-
-
-def resume_model(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, task: str, source: str) -> None:
-    """Set model and optimizer to a checkpoint's.
-
-    Args:
-        state: the checkpoint.
-        model: the task's own module.
-        optimizer: of its parameters.
-        task: name of the task that this run trains.
-        source: the checkpoint's path, for the message.
-
-    Raises:
-        RequestError: the checkpoint belongs to another task or model.
-    """
-    if state["task"] != task:
-        raise RequestError(f"{source} is of task {state['task']!r}, but this run trains {task!r}")
-    try:
-        model.load_state_dict(state["model"])
-        restore(optimizer, state["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise RequestError(f"{source} does not fit this model: {reason}") from None
-
-
-def resume_rng(state: Mapping[str, Any], *, rank: int, world_size: int) -> None:
-    """Set this rank's random numbers to a checkpoint's; those of another world size have no counterpart here."""
-    if len(state["rng"]) == world_size:
-        restore_rng(state["rng"][rank])

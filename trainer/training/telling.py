@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import structs
 from torch import Tensor, nn
@@ -64,6 +64,19 @@ def show(here: Surroundings, text: str, *, step: int) -> None:
     """Tell a sample of what the model makes."""
     here.writer.write(record.Sample(time=time.time(), step=step, text=text))
     here.say(text)
+
+
+def remark(
+    here: Surroundings, kind: str, text: str, *, severity: Literal["info", "warning"] = "info", advice: str = ""
+) -> None:
+    """Tell what a person did not expect of a training that goes on; rank 0 only, nothing for an empty text."""
+    if here.rank != 0 or not text:
+        return
+    text = text.encode(errors="backslashreplace").decode()  # it may hold a path
+    here.say(text)
+    here.writer.write(
+        record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, message=text, advice=advice)
+    )
 
 
 class Replicas:

@@ -1,0 +1,71 @@
+"""Lists the entries of a training's state and their kinds, so that a checkpoint from which one is missing is known.
+
+A checkpoint keeps the list of what was saved beside the state, as ``torch.distributed.checkpoint`` does in its
+metadata: whether a parameter has no moments because it never had a gradient, or because they were lost, only the
+list tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ENTRIES = "entries"
+"""Key of the list in a checkpoint."""
+
+
+def kinds(state: Any, where: str = "") -> dict[str, str]:
+    """Return the kind of every entry by its path: ``{"model['0.bias']": "float32 [16]", "updates": "int"}``.
+
+    Args:
+        state: tensors, plain values, and lists, tuples and mappings of them.
+        where: the path of the state itself; empty where its keys begin the paths.
+    """
+    return dict(_walk(state, where))
+
+
+def _walk(state: Any, where: str) -> Iterator[tuple[str, str]]:
+    if where:
+        yield where, _kind(state)
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            plain = not where and isinstance(key, str) and key.isidentifier()
+            yield from _walk(value, str(key) if plain else f"{where}[{key!r}]")
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from _walk(value, f"{where}[{index}]")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        dense = value.layout is torch.strided and not value.is_meta
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{'' if dense else ' not dense'}"
+    if value is None:
+        return "None"
+    # As a checkpoint holds it: an enum or a numpy scalar is saved as the plain value that it also is.
+    for kind in (bool, int, float, str, bytes, Mapping, list, tuple):
+        if isinstance(value, kind):
+            return "dict" if kind is Mapping else kind.__name__
+    return type(value).__name__
+
+
+def difference(found: Mapping[str, str], expected: Mapping[Any, Any], *, of: str) -> str:
+    """Return in words the first entry whose kind is not the expected one; empty where there is none.
+
+    Args:
+        found: kinds of what there is.
+        expected: kinds of what there should be; may be from a file, and anything.
+        of: where they are expected, such as "in the model".
+    """
+    for path, kind in expected.items():
+        if path not in found:
+            return f"entry {path} is missing, which is {kind} {of}"
+        if found[path] != kind:
+            return f"entry {path} is {found[path]}, but {kind} {of}"
+    for path, kind in found.items():
+        if path not in expected:
+            return f"entry {path} is {kind}, but there is none {of}"
+    return ""
