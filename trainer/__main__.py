@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.errors import ExitCode, RequestError, TrainingError, nearest, quoted, readable
+from trainer.errors import ExitCode, RequestError, TrainingError, narrate, nearest, quoted
 from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe, read_flags
 
@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
 
 
 def _refuse(error: Exception, code: ExitCode) -> ExitCode:
-    print(f"trainer: {readable(str(error))}", file=sys.stderr)
+    narrate(str(error), program="trainer")
     return code
 
 
@@ -70,7 +70,7 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
     if script is not None:
         refuse_file(decision.init_method)
     if decision.spawn:
-        print(f"trainer: {decision.why}", file=sys.stderr)
+        narrate(decision.why, program="trainer")
     return launch(decision, options, left, devices=devices, environ=environ, script=script)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import file as files
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, printable
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def newest(
 
 def tell(line: str) -> None:
     """Tell a person."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def by_time(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:

@@ -7,11 +7,10 @@ import dataclasses
 import errno
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.errors import ExitCode, RequestError, TrainingError, narrate
 from trainer.node import child
 from trainer.node.alone import run_alone
 from trainer.node.assignment import RankAssignment
@@ -174,7 +173,7 @@ def tell(outcome: NodeOutcome) -> None:
         if outcome.unanswered:
             parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")
-        print(f"trainer: {'; '.join(parts)}", file=sys.stderr)
+        narrate("; ".join(parts), program="trainer")
     elif failure is not None:
         where = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
-        print(f"trainer: {where}{failure.message}", file=sys.stderr)
+        narrate(where + failure.message, program="trainer")
