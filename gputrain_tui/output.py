@@ -5,10 +5,11 @@ Host names, recipes, paths and messages come from others, and whoever prints the
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from trainer import errors
@@ -41,6 +42,14 @@ def printable_streams() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def discard(stream: TextIO) -> None:
+    """Send what a stream still holds, and all that will be written to it, nowhere: it must neither fail nor wait."""
+    with suppress(OSError):  # a stream without a descriptor holds nothing up
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def narrate(line: str) -> None:

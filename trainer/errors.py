@@ -67,6 +67,19 @@ def quoted(value: object) -> str:
     return _without_middle(repr(value), LONGEST_QUOTE)
 
 
+def require_utf8(words: Iterable[str]) -> None:
+    """Refuse words that no record, no plan and no other machine could be given as they are.
+
+    Raises:
+        RequestError: a word holds bytes that are not UTF-8.
+    """
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{quoted(word)} is not UTF-8 text; name it in UTF-8") from None
+
+
 def readable(line: str) -> str:
     """Return a message without the middle of words that are longer than any path that somebody would read."""
     return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_QUOTE), line)

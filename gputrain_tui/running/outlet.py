@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from gputrain_tui.output import discard
+
 GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF})
 """How a stream says that nobody will ever read it again: a pipe's reader or the terminal is gone."""
 ROOM_BYTES = 64 << 10
@@ -127,15 +129,8 @@ class Outlet:
                 view = view[os.write(self._stream.fileno(), view) :]
             except OSError as error:
                 if error.errno in GONE:
-                    silence(self._stream)
+                    discard(self._stream)
                 return error
             self._writing = len(view)
             self._moved_at = time.monotonic()
         return None
-
-
-def silence(stream: TextIO) -> None:
-    """Send what the stream still holds, and all that will be written to it, nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import ExitCode, RequestError, TrainingError, narrate
+from trainer.home import expanded
 from trainer.node import child
 from trainer.node.alone import run_alone
 from trainer.node.assignment import RankAssignment
@@ -140,7 +141,7 @@ def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) 
 def _run_dir(options: Distributed) -> Path | None:
     if options.run_dir is None:
         return None
-    path = Path(options.run_dir).expanduser().absolute()
+    path = expanded(options.run_dir).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
