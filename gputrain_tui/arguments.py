@@ -27,6 +27,10 @@ class FlagParser(argparse.ArgumentParser):
         """Say in one line what is wrong."""
         raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help like any other text, so that a reader that has left is noticed."""
+        print(self.format_help(), end="", file=file)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but for ``--flag=--``, of which it would make an empty list."""
         for word in args:
