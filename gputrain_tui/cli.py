@@ -83,8 +83,6 @@ def _answered(words: list[str]) -> int:
         narrate(str(error))
         return ExitCode.BAD_REQUEST
     except KeyboardInterrupt:
-        for stream in (sys.stdout, sys.stderr):  # what they hold may be held up, and must not hold up the end
-            discard(stream)
         return ExitCode.STOPPED
     except BrokenPipeError:
         discard(sys.stdout)

@@ -67,6 +67,11 @@ def print_json(text: str) -> None:
     print(text if text.isprintable() else re.sub(r"[^ -~]", _json_escape, text))
 
 
+def json_line(line: bytes) -> bytes:
+    """Return a line of JSON with the controls escaped that JSON itself lets pass: DEL and U+0080 to U+009F."""
+    return re.sub(rb"\x7f|\xc2[\x80-\x9f]", lambda match: b"\\u00%02x" % match[0][-1], line)
+
+
 def _json_escape(match: re.Match[str]) -> str:
     char = match[0]
     if char.isprintable():

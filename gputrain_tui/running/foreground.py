@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from gputrain_tui import headless
+from gputrain_tui.output import json_line
 from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
@@ -62,7 +63,7 @@ class RecordReader(RunReader):
 
 
 class JsonStream:
-    """Reads like ``RunReader`` and passes every line on as it was written, as long as somebody takes it.
+    """Reads like ``RunReader`` and passes every line on with what was written in it, as long as somebody takes it.
 
     No faster than that: what is not read yet stays in the record.
     """
@@ -93,7 +94,7 @@ class JsonStream:
             lines_out.append(self._last[0])
             events.append(self._last[1])
             self._last = None
-        self.out.pass_on(b"".join(line + b"\n" for line in lines_out))
+        self.out.pass_on(b"".join(json_line(line) + b"\n" for line in lines_out))
         return events
 
     @property
