@@ -383,7 +383,7 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
         name, equals, text = setting.partition("=")
         parts = [part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", name.strip()).split(".")]
         if not equals or not all(parts):
-            raise RecipeError(f"--set {quoted(setting)} is not KEY=VALUE, such as --set train.lr=0.5")
+            raise RecipeError(f"--set {setting} is not KEY=VALUE, such as --set train.lr=0.5")
         value = _set_value(text.strip(), name.strip())
         if len(parts) > MOST_DEPTH or is_too_deep([value]):
             raise RecipeError(f"--set {parts[0]}: is nested too deeply to be a recipe")

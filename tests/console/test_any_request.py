@@ -119,13 +119,24 @@ def tables(*keys: str) -> st.SearchStrategy[Any]:
     return st.one_of(values, st.dictionaries(st.one_of(st.sampled_from(keys), st.text(max_size=4)), values, max_size=3))
 
 
-METHODS = [
-    "auto",
+METHODS = ["auto", "env://", "tcp://10.0.0.1:29500", "tcp://[::1]:29500", "file:///x\x1b]52;c;eA==\x07"]
+ODD_METHODS = [
     "tcp://10.0.0.1:1\x1b",
     f"tcp://x:{DIGITS}",
     "tcp://\x9b:29500",
-    "file:///\x1b]52;c;eA==\x07x",
-    "env://",
+    "tcp://[::::]:29500",
+    "tcp://a@b:1",
+    "tcp://",
+]
+ODD_METHODS += [
+    "tcp://[::1",
+    "tcp://h:²",
+    "file:///a%00b",
+    "file:///",
+    "http://x",
+    "tcp://℀:1",
+    "tcp://[v1.x]:1",
+    "env://x",
 ]
 nodes = st.lists(
     st.fixed_dictionaries(
@@ -157,7 +168,8 @@ right = st.fixed_dictionaries(
 ).map(lambda recipe: recipe | ({} if "script" in recipe["train"] else {"task": {"data": "stdlib"}}))
 wrong = st.fixed_dictionaries(
     {
-        "cluster": tables("nodes", "init_method", "port", "launcher", "max_restarts"),
+        "cluster": tables("nodes", "init_method", "port", "launcher", "max_restarts")
+        | st.fixed_dictionaries({"init_method": st.sampled_from(ODD_METHODS)}),
         "train": tables("task", "lr", "batch_size", "resume", "script", "args"),
     },
     optional={"name": values, "task": tables("data", "dim"), "x": values},
@@ -192,6 +204,9 @@ texts = st.one_of(
 @example(text='{"config": {"cluster": [1], "distributed_world_size": 2}}', words=[], check=False)
 @example(text='{"cluster": {"nodes": [{"gpus": "' + DIGITS + '"}]}}', words=[], check=False)
 @example(text="[train]\nmax_updates = 0x" + "f" * 5000, words=[], check=False)
+@example(
+    text='[cluster]\ninit_method="tcp://[::::]:1"\n[train]\ntask="lm"\n[task]\ndata="stdlib"', words=[], check=False
+)
 @example(text='name = "\\u001b]52;c;eA==\\u0007"\n[train]\ntask = "lm"', words=[], check=True)
 def test_any_recipe_is_planned_or_refused_in_order(folder: Path, text: str, words: list[str], check: bool) -> None:
     path = folder / "any.toml"
@@ -322,10 +337,12 @@ trainer_flags += [
     "--help",
     "--cpu",
 ]
+A_NULL = "--distributed-init-method=file:///a%00b"
 trainer_word = st.one_of(
     odd.filter(lambda text: ":" not in text),
     st.sampled_from(["lm", "mnist", "--", *trainer_flags]),
     st.tuples(st.sampled_from(trainer_flags), odd.filter(lambda text: ":" not in text)).map("=".join),
+    st.sampled_from(ODD_METHODS).map("--distributed-init-method={}".format),
 )
 
 
@@ -335,6 +352,7 @@ trainer_word = st.one_of(
 @example(words=["--task", "lm", "--save-dir", "\udcff"])
 @example(words=["--task", "lm", "--max-updates", DIGITS])
 @example(words=["--script", "x" * 5000])
+@example(words=["--task=lm", "--data=stdlib", "--cpu", "--distributed-world-size=2", "--distributed-gpus=1", A_NULL])
 @example(words=["--task", ".x:Y", "--help"])
 @example(words=["--task", "~nobody-is-called-so/x.py:Y", "--help"])
 def test_any_flags_of_the_trainer_are_refused_in_order(folder: Path, words: list[str]) -> None:
