@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from gputrain_tui import VERSION
-from trainer.errors import ExitCode, RequestError, nearest, quoted, readable
+from gputrain_tui.output import discard, narrate, printable_streams
+from trainer.errors import ExitCode, RequestError, nearest, quoted, require_utf8
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -63,30 +64,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names and logs hold what an ASCII terminal cannot show
+    with printable_streams():
+        return _answered(words)
+
+
+def _answered(words: list[str]) -> int:
+    """Run one command, with a line and an exit code for whatever is wrong with the request or the machine."""
     try:
-        code = _dispatch(words)
-        sys.stdout.flush()
+        require_utf8(words)
+        try:
+            code = _dispatch(words)
+        except SystemExit:  # argparse's, once it has printed a command's help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # here, where it can be said that nobody takes it
         return code
     except RequestError as error:
-        from gputrain_tui.tables import printable
-
-        print(f"gputrain: {printable(readable(str(error)))}", file=sys.stderr)  # it may quote anything
+        narrate(str(error))
         return ExitCode.BAD_REQUEST
     except KeyboardInterrupt:
         return ExitCode.STOPPED
     except BrokenPipeError:
-        _discard_output()
+        discard(sys.stdout)
         return SIGPIPE_STATUS
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not _has_folder():
-            print("gputrain: the working directory is gone: change to one that exists", file=sys.stderr)
+            narrate("the working directory is gone: change to one that exists")
             return ExitCode.BAD_REQUEST
-        if error.errno not in DISK_ERRORS:
+        if error.errno in DISK_ERRORS:
+            discard(sys.stdout)
+            where = "standard output" if error.filename is None else error.filename
+            narrate(f"cannot write {where}: {error.strerror}")
+            return ExitCode.FAILED
+        if error.filename is None:
             raise
-        _discard_output()
-        where = "standard output" if error.filename is None else error.filename
-        print(f"gputrain: cannot write {where}: {error.strerror}", file=sys.stderr)
-        return ExitCode.FAILED
+        narrate(f"{error.filename}: {error.strerror}")  # a name that somebody gave, by a flag or the environment
+        return ExitCode.BAD_REQUEST
 
 
 def _open_closed_streams() -> None:
@@ -96,6 +109,8 @@ def _open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - for the whole life of the process
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
     if sys.stderr is None:
@@ -109,11 +124,6 @@ def _has_folder() -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _discard_output() -> None:
-    """Send stdout nowhere: the interpreter flushes it once more when it ends, which must not fail, nor say anything."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:
@@ -171,24 +181,11 @@ def parse(command: Command, name: str, words: Sequence[str]) -> Namespace:
     Raises:
         RequestError: a flag that the command does not have, a missing or a surplus word.
     """
-    import argparse
+    from gputrain_tui.arguments import FlagParser
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise RequestError(f"{name}: {message}; see `gputrain {name} --help`")
-
-    parser = Parser(prog=f"gputrain {name}", description=_sentence(command.HELP), allow_abbrev=False)
+    parser = FlagParser(command=name, description=_sentence(command.HELP))
     command.add_arguments(parser)
-    args, surplus = parser.parse_known_args(list(words))
-    if surplus:
-        word = surplus[0]
-        if not word.startswith("-"):
-            raise RequestError(f"{name}: {quoted(word)} is one word too many; see `gputrain {name} --help`")
-        flag = word.partition("=")[0]
-        known = [text for action in parser._actions for text in action.option_strings]
-        guess = nearest(flag, known) or f"; see `gputrain {name} --help`"
-        raise RequestError(f"{name}: {flag} is not a known option{guess}")
-    return args
+    return parser.parse_words(words)
 
 
 def _sentence(text: str) -> str:

@@ -50,8 +50,9 @@ STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m", "alarm": "\
 
 
 def paint(pieces: Iterable[Piece], *, colour: bool) -> str:
-    """Return the text of pieces, with their styles where colour is wanted."""
-    return "".join(f"{STYLES[style]}{text}\x1b[0m" if colour and style and text else text for text, style in pieces)
+    """Return the text of pieces, printable whatever it quotes, with their styles where colour is wanted."""
+    shown = ((printable(text), style) for text, style in pieces)
+    return "".join(f"{STYLES[style]}{text}\x1b[0m" if colour and style and text else text for text, style in shown)
 
 
 def length(pieces: Iterable[Piece]) -> int:
@@ -207,12 +208,12 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
         case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME):
-            return [(printable(event.message or ""), "bold")]
+            return [(event.message or "", "bold")]
         case Finding() if event.severity != "info":
-            what = printable(event.message or event.kind.replace("_", " "))
+            what = event.message or event.kind.replace("_", " ")
             if event.state == "cleared":
                 return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (what, "")]
-            advice = f"; {printable(event.advice)}" if event.advice else ""
+            advice = f"; {event.advice}" if event.advice else ""
             return [(f"{event.severity}: {what}{advice}", "alarm")]
         case Lost():
             return [(f"warning: {event.events} events were not recorded: {event.message}", "alarm")]
@@ -224,8 +225,8 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
 
 COLUMNS: tuple[tuple[Column, int, Callable[[RankView], str]], ...] = (
     (Column("rank", right=True), 0, lambda view: str(view.rank)),
-    (Column("host"), 2, lambda view: printable(view.host or "")),
-    (Column("device"), 3, lambda view: printable(view.device or "")),
+    (Column("host"), 2, lambda view: view.host or ""),
+    (Column("device"), 3, lambda view: view.device or ""),
     (Column("steps", right=True), 0, lambda view: number(view.totals.steps, 0)),
     (Column("loss", right=True), 0, lambda view: loss_text(view.recent.mean_loss)),
     (Column("samples/s", right=True), 0, lambda view: number(view.totals.samples_per_s)),
@@ -285,7 +286,7 @@ def closing_lines(
         lines.append([("checkpoint ", "dim"), (kept, "")])
     if state.sample is not None:
         lines.append([("sample", "dim")])
-        lines += [[("  │ ", "dim"), (printable(line), "")] for line in state.sample.text.splitlines()]
+        lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
     return lines
 
 
@@ -297,7 +298,7 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
     for key, finding in sorted(newest.items(), key=lambda item: item[0] not in state.findings):
         stands = key in state.findings
         since = f" since step {finding.step}" if finding.step is not None else ""
-        what = printable(finding.message or finding.kind.replace("_", " "))
+        what = finding.message or finding.kind.replace("_", " ")
         title = (f"{'finding' if stands else 'was found':<11}", "dim")
         lines.append([title, (what + (since if stands else ", no longer"), "alarm" if stands else "dim")])
     hidden = len(lines) - FINDINGS
@@ -328,11 +329,11 @@ def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[
     kind = failure.kind.replace("_", " ")
     lines: list[list[Piece]] = [
         [(f"{who} failed{where}{when}: {kind}", "alarm")],
-        [("  " + printable(failure.message), "bold")],
+        [("  " + failure.message, "bold")],
     ]
     if log:
         lines.append([(f"  its last output, of {path}:", "dim")])
-        lines += [[("  │ " + printable(line), "dim")] for line in log]
+        lines += [[("  │ " + line, "dim")] for line in log]
     return lines
 
 

@@ -6,15 +6,28 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.errors import RequestError, require_utf8
+from trainer.home import expanded
+
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$GPUTRAIN_HOME``, or the platform's user state folder."""
+    """Return ``$GPUTRAIN_HOME``, or the platform's user state folder.
+
+    Raises:
+        RequestError: its name is not UTF-8, in which a run's record names it.
+    """
     chosen = environ.get("GPUTRAIN_HOME")
     if chosen:
-        return Path(chosen).expanduser().absolute()
-    import platformdirs  # here, because most scripts and all tests set GPUTRAIN_HOME
+        found = expanded(chosen).absolute()
+    else:
+        import platformdirs  # here, because most scripts and all tests set GPUTRAIN_HOME
 
-    return platformdirs.user_state_path("gputrain", appauthor=False)
+        found = platformdirs.user_state_path("gputrain", appauthor=False)
+    try:
+        require_utf8([str(found)])
+    except RequestError as error:
+        raise RequestError(f"the folder of the runs, GPUTRAIN_HOME: {error}") from None
+    return found
 
 
 def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Annotated, Any, Literal, TypeVar
@@ -65,6 +66,8 @@ MOST_RANKS = 1024
 
 UUID_STARTS = ("GPU-", "MIG-")
 """How the driver begins the UUID of a device."""
+UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/_-]*")
+"""A UUID or its beginning, also of an instance as older drivers name it: ``MIG-GPU-…/1/0``."""
 
 S = TypeVar("S")
 
@@ -276,20 +279,28 @@ def _cluster(source: Source) -> Cluster:
 
 def _check_init_method(options: ClusterOptions, source: Source) -> None:
     method, where = options.init_method, source.where(("cluster", "init_method"))
-    if method in ("auto", "env://") or re.fullmatch(r"file:///.*[^/]", method):
+    if method in ("auto", "env://") or (re.fullmatch(r"file:///.*[^/]", method) and "%00" not in method):
         return
-    match = re.fullmatch(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d+)/?", method)
-    if not match:
+    match = re.fullmatch(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|[\w.%-]+):([0-9]+)/?", method)
+    if not match or (match[1] and not _is_address_6(match[1])):
         raise RecipeError(
             f"{where} is {quoted(method)}, but must be auto, tcp://HOST:PORT, file:///SHARED/PATH (absolute) or env://"
         )
-    port = int(match[1])
-    if not 1 <= port <= 65535:
-        raise RecipeError(f"{where} names port {port}, but a port is 1 to 65535")
+    port = whole_number(match[2])
+    if port is None or not 1 <= port <= 65535:
+        raise RecipeError(f"{where} names port {match[2]}, but a port is 1 to 65535")
     if options.port not in (None, port):
         raise RecipeError(
             f"{source.where(('cluster', 'port'))} is {options.port}, but init_method names port {port}; keep one"
         )
+
+
+def _is_address_6(text: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6, text)
+    except OSError:
+        return False
+    return True
 
 
 def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
@@ -322,11 +333,12 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
         text = value.strip()
         if text in ("all", "free"):
             return "all" if text == "all" else "free"
-        if re.fullmatch(r"\d+", text):
-            value = int(text)
+        if (count := whole_number(text)) is not None:
+            value = count
         elif "," in text or text.startswith("[") or text.startswith(UUID_STARTS):
             words = (word.strip(" \"'") for word in text.strip("[]").split(","))
-            value = [int(word) if re.fullmatch(r"\d+", word) else word for word in words if word]
+            ids = ((word, whole_number(word)) for word in words if word)
+            value = [word if index is None else index for word, index in ids]
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         if value > MOST_RANKS:
             raise RecipeError(f"{where} is {value}, but one machine has at most {MOST_RANKS} ranks")
@@ -341,9 +353,14 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
     )
 
 
+def whole_number(text: str) -> int | None:
+    """Read a number of as many digits as a count, an index or a port can have; None when it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
 def _is_device(item: Any) -> bool:
     if isinstance(item, str):
-        return item.startswith(UUID_STARTS)
+        return UUID.fullmatch(item) is not None
     return isinstance(item, int) and not isinstance(item, bool) and item >= 0
 
 

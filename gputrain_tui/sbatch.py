@@ -7,11 +7,11 @@ takes its nodes from the allocation instead.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 
 from gputrain_tui.plan import Plan, PlannedNode, address_of, is_loopback
-from trainer.errors import RequestError
+from gputrain_tui.shell_words import shell_joined, shell_quoted
+from trainer.errors import RequestError, printable
 
 SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's decision."""
@@ -47,7 +47,7 @@ def script(plan: Plan, *, name: str) -> str:
         "#SBATCH --exclusive",
     ]
     if named:
-        head.append(f"#SBATCH --nodelist={','.join(hosts)}")
+        head.append(f"#SBATCH --nodelist={printable(','.join(hosts))}")  # a line break would begin a line of its own
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
     lines = [*head, "", "set -u"]
@@ -81,7 +81,7 @@ def script(plan: Plan, *, name: str) -> str:
 def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
     lines = ["steps=()"]
     for node, gpus in zip(plan.nodes, counts, strict=True):
-        place = shlex.quote(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
+        place = shell_quoted(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
         step = f"srun --nodes=1 --ntasks=1 --nodelist={place} --cpu-bind=none"
         if gpus:
             # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
@@ -97,7 +97,7 @@ def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
 def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
     """Join words for the shell; without names, the first node of the allocation is where the ranks meet."""
     if named or len(plan.nodes) == 1:
-        return shlex.join(words)
+        return shell_joined(words)
     first = address_of(plan.nodes[0].host)
     texts = []
     for word in words:
@@ -105,7 +105,7 @@ def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
         if match and (match[2].strip("[]") == first or is_loopback(match[2])):
             texts.append(f'{match[1]}"${{nodes[0]}}"{match[3] or ""}')
         else:
-            texts.append(shlex.quote(word))
+            texts.append(shell_quoted(word))
     return " ".join(texts)
 
 

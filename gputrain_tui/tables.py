@@ -6,6 +6,10 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.errors import printable
+
+__all__ = ["Column", "duration", "number", "printable", "size", "table", "width"]
+
 
 @dataclass(frozen=True)
 class Column:
@@ -18,8 +22,8 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out cells under their titles, two spaces apart; the text has no final newline."""
-    lines = [[column.title for column in columns], *([*row] for row in rows)]
+    """Lay out cells under their titles, two spaces apart, whatever they hold; the text has no final newline."""
+    lines = [[column.title for column in columns], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(width(line[index]) for line in lines) for index in range(len(columns))]
     return "\n".join(
         "  ".join(
@@ -73,19 +77,3 @@ def duration(seconds: float | None) -> str:
 def number(value: float | None, digits: int = 0) -> str:
     """A number with so many decimals; empty when it was not measured."""
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def printable(text: str) -> str:
-    """The text with control characters made visible, so that printing it cannot command the terminal."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char == "\t" else _visible(char) for char in text)
-
-
-def _visible(char: str) -> str:
-    code = ord(char)
-    if code < 0x20:
-        return chr(0x2400 + code)  # the pictures of control characters: ESC becomes ␛
-    if code == 0x7F:
-        return "\u2421"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

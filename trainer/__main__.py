@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.errors import ExitCode, RequestError, TrainingError, nearest, quoted, readable
+from trainer.errors import ExitCode, RequestError, TrainingError, narrate, nearest, printable, quoted, require_utf8
 from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe, read_flags
 
 S = TypeVar("S")
+
+SIGPIPE_STATUS = 141
+"""What a shell sees of a program whose reader went away: 128 + SIGPIPE."""
 
 
 def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -21,6 +25,7 @@ def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
     words = list(sys.argv[1:] if words is None else words)
     try:
         ours, after = _split(words)
+        require_utf8(words)
         if "--describe-task" in ours:
             return _describe_task(ours)
         if "--help" in ours or "-h" in ours:
@@ -35,7 +40,7 @@ def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
 
 
 def _refuse(error: Exception, code: ExitCode) -> ExitCode:
-    print(f"trainer: {readable(str(error))}", file=sys.stderr)
+    narrate(str(error), program="trainer")
     return code
 
 
@@ -52,10 +57,11 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
         Path.cwd()
     except FileNotFoundError:  # torch's libraries cannot be loaded from nowhere, and would end the ranks for it
         raise RequestError("the working directory is gone: change to one that exists") from None
-    options, left = _read(Distributed, words)
-    script = _script(left, after)
-    if script is None:
-        _check_training(left)
+    with _names():
+        options, left = _read(Distributed, words)
+        script = _script(left, after)
+        if script is None:
+            _check_training(left)
 
     # Not before the flags are known to be right: help and refusals answer at once.
     from trainer.dispatch import decide
@@ -70,8 +76,23 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
     if script is not None:
         refuse_file(decision.init_method)
     if decision.spawn:
-        print(f"trainer: {decision.why}", file=sys.stderr)
+        narrate(decision.why, program="trainer")
     return launch(decision, options, left, devices=devices, environ=environ, script=script)
+
+
+@contextmanager
+def _names() -> Iterator[None]:
+    """Say in one line that the system takes a name for none, one that is too long for instance.
+
+    Raises:
+        RequestError: it does.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise RequestError(f"{error.filename}: {error.strerror}") from None
 
 
 def _most_here(options: Distributed, environ: Mapping[str, str]) -> int:
@@ -159,8 +180,8 @@ def _help(words: Sequence[str]) -> int:
 
     task = _value_after("--task", words)
     options = _task_options(task) if task else None
-    print(render(task, options, min(shutil.get_terminal_size().columns, 120)))
-    return ExitCode.FINISHED
+    text = render(task, options, min(shutil.get_terminal_size().columns, 120))
+    return _print("\n".join(map(printable, text.split("\n"))))
 
 
 def _describe_task(words: Sequence[str]) -> int:
@@ -170,7 +191,16 @@ def _describe_task(words: Sequence[str]) -> int:
     name = _value_after("--describe-task", words)
     if not name:
         raise RequestError("--describe-task needs the name of a task")
-    print(msgspec.json.encode(_task_options(name)).decode())
+    return _print(msgspec.json.encode(_task_options(name)).decode())
+
+
+def _print(text: str) -> int:
+    """Print a text whose reader may leave before its end, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still held must not fail at the end
+        return SIGPIPE_STATUS
     return ExitCode.FINISHED
 
 
@@ -178,7 +208,8 @@ def _task_options(name: str) -> list[Option]:
     from trainer.tasks.registry import load_task, options_schema
 
     schema = options_schema(name)
-    return describe(load_task(name).Options if schema is None else schema)
+    with _names():
+        return describe(load_task(name).Options if schema is None else schema)
 
 
 def _value_after(flag: str, words: Sequence[str]) -> str:

@@ -7,9 +7,9 @@ device. Every request that cannot be met is refused with its reason; nothing is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from trainer.errors import RequestError, nearest
+from trainer.errors import RequestError, nearest, quoted
 from trainer.options import Distributed
 from trainer.placement import slurm
 from trainer.placement.decision import (
@@ -62,7 +62,7 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
 def _scheme(url: str) -> str:
     """Check an init method and return its scheme."""
     scheme, separator, rest = url.partition("://")
-    where = f"--distributed-init-method is {url!r}"
+    where = f"--distributed-init-method is {quoted(url)}"
     if not separator or scheme not in ("tcp", "file", "env"):
         known = ("tcp", "file", "env")
         raise RequestError(
@@ -76,7 +76,7 @@ def _scheme(url: str) -> str:
             host, port = None, None
         if not host or not port or parts.path not in ("", "/") or parts.username is not None:
             raise RequestError(f"{where}, but must be tcp://HOST:PORT with a port from 1 to 65535")
-    if scheme == "file" and (not rest.startswith("/") or rest.endswith("/")):
+    if scheme == "file" and (not rest.startswith("/") or rest.endswith("/") or "\0" in unquote(rest)):
         raise RequestError(f"{where}, but must be file:// and an absolute path, such as file:///shared/meeting")
     return scheme
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -44,9 +45,43 @@ LONGEST_WORD = 300
 """Characters of a key, a path or a host's name that a message gives whole."""
 
 
+def printable(text: str) -> str:
+    """Return the text with control characters made visible, so that printing it cannot command the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\t" else _visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)  # the pictures of control characters: ESC becomes ␛
+    if code == 0x7F:
+        return "\u2421"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def narrate(line: str, *, program: str) -> None:
+    """Write one line for people to standard error, whatever it quotes."""
+    print(f"{program}: {printable(readable(line))}", file=sys.stderr, flush=True)
+
+
 def quoted(value: object) -> str:
     """Return how Python writes a value, without its middle where it is long: its ends tell which one is meant."""
     return _without_middle(repr(value), LONGEST_QUOTE)
+
+
+def require_utf8(words: Iterable[str]) -> None:
+    """Refuse words that no record, no plan and no other machine could be given as they are.
+
+    Raises:
+        RequestError: a word holds bytes that are not UTF-8.
+    """
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{quoted(word)} is not UTF-8 text; name it in UTF-8") from None
 
 
 def readable(line: str) -> str:

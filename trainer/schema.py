@@ -18,6 +18,9 @@ from trainer.errors import RequestError, nearest, quoted
 
 S = TypeVar("S")
 
+MOST_BITS = 63
+"""Of an integer: what torch and the record can hold."""
+
 NONE = "none"
 """What a person writes to leave out an option whose default is a value."""
 
@@ -230,6 +233,8 @@ def _coerce_scalar(kind: str, value: Any) -> Any:
     if isinstance(value, str):
         parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _boolean}
         value = parsers[kind](value)
+    if kind == "int" and isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ValueError(value)
     if isinstance(value, bool) != (kind == "bool"):
         raise ValueError(value)
     if kind == "float" and isinstance(value, int | float):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Literal
 
+from trainer.errors import narrate
 from trainer.node import forkserver, guard
 from trainer.node.assignment import RankAssignment
 from trainer.node.descendants import kill_descendants, reap
@@ -79,7 +79,7 @@ def run_node(
         try:
             outcome.write(node_dir.node_result(first.node))
         except OSError as error:  # a full disk takes nothing from how the ranks ended, which the exit code tells
-            print(f"trainer: cannot write {node_dir.node_result(first.node)}: {error.strerror}", file=sys.stderr)
+            narrate(f"cannot write {node_dir.node_result(first.node)}: {error.strerror}", program="trainer")
     writer.close()
     return outcome
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.output import narrate, print_json, print_styled
 from gputrain_tui.preflight import NotReadyError, Result, summary
 from gputrain_tui.recipe import load
 from gputrain_tui.running import start
@@ -47,11 +48,11 @@ def run(args: Namespace) -> int:
     except NotReadyError as refused:
         results, ready = refused.results, False
     if args.json:
-        print(msgspec.json.encode(Report(recipe=recipe.name, ready=ready, results=results)).decode())
+        print_json(msgspec.json.encode(Report(recipe=recipe.name, ready=ready, results=results)).decode())
     else:
         for note in recipe.notes:
-            print(f"gputrain: {printable(note)}", file=sys.stderr)
-        print(report(results, recipe.name, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+            narrate(note)
+        print_styled(report(results, recipe.name, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     return ExitCode.FINISHED if ready else ExitCode.REFUSED
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gputrain_tui.inventory import Gpu, Inventory, is_free, take_inventory, to_json, why_busy
+from gputrain_tui.output import narrate, print_json
 from gputrain_tui.tables import Column, duration, number, printable, size, table
 from trainer.errors import ExitCode
 
@@ -40,18 +40,25 @@ def run(args: Namespace) -> int:
     """
     if args.hosts is None and args.hostfile is None:
         inventory = take_inventory()
-        print(to_json(inventory) if args.json else report(inventory))
+        _print(to_json(inventory) if args.json else report(inventory), json=args.json)
         return ExitCode.FINISHED
     from gputrain_tui.machines.hostfile import parse_list, read_hostfile
     from gputrain_tui.remote.survey import ask_all
 
     hosts = parse_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
     sightings = ask_all([entry.host for entry in hosts])
-    print(several_json(sightings) if args.json else several(sightings))
+    _print(several_json(sightings) if args.json else several(sightings), json=args.json)
     silent = [found.host for found in sightings if found.inventory is None]
     if silent:
-        print(f"gputrain: {len(silent)} of {len(sightings)} hosts could not be asked", file=sys.stderr)
+        narrate(f"{len(silent)} of {len(sightings)} hosts could not be asked")
     return ExitCode.FAILED if silent else ExitCode.FINISHED
+
+
+def _print(text: str, *, json: bool) -> None:
+    if json:
+        print_json(text)
+    else:
+        print(text)
 
 
 def several_json(sightings: Sequence[Sighting]) -> str:
@@ -88,16 +95,16 @@ def several(sightings: Sequence[Sighting]) -> str:
 def _host_row(found: Sighting) -> list[str]:
     inventory = found.inventory
     if inventory is None:
-        return [printable(found.host), "", "", "", "", "", printable(found.problem)]
+        return [found.host, "", "", "", "", "", found.problem]
     memory = inventory.memory
     return [
-        printable(found.host),
+        found.host,
         str(len(inventory.gpus)),
         str(sum(map(is_free, inventory.gpus))),
         str(inventory.cpus.usable),
         f"{inventory.load[0]:.2f}" if inventory.load is not None else "",
         _of(size(memory.available_bytes), size(memory.total_bytes)) if memory.total_bytes is not None else "",
-        ", ".join(dict.fromkeys(printable(gpu.name) for gpu in inventory.gpus)),
+        ", ".join(dict.fromkeys(gpu.name for gpu in inventory.gpus)),
     ]
 
 
@@ -109,7 +116,7 @@ def report(inventory: Inventory) -> str:
     if any(gpu.processes for gpu in inventory.gpus):
         parts.append(process_table(inventory.gpus))
     if inventory.note:
-        parts.append(inventory.note)
+        parts.append(printable(inventory.note))
     return "\n\n".join(parts)
 
 
@@ -159,13 +166,13 @@ def _row(gpu: Gpu) -> list[str]:
         state += f"; clocks: {', '.join(gpu.throttle_reasons)}"
     return [
         str(gpu.index),
-        printable(gpu.name),
+        gpu.name,
         _of(size(gpu.memory_used_bytes), size(gpu.memory_total_bytes)),
         number(gpu.utilization_percent),
         number(gpu.temperature_celsius),
         _of(number(gpu.power_watts), number(gpu.power_limit_watts)),
         _of(number(gpu.sm_clock_mhz), number(gpu.max_sm_clock_mhz)),
-        printable(state),
+        state,
         gpu.pci_bus_id,
         gpu.uuid,
     ]
@@ -192,7 +199,7 @@ def process_table(gpus: tuple[Gpu, ...]) -> str:
             process.user or "",
             size(process.memory_bytes),
             process.kind,
-            printable(process.name or ""),
+            process.name or "",
         ]
         for gpu in gpus
         for process in gpu.processes or ()

@@ -130,11 +130,11 @@ def _show(name: str, lines: bytes, *, out: BinaryIO, several: bool, on_terminal:
 
 def prefix(name: str, *, colour: bool) -> bytes:
     """``[rank 3] `` or ``[node 0] ``, for lines of several files."""
-    text = f"[rank {name}]" if name.isdigit() else f"[{name.replace('-', ' ')}]"
+    text = f"[rank {name}]" if name.isdecimal() else printable(f"[{name.replace('-', ' ')}]")
     if colour:
-        shade = PREFIX_COLOURS[int(name) % len(PREFIX_COLOURS)] if name.isdigit() else 2
+        shade = PREFIX_COLOURS[int(name[-9:]) % len(PREFIX_COLOURS)] if name.isdecimal() else 2
         text = f"\x1b[{shade}m{text}\x1b[0m"
-    return text.encode() + b" "
+    return text.encode("utf-8", "backslashreplace") + b" "
 
 
 def dressed(line: bytes, label: bytes, on_terminal: bool) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -10,12 +9,14 @@ from collections.abc import Sequence
 import msgspec
 
 from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.output import narrate, print_json
 from gputrain_tui.plan import LocalFacts, Plan, PlannedNode, with_run_dir
 from gputrain_tui.planning import plan_here
 from gputrain_tui.preflight import Facts, errors, judge
 from gputrain_tui.preflight.look import meeting_facts
 from gputrain_tui.recipe import Recipe, load
 from gputrain_tui.running.start import endless
+from gputrain_tui.shell_words import shell_joined, shell_quoted
 from gputrain_tui.tables import Column, printable, table
 from trainer.errors import ExitCode
 
@@ -36,14 +37,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
-    plan, local = plan_here(recipe, remark=lambda line: print(f"gputrain: {line}", file=sys.stderr))
+    plan, local = plan_here(recipe, remark=narrate)
     problems = [f"as it is now, this plan cannot start: {problem}" for problem in _problems(recipe, plan, local)]
     for note in (*recipe.notes, *problems):
-        print(f"gputrain: {note}", file=sys.stderr)
+        narrate(note)
     if args.run_dir is not None:
         plan = with_run_dir(plan, args.run_dir)
     if args.json:
-        print(msgspec.json.encode(plan).decode())
+        print_json(msgspec.json.encode(plan).decode())
     elif args.shell:
         print(shell(plan))
     elif args.sbatch:
@@ -65,7 +66,7 @@ def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
 def report(plan: Plan, name: str) -> str:
     """The plan for people: the run, its nodes, then each node's command."""
     columns = (Column("node", right=True), Column("host"), Column("ranks", right=True), Column("devices"))
-    rows = [[str(node.node), printable(node.host), span(node.ranks), devices(node.devices)] for node in plan.nodes]
+    rows = [[str(node.node), node.host, span(node.ranks), devices(node.devices)] for node in plan.nodes]
     head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
     if plan.init_method is not None:
         head += f", meeting at {plan.init_method}"
@@ -77,14 +78,17 @@ def shell(plan: Plan) -> str:
     parts = []
     for node in plan.nodes:
         ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {span(node.ranks)} of {plan.world_size}"
-        parts.append(f"# node {node.node}, {printable(node.host)}: {ranks}, {devices(node.devices)}\n{command(node)}")
+        title = printable(
+            f"# node {node.node}, {node.host}: {ranks}, {devices(node.devices)}"
+        )  # a line, or it would run
+        parts.append(f"{title}\n{command(node)}")
     return "\n".join(parts)
 
 
 def command(node: PlannedNode) -> str:
     """One node's command as a line for the shell."""
-    settings = [f"{key}={shlex.quote(value)}" for key, value in node.env.items()]
-    return " ".join([*settings, shlex.join(node.argv)])
+    settings = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
+    return " ".join([*settings, shell_joined(node.argv)])
 
 
 def span(ranks: Sequence[int]) -> str:

@@ -9,11 +9,11 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
 from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.output import narrate
 from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.running import start
 from gputrain_tui.running.interrupts import Interrupts
-from gputrain_tui.tables import printable
-from trainer.errors import ExitCode, readable
+from trainer.errors import ExitCode
 
 NAME = "run"
 HELP = "train a recipe to the end, in the foreground or detached"
@@ -34,11 +34,11 @@ def run(args: Namespace) -> int:
     try:
         prepared = start.prepare(recipe)
         for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
-            print(f"gputrain: {printable(note)}", file=sys.stderr)
+            narrate(note)
         return _detached(prepared) if args.detach else _foreground(prepared, json=args.json)
     except NotReadyError as refused:
         for problem in refused.errors:
-            print(f"gputrain: {printable(readable(problem.line))}", file=sys.stderr)
+            narrate(problem.line)
         return ExitCode.REFUSED
 
 
@@ -51,7 +51,8 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         from gputrain_tui.running.outlet import Outlet
         from gputrain_tui.state import RunState
 
-        train, world_size, err = prepared.recipe.train, prepared.plan.world_size, Outlet(sys.stderr)
+        train, world_size = prepared.recipe.train, prepared.plan.world_size
+        out, err = Outlet(sys.stdout), Outlet(sys.stderr)
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
         view = None if json else foreground.show(state, os.environ, err)
         if view is not None:
@@ -66,7 +67,7 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         def follow(supervisor: subprocess.Popen[bytes]) -> int:
             return foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts, say=say)
 
-        with closing(foreground.reader_of(started, json=json)) as reader:
+        with closing(foreground.reader_of(started, out=out, json=json)) as reader:
             code = follow(supervisor)
             if code < 0 and not settle.is_settled(started.dir):
                 # It was killed, and with it the lease; another one sees to the end and writes it down.
@@ -76,7 +77,16 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
                 foreground.catch_up(reader, state)
         if view is not None and code != ExitCode.BAD_REQUEST:
             view.open()
-        code = foreground.conclude(started, code, state, narrate=not json, environ=os.environ, err=err)
+        code = foreground.conclude(
+            started,
+            code,
+            state,
+            narrate=not json,
+            environ=os.environ,
+            out=out,
+            err=err,
+            hurried=lambda: interrupts.asked,
+        )
         if isinstance(reader.refused, BrokenPipeError):
             raise reader.refused  # the end of any command whose reader went away, now that nothing is left
         return code

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gputrain_tui import paths
+from gputrain_tui.output import print_json
 from gputrain_tui.runs import ENDED, Run, last_step, list_runs
-from gputrain_tui.tables import Column, duration, number, printable, table
+from gputrain_tui.tables import Column, duration, number, table
 from trainer.errors import ExitCode
 
 NAME = "runs"
@@ -38,7 +39,7 @@ def run(args: Namespace) -> int:
     """Print the runs."""
     entries = [describe(run, now=time.time()) for run in list_runs()]
     if args.json:
-        print(json.dumps(entries, ensure_ascii=False))
+        print_json(json.dumps(entries, ensure_ascii=False))
     elif entries:
         print(report(entries))
     else:
@@ -77,7 +78,7 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
         [
             entry["id"],
             entry["state"],
-            printable(entry["recipe"]),
+            entry["recipe"],
             str(entry["world_size"]),
             number(entry["step"]),
             number(entry["loss"], 4),

@@ -11,9 +11,10 @@ import os
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from trainer.errors import RequestError
+from gputrain_tui.arguments import FlagParser
+from trainer.errors import quoted
 
 if TYPE_CHECKING:
     from gputrain_tui.machines.hostfile import HostLine
@@ -29,10 +30,10 @@ def main(argv: Sequence[str] = ()) -> int:
     Raises:
         RequestError: there is no terminal, or a flag or a hostfile is wrong.
     """
-    parser = _Parser(prog="gputrain", add_help=False, allow_abbrev=False)
+    parser = FlagParser()
     add_fps(parser)
     parser.add_argument("--hostfile", metavar="FILE")
-    args = parser.parse_args(list(argv))
+    args = parser.parse_words(argv)
     return show(None, fps=args.fps, hostfile=args.hostfile)
 
 
@@ -52,14 +53,8 @@ def _paints(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.2 <= value <= 30:
-        raise ArgumentTypeError(f"{text!r} is not a number from 0.2 to 30")
+        raise ArgumentTypeError(f"{quoted(text)} is not a number from 0.2 to 30")
     return value
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Say in one line what is wrong."""
-        raise RequestError(f"{message}; see `gputrain --help`")
 
 
 def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> int:

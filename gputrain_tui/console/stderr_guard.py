@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainer.errors import printable
+
 SHOWN_BYTES = 16 << 10
 """How much of what was written is shown at the end: the last of it."""
 KEPT_BYTES = 1 << 20
@@ -57,4 +59,5 @@ def _show(kept: int) -> None:
     size = os.fstat(kept).st_size
     written = os.pread(kept, SHOWN_BYTES, max(0, size - SHOWN_BYTES))
     if written:
-        os.write(2, written)
+        lines = written.decode("utf-8", "backslashreplace").split("\n")
+        os.write(2, "\n".join(map(printable, lines)).encode("utf-8", "backslashreplace"))

@@ -222,7 +222,7 @@ def _once(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 def _names(word: str, gpu: Gpu) -> bool:
     """Whether an entry of CUDA_VISIBLE_DEVICES, an index or the start of a UUID, means this GPU."""
-    return gpu.index == int(word) if word.isdigit() else word.startswith("GPU-") and gpu.uuid.startswith(word)
+    return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
 
 
 def _gpus(count: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gputrain_tui.recipe import Gpus, Node, RecipeError, parse_gpus
-from trainer.errors import RequestError, nearest
+from trainer.errors import RequestError, nearest, quoted
 
 MOST_BYTES = 1 << 20
 """Of a file: forty thousand hosts with their settings."""
@@ -85,7 +85,7 @@ def parse_list(text: str, *, name: str = "--hosts") -> tuple[HostLine, ...]:
             entry = _line([word.strip()], name)
             found[entry.host] = entry
     if not found:
-        raise RequestError(f"{name} is {text!r}, but must name hosts with commas between them, such as gpu1,gpu2")
+        raise RequestError(f"{name} is {quoted(text)}, but must name hosts with commas between them, such as gpu1,gpu2")
     return tuple(found.values())
 
 
@@ -106,7 +106,7 @@ def _line(words: list[str], where: str) -> HostLine:
     else:
         match = HOST.fullmatch(word)
     if match is None:
-        raise RequestError(f"{where}: {word!r} is no host; write a name, an address, user@host or [address]")
+        raise RequestError(f"{where}: {quoted(word)} is no host; write a name, an address, user@host or [address]")
     if match["slots"] is not None:
         slots = _number(match["slots"], where, f"what follows {match['host']}:, the number of slots,", 4096)
     for setting in settings:
@@ -114,7 +114,7 @@ def _line(words: list[str], where: str) -> HostLine:
         key = key.lower().replace("-", "_")
         if not equals or key not in KEYS:
             known = f"; known are {', '.join(f'{name}=' for name in KEYS if name != 'max_slots')}"
-            raise RequestError(f"{where}: {setting!r} is not known{nearest(key, KEYS) or known}")
+            raise RequestError(f"{where}: {quoted(setting)} is not known{nearest(key, KEYS) or known}")
         if key == "port":
             port = _number(value, where, "port", 65535)
         elif key == "slots":
@@ -136,5 +136,5 @@ def _gpus(value: str, where: str) -> Gpus:
 
 def _number(text: str, where: str, what: str, largest: int) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= largest:
-        raise RequestError(f"{where}: {what} is {text!r}, but must be a whole number from 1 to {largest}")
+        raise RequestError(f"{where}: {what} is {quoted(text)}, but must be a whole number from 1 to {largest}")
     return int(text)

@@ -24,6 +24,7 @@ from gputrain_tui.plan import LocalFacts, Plan, address_of, is_local
 from gputrain_tui.preflight.facts import Facts, Folder, Meeting, Port, Torch, Wrong
 from gputrain_tui.recipe import Recipe
 from trainer.errors import RequestError
+from trainer.home import expanded
 from trainer.node import room
 from trainer.tasks.registry import BUILT_IN, check_data, options_schema
 
@@ -205,7 +206,7 @@ def _meeting(path: Path) -> Meeting:
 
 def _folder(path: Path, *, count: bool = False) -> Folder:
     """Look whether something can be written below a folder, which need not exist yet."""
-    path = path.expanduser()
+    path = expanded(path)
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not there.is_dir():

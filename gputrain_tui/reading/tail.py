@@ -183,4 +183,4 @@ class Follower:
 def by_rank(name: str) -> tuple[bool, int, str]:
     """Sort key: the run's file, so that its end is never seen before the ranks' last words; then ranks by number."""
     stem = name.partition(".")[0]
-    return stem != "run", int(stem) if stem.isdigit() else -1, name
+    return stem != "run", int(stem) if stem.isdecimal() and len(stem) < 10 else -1, name

@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from gputrain_tui import recipe as recipes
-from gputrain_tui.recipe import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script
+from gputrain_tui.recipe import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script, whole_number
 from gputrain_tui.recipes.source import override, parse
 from gputrain_tui.recipes.task_options import task_schema
 from trainer.errors import RequestError
@@ -382,11 +382,13 @@ def remarks_of(fields: Sequence[Field], results: Sequence[Result]) -> dict[str, 
 def _plain(name: str, text: str) -> Any:
     """Return what a node's field says: a number or a list where it looks like one."""
     text = text.strip()
-    if text.isdecimal() and name != "host":
-        return int(text)
+    number = whole_number(text)
+    if number is not None and name != "host":
+        return number
     if name == "gpus" and ("," in text or text.startswith("[")):
         words = [word.strip(" \"'") for word in text.strip("[]").split(",")]
-        return [int(word) if word.isdecimal() else word for word in words if word]
+        ids = ((word, whole_number(word)) for word in words if word)
+        return [word if index is None else index for word, index in ids]
     return text
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gputrain_tui.recipes.source import Key, RecipeError, Source
-from trainer.errors import nearest
+from trainer.errors import nearest, quoted
 
 OWN_TABLES = ("name", "cluster", "train", "task")
 
@@ -104,7 +104,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     prefix: Key = ("config",) if "config" in source.data else ()
     config = source.data["config"] if prefix else source.data
     if not isinstance(config, dict):
-        raise RecipeError(f"{source.where(prefix)} is {config!r}, but must be a table")
+        raise RecipeError(f"{source.where(prefix)} is {quoted(config)}, but must be a table")
     if prefix:
         for key in source.data:
             if key != "config":
@@ -123,6 +123,8 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
         if key == "task" and named is not None:
             _doc_classification(source, named, value[named], (*written, named), values, origins)
         elif key in OWN_TABLES:
+            if key != "name" and not isinstance(value, dict):
+                raise RecipeError(f"{where} is {quoted(value)}, but must be a table")
             own[key] = value
             for inner in _paths(value, (key,)):
                 origins[inner] = (*prefix, *inner)
@@ -130,7 +132,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
             values[("train", "seed")], origins[("train", "seed")] = value, written
         elif key == "use_fp16":
             if not isinstance(value, bool):
-                raise RecipeError(f"{where} is {value!r}, but must be true or false")
+                raise RecipeError(f"{where} is {quoted(value)}, but must be true or false")
             values[("train", "precision")] = "fp16" if value else "fp32"
             origins[("train", "precision")] = written
         elif key in WITHOUT_EFFECT:
@@ -159,7 +161,7 @@ def _nodes(
     cuda = config.get("use_cuda_if_available", True)
     if not isinstance(cuda, bool):
         where = source.where((*prefix, "use_cuda_if_available"))
-        raise RecipeError(f"{where} is {cuda!r}, but must be true or false")
+        raise RecipeError(f"{where} is {quoted(cuda)}, but must be true or false")
     cluster = own.get("cluster")
     if isinstance(cluster, dict) and "nodes" in cluster:
         for key in ("distributed_world_size", "use_cuda_if_available"):
@@ -185,7 +187,7 @@ def _doc_classification(
             f"of PyText's tasks {TASKS[0]} is understood, as docnn"
         )
     if not isinstance(table, dict):
-        raise RecipeError(f"{source.where(written)} is {table!r}, but must be a table")
+        raise RecipeError(f"{source.where(written)} is {quoted(table)}, but must be a table")
     values[("train", "task")], origins[("train", "task")] = "docnn", written
     values |= {path: value for path, value in DEFAULTS.items() if path not in values}
     for path, value in _leaves(table, ()):
@@ -204,7 +206,7 @@ def _doc_classification(
         if target == ("task", "format"):
             columns = tuple(value) if isinstance(value, list) else (value,)
             if not all(isinstance(column, str) for column in columns) or columns not in COLUMNS:
-                raise RecipeError(f'{where} is {value!r}, but must be ["text", "doc_label"] in either order')
+                raise RecipeError(f'{where} is {quoted(value)}, but must be ["text", "doc_label"] in either order')
             value = COLUMNS[columns]
         if target == ("train", "optimizer") and isinstance(value, str):
             value = value.lower()

@@ -29,6 +29,9 @@ MOST_DEPTH = 32
 """Tables and lists within each other; a recipe has five."""
 
 
+MOST_BITS = 1000
+"""Of an integer: a much larger one becomes no floating-point number, and no text either."""
+
 TOO_MANY_DIGITS = "holds a number with more digits than a number can have"
 
 
@@ -149,6 +152,8 @@ def parse(text: str, *, name: str) -> Source:
         raise RecipeError(f"{name}: {TOO_MANY_DIGITS}") from None
     if is_too_deep(data):
         raise RecipeError(f"{name}: is nested too deeply to be a recipe")
+    if holds_huge_number(data):
+        raise RecipeError(f"{name}: {TOO_MANY_DIGITS}")
     return Source(name=name, text=text, format="json" if json_like else "toml", data=data)
 
 
@@ -161,6 +166,13 @@ def is_too_deep(data: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def holds_huge_number(value: Any) -> bool:
+    """Whether a number has more digits than Python writes out; TOML's hexadecimal ones can."""
+    if isinstance(value, dict | list):
+        return any(map(holds_huge_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and value.bit_length() > MOST_BITS
 
 
 def _toml(text: str, name: str) -> dict[str, Any]:
@@ -375,6 +387,8 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
         value = _set_value(text.strip(), name.strip())
         if len(parts) > MOST_DEPTH or is_too_deep([value]):
             raise RecipeError(f"--set {parts[0]}: is nested too deeply to be a recipe")
+        if holds_huge_number(value):
+            raise RecipeError(f"--set {name.strip()}: {TOO_MANY_DIGITS}")
         keys.add(_assign(result, parts, value, name.strip()))
     return result, frozenset(keys)
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from gputrain_tui.paths import cache_folder
 from trainer.errors import RequestError, nearest
+from trainer.home import expanded
 from trainer.schema import Option
 from trainer.tasks.registry import BUILT_IN, options_schema
 
@@ -128,7 +129,7 @@ def task_file(task: str) -> Path | None:
     """Return the file that defines ``module:Class`` or ``path.py:Class``, found without importing anything."""
     module = task.rpartition(":")[0]
     if module.endswith(".py"):
-        path = Path(module).expanduser()
+        path = expanded(module)
         return path if os.path.isfile(path) else None  # noqa: PTH113 - also where the name is too long to ask
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         return None

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,10 @@ LIMIT_S = 12.0
 """For one host, from the connection to its last word."""
 LONGEST_ANSWER = 1 << 22
 """Bytes."""
+LONGEST_TEXT = 1000
+"""Characters of one text in it."""
+MOST_BITS = 63
+"""Of one integer in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +73,19 @@ def framed(stdout: bytes, frame: str) -> Inventory | None:
     if not found:
         return None
     try:
-        return msgspec.json.decode(rest.partition(b"\n")[0], type=Inventory)
+        inventory = msgspec.json.decode(rest.partition(b"\n")[0], type=Inventory)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+    return inventory if _is_bounded(asdict(inventory)) else None
+
+
+def _is_bounded(value: Any) -> bool:
+    """Whether numbers can be computed with and texts be put into a table, whatever a host may answer."""
+    if isinstance(value, dict | list | tuple):
+        return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, str):
+        return len(value) <= LONGEST_TEXT
+    return not isinstance(value, int) or value.bit_length() <= MOST_BITS
 
 
 class Asking:

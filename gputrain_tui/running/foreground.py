@@ -11,16 +11,16 @@ import sys
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from gputrain_tui import headless
+from gputrain_tui.output import json_line
 from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
-from gputrain_tui.running.outlet import Outlet, silence
+from gputrain_tui.running.outlet import Outlet
 from gputrain_tui.runs import ENDED, Run, RunReader, Status, read_status
 from gputrain_tui.state import RunState
-from gputrain_tui.tables import printable
 from trainer.errors import ExitCode, RequestError
 from trainer.record import AnyEvent, RunEnded, decode_events
 
@@ -45,6 +45,10 @@ class Reader(Protocol):
         """What the last poll left for the next."""
 
     @property
+    def out(self) -> Outlet | None:
+        """Where the events are passed on to; None where they are not."""
+
+    @property
     def refused(self) -> OSError | None:
         """What the stream answered that no longer takes what is passed on; None while it takes it."""
 
@@ -55,22 +59,27 @@ class Reader(Protocol):
 class RecordReader(RunReader):
     """Reads and passes nothing on."""
 
+    out = None
     refused = None
 
 
 class JsonStream:
-    """Reads like ``RunReader`` and passes every line on as it was written, as long as somebody takes it."""
+    """Reads like ``RunReader`` and passes every line on with what was written in it, as long as somebody takes it.
 
-    budget_bytes = 8 << 20
+    No faster than that: what is not read yet stays in the record.
+    """
 
-    def __init__(self, run: Run, out: TextIO) -> None:
+    budget_bytes = 1 << 20
+
+    def __init__(self, run: Run, out: Outlet) -> None:
+        self.out = out
         self._follower = Follower(run.dir.events, ".ndjson")
-        self._out = out
-        self.refused: OSError | None = None
         self._last: tuple[bytes, AnyEvent] | None = None
 
     def poll(self) -> list[AnyEvent]:
         """Print the new lines in the order of their times; the end of the run comes last of all."""
+        if not self.out.has_room:
+            return []
         found: list[tuple[float, bytes, AnyEvent]] = []
         for _, lines in self._follower.poll(self.budget_bytes):
             for line in lines.splitlines():
@@ -82,22 +91,21 @@ class JsonStream:
         found.sort(key=itemgetter(0))
         lines_out = [line for _, line, _ in found]
         events = [event for _, _, event in found]
-        if self._last is not None and not self.backlog_bytes:
+        if self._last is not None and not self._follower.backlog_bytes:
             lines_out.append(self._last[0])
             events.append(self._last[1])
             self._last = None
-        if lines_out and self.refused is None:
-            try:
-                self._out.buffer.write(b"\n".join(lines_out) + b"\n")
-                self._out.flush()
-            except OSError as error:
-                self.refused = error
-                silence(self._out)
+        self.out.pass_on(b"".join(json_line(line) + b"\n" for line in lines_out))
         return events
 
     @property
+    def refused(self) -> OSError | None:
+        """What the stream answered that no longer takes what is passed on."""
+        return self.out.trouble
+
+    @property
     def backlog_bytes(self) -> int:
-        """Bytes that the last poll left for the next."""
+        """Bytes that are there and that nobody was given yet."""
         return self._follower.backlog_bytes
 
     def close(self) -> None:
@@ -131,33 +139,41 @@ def follow(
     poll.register(ended, select.POLLIN)
     poll.register(interrupts, select.POLLIN)
     asked: set[int] = set()
-    refused = False
+    over = refused = False
     try:
-        while True:
-            over = supervisor.poll() is not None  # asked before reading: what it wrote is read
-            events = reader.poll()
-            state.apply_all(events)
-            if view is not None:
-                view.update(events)
-            for number in interrupts.take():
-                supervisor.send_signal(number)
-                if not asked:
-                    say(ASKED)
-                elif number != signal.SIGHUP:
-                    say(ASKED_AGAIN)
-                asked.add(number)
-            if reader.refused is not None and not refused:
-                refused = True
-                if isinstance(reader.refused, BrokenPipeError):
-                    supervisor.terminate()  # as at the end of any pipe, but not before the training is saved
-                else:
-                    say(f"cannot write standard output: {reader.refused.strerror}; the run goes on and is recorded")
-            if reader.backlog_bytes:
-                continue
-            if over:
-                return supervisor.returncode
-            poll.poll(POLL_MS)
-            interrupts.drain()
+        with interrupts.passed_to(ended):
+            while True:
+                if not over and supervisor.poll() is not None:  # asked before reading: what it wrote is read
+                    over = True
+                    poll.unregister(ended)
+                out = reader.out
+                events = reader.poll()
+                state.apply_all(events)
+                if view is not None:
+                    view.update(events)
+                for number in interrupts.take():
+                    if not asked:
+                        say(ASKED)
+                    elif number != signal.SIGHUP:
+                        say(ASKED_AGAIN)
+                    asked.add(number)
+                if over and interrupts.asked and out is not None and out.stands_still():
+                    out.give_up()  # the run has ended as it was asked to, and so does this command
+                taken = out is None or out.is_settled  # asked before what it refused
+                if reader.refused is not None and out is not None and not refused:
+                    refused = True
+                    out.give_up()
+                    if isinstance(reader.refused, BrokenPipeError):
+                        supervisor.terminate()  # as at the end of any pipe, but not before the training is saved
+                    else:
+                        why = f"cannot write standard output: {reader.refused.strerror}"
+                        say(f"{why}; the run goes on and is recorded")
+                if reader.backlog_bytes and (out is None or out.has_room):
+                    continue
+                if over and taken and not reader.backlog_bytes:
+                    return supervisor.returncode
+                poll.poll(POLL_MS)
+                interrupts.drain()
     finally:
         give_up(supervisor)
         supervisor.wait()
@@ -183,7 +199,15 @@ def give_up(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def conclude(
-    run: Run, returncode: int, state: RunState, *, narrate: bool, environ: Mapping[str, str], err: Outlet
+    run: Run,
+    returncode: int,
+    state: RunState,
+    *,
+    narrate: bool,
+    environ: Mapping[str, str],
+    out: Outlet,
+    err: Outlet,
+    hurried: Callable[[], bool],
 ) -> int:
     """Say how the run ended; return the command's exit code, which no unwritten word of this changes.
 
@@ -193,7 +217,9 @@ def conclude(
         state: what its record says.
         narrate: whether standard output is for people.
         environ: says whether to colour.
+        out: standard output.
         err: standard error.
+        hurried: whether somebody asked this command to end, so that it waits for nobody who does not read.
 
     Raises:
         RequestError: the ranks found the request wrong before they trained; the run directory is removed again.
@@ -209,17 +235,17 @@ def conclude(
         state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
     if narrate and all(view.last is not None for view in state.ranks.values()):
-        columns, out = shutil.get_terminal_size().columns, Outlet(sys.stdout)
+        columns = shutil.get_terminal_size().columns
         for line in headless.closing_lines(state, columns, is_there=lambda path: Path(path).exists()):
             out.write(headless.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
-        out.settle()
-        if out.trouble is not None and not isinstance(out.trouble, BrokenPipeError):
-            err.line(f"gputrain: cannot write standard output: {out.trouble.strerror}")
+    out.settle(hurried=hurried)
+    if narrate and out.trouble is not None and not isinstance(out.trouble, BrokenPipeError):
+        err.line(f"gputrain: cannot write standard output: {out.trouble.strerror}")
     for line in _last_words(run, status, state):
         err.line(headless.paint(line, colour=colour))
     if narrate:
         err.line(headless.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
-    err.settle()
+    err.settle(hurried=hurried)
     return code
 
 
@@ -232,13 +258,13 @@ def _last_words(run: Run, status: Status, state: RunState) -> list[list[headless
         lines += headless.failure_block(failure, outcome.last_lines(log, LOG_LINES), str(log))
     if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
         # What ended the last attempt, where it is not what ended the first; what the record could not take.
-        lines.append([(printable(status.message), "alarm")])
+        lines.append([(status.message, "alarm")])
     lines.append(headless.ending(state))
     if status.status == "finished" and status.message:
-        lines.append([(printable(status.message), "alarm")])
+        lines.append([(status.message, "alarm")])
     if status.status == "stopped":
         kept, _, left = (status.message or "").partition("processes left: ")
-        lines.append([(printable(kept.rstrip("; ")), "")])
+        lines.append([(kept.rstrip("; "), "")])
         lines.append([(f"processes left: {left}", "alarm") if left else ("no process of the run is left", "")])
     return lines
 
@@ -260,6 +286,6 @@ def show(state: RunState, environ: Mapping[str, str], err: Outlet) -> headless.H
     )
 
 
-def reader_of(run: Run, *, json: bool) -> Reader:
+def reader_of(run: Run, *, out: Outlet, json: bool) -> Reader:
     """Return what reads the run's record, and passes it on where that is asked for."""
-    return JsonStream(run, sys.stdout) if json else RecordReader(run.dir)
+    return JsonStream(run, out) if json else RecordReader(run.dir)

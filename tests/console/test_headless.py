@@ -226,6 +226,10 @@ def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
             "saved step 5  /c/5.pt (1.5 MiB)",
         ),
         (
+            Checkpoint(time=1.0, step=5, path="/c\x1b]52;c;eA==\x07\n/5.pt", bytes=1, write_ms=3.0),
+            "saved step 5  /c␛]52;c;eA==␇␊/5.pt (1 B)",
+        ),
+        (
             Finding(time=1.0, kind="straggler", rank=1, message="rank 1 is late", advice="look at its loader"),
             "warning: rank 1 is late; look at its loader",
         ),

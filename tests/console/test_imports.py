@@ -21,6 +21,7 @@ TORCH_FREE = (
     "trainer.record.digest",
     "trainer.dispatch",
     "trainer.errors",
+    "trainer.home",
     "trainer.options",
     "trainer.outcome",
     "trainer.record",

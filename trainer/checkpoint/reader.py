@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import file as files
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, printable
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def good_ones(folder: Path | str, *, on_skipped: Callable[[str], None]) -> Itera
 
 def tell(line: str) -> None:
     """Tell a person."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:

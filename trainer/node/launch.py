@@ -7,11 +7,11 @@ import dataclasses
 import errno
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.errors import ExitCode, RequestError, TrainingError, narrate
+from trainer.home import expanded
 from trainer.node import child
 from trainer.node.alone import run_alone
 from trainer.node.assignment import RankAssignment
@@ -142,7 +142,7 @@ def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) 
 def _run_dir(options: Distributed) -> Path | None:
     if options.run_dir is None:
         return None
-    path = Path(options.run_dir).expanduser().absolute()
+    path = expanded(options.run_dir).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -175,7 +175,7 @@ def tell(outcome: NodeOutcome) -> None:
         if outcome.unanswered:
             parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")
-        print(f"trainer: {'; '.join(parts)}", file=sys.stderr)
+        narrate("; ".join(parts), program="trainer")
     elif failure is not None:
         where = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
-        print(f"trainer: {where}{failure.message}", file=sys.stderr)
+        narrate(where + failure.message, program="trainer")

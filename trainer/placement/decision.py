@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.errors import RequestError
+from trainer.errors import RequestError, quoted
 from trainer.options import Distributed
 
 Mode = Literal["explicit", "environment", "slurm", "single_node", "single_process"]
@@ -159,5 +159,5 @@ def integer(name: str, text: str, *, low: int = 0) -> int:
     except ValueError:
         value = low - 1
     if value < low:
-        raise RequestError(f"the environment's {name} is {text!r}, but must be an integer >= {low}")
+        raise RequestError(f"the environment's {name} is {quoted(text)}, but must be an integer >= {low}")
     return value

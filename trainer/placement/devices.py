@@ -52,7 +52,7 @@ def select(installed: Sequence[Device], wanted: str | None) -> list[Device]:
 
 def _find(installed: Sequence[Device], entry: str) -> Device | None:
     if entry.isdecimal():
-        return installed[int(entry)] if int(entry) < len(installed) else None
+        return next((device for index, device in enumerate(installed) if entry == str(index)), None)
     if entry.startswith("MIG-"):
         # A slice of a GPU; the driver shows it as a device, and NVML lists it under its GPU only.
         return Device(uuid=entry, name="MIG slice") if installed else None

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from trainer.errors import RequestError
+from trainer.home import expanded
 
 
 def folder() -> Path:
     """Return ``$GPUTRAIN_CACHE``, or the platform's folder for a user's caches."""
     chosen = os.environ.get("GPUTRAIN_CACHE")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("gputrain")
+    return expanded(chosen) if chosen else platformdirs.user_cache_path("gputrain")
 
 
 def fingerprint(files: Sequence[Path]) -> list[list[Any]]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RequestError, nearest
+from trainer.home import expanded
 from trainer.tasks import options
 
 if TYPE_CHECKING:
@@ -71,9 +73,9 @@ def load_task(name: str) -> type[Task]:
     """
     target = BUILT_IN.get(name, name)
     place, colon, attribute = target.rpartition(":")
-    if not colon or not place or not attribute:
+    if not colon or not attribute or not (place.endswith(".py") or re.fullmatch(r"\w+(\.\w+)*", place)):
         raise _unknown(name)
-    module = _from_file(Path(place).expanduser()) if place.endswith(".py") else _from_module(place)
+    module = _from_file(expanded(place)) if place.endswith(".py") else _from_module(place)
 
     from trainer.tasks.task import Task
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import RequestError, nearest
+from trainer.home import expanded
 
 STDLIB = "stdlib"
 """Stands for the source of the running interpreter's standard library; a folder of that name is ``./stdlib``."""
@@ -46,7 +47,7 @@ def require_file(name: str) -> Path:
     Raises:
         RequestError: otherwise.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.exists():
         raise RequestError(f"{path} does not exist{_neighbour(path)}")
     if path.is_dir():
@@ -80,11 +81,11 @@ def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
         files = sorted(folder.glob("*.py"))
         where = f"the standard library in {folder}"
     elif glob.has_magic(data) and not Path(data).exists():
-        found = glob.glob(str(Path(data).expanduser()), recursive=True)  # noqa: PTH207 - a pattern, not a folder's
+        found = glob.glob(str(expanded(data)), recursive=True)  # noqa: PTH207 - a pattern, not a folder's
         files = sorted(Path(name) for name in found if not Path(name).is_dir())
         where = f"the pattern {data}"
     else:
-        path = Path(data).expanduser()
+        path = expanded(data)
         if not path.is_dir():
             return [require_file(data)]
         with readable(path):
@@ -161,7 +162,7 @@ def idx_file(folder: Path, name: str) -> Path:
     Raises:
         RequestError: it is in none of the places where downloads leave it.
     """
-    folder = folder.expanduser()
+    folder = expanded(folder)
     if not folder.exists():
         raise RequestError(f"{folder} does not exist{_neighbour(folder)}")
     if not folder.is_dir():

@@ -12,6 +12,7 @@ from gputrain_tui.console.screens.recipe_page import RecipePage
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.recipes.draft import Field, shown
+from trainer.home import expanded
 
 
 class EditingPage(RecipePage):
@@ -58,7 +59,7 @@ class EditingPage(RecipePage):
             self._changed()
         elif asked == "save":
             self._leave_editor()
-            self.save_under(Path(event.value).expanduser())
+            self.save_under(expanded(event.value))
         else:
             self._leave_editor()
             self._show_fields()

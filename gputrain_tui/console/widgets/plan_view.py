@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import PurePath
 from typing import ClassVar
 
@@ -13,6 +12,7 @@ from gputrain_tui.commands.plan import devices, span
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
 from gputrain_tui.plan import Plan, PlannedNode
+from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
 
@@ -21,9 +21,9 @@ def wrapped(node: PlannedNode, width: int, indent: str = "    ", *, program: str
 
     ``program`` stands in place of the first word.
     """
-    words = [f"{key}={shlex.quote(value)}" for key, value in node.env.items()]
-    pieces = [*words, program or shlex.quote(node.argv[0])]
-    for word in map(shlex.quote, node.argv[1:]):
+    words = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
+    pieces = [*words, program or shell_quoted(node.argv[0])]
+    for word in map(shell_quoted, node.argv[1:]):
         option = pieces[-1].startswith("-") and " " not in pieces[-1]
         if option and not word.startswith("-"):
             pieces[-1] += f" {word}"
@@ -42,7 +42,7 @@ def wrapped(node: PlannedNode, width: int, indent: str = "    ", *, program: str
 
 def abridged(program: str, width: int) -> str:
     """Return the name of a program without its folders where these leave little room for the rest of a command."""
-    return shlex.quote(program) if len(program) <= width // 3 else f"…/{PurePath(program).name}"
+    return shell_quoted(program) if len(program) <= width // 3 else f"…/{PurePath(program).name}"
 
 
 def draw_plan(plan: Plan, width: int) -> list[Row]:

@@ -1,0 +1,58 @@
+"""How flags are parsed: what is wrong is a ``RequestError``, and no word makes argparse fail in another way."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from trainer.errors import RequestError, nearest, quoted
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Reads the words after a command's name."""
+
+    def __init__(self, *, command: str = "", description: str = "") -> None:
+        """Begin without flags.
+
+        Args:
+            command: its name; empty for ``gputrain`` alone, whose help is that of all commands.
+            description: what its help says first.
+        """
+        self._program = f"gputrain {command}".rstrip()
+        self._where = f"{command}: " if command else ""
+        super().__init__(prog=self._program, description=description, allow_abbrev=False, add_help=bool(command))
+
+    def error(self, message: str) -> NoReturn:
+        """Say in one line what is wrong."""
+        raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help like any other text, so that a reader that has left is noticed."""
+        print(self.format_help(), end="", file=file)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but for ``--flag=--``, of which it would make an empty list."""
+        for word in args:
+            flag, _, value = word.partition("=")
+            if flag.startswith("-") and value == "--":
+                self.error(f"{flag} needs a value, but has '--'")
+        return super().parse_known_args(args, namespace)
+
+    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse all words.
+
+        Raises:
+            RequestError: a flag that the command does not have, a missing or a surplus word.
+        """
+        args, surplus = self.parse_known_args(list(words))
+        if surplus:
+            word = surplus[0]
+            if not word.startswith("-"):
+                self.error(f"{quoted(word)} is one word too many")
+            flag = word.partition("=")[0]
+            known = [text for action in self._actions for text in action.option_strings]
+            guess = nearest(flag, known) or f"; see `{self._program} --help`"
+            raise RequestError(f"{self._where}{flag} is not a known option{guess}")
+        assert isinstance(args, argparse.Namespace)
+        return args

@@ -1,0 +1,24 @@
+"""Words as a shell takes them, each on one line and without a character that a terminal would obey."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from itertools import groupby
+
+
+def shell_quoted(word: str) -> str:
+    r"""Return a word for bash; the bytes of what cannot be printed are written as ``$'\x1b'``."""
+    if word.isprintable():
+        return shlex.quote(word)
+    parts = ((shown, "".join(chars)) for shown, chars in groupby(word, str.isprintable))
+    return "".join(shlex.quote(part) if shown else f"$'{_escaped(part)}'" for shown, part in parts)
+
+
+def shell_joined(words: Iterable[str]) -> str:
+    """Return words as one line."""
+    return " ".join(map(shell_quoted, words))
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in text.encode("utf-8", "surrogateescape"))

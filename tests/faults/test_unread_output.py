@@ -1,0 +1,102 @@
+"""Whoever should read the output does not: a stop is heard all the same, and a slow reader still gets everything."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import termios
+from collections.abc import Iterator
+
+import pytest
+from bench import FOR_EVER, Bench, until
+
+from gputrain_tui.running import leftovers
+from trainer.checkpoint import newest
+
+SMALL = 4096
+"""The smallest pipe: full after a few lines."""
+
+Pipe = tuple[int, int]
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    """A small pipe that nobody reads."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SMALL)
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def is_full(writer: int) -> bool:
+    return not select.select([], [writer], [], 0)[1]
+
+
+def assert_stopped_in_order(bench: Bench, process: subprocess.Popen[str], number: signal.Signals) -> None:
+    assert process.wait(60) == 130
+    (run,) = bench.runs()
+    assert run.state == "stopped"
+    found = newest(run.dir.checkpoints)
+    assert found is not None
+    assert (run.status.message or "").startswith(f"stopped by {number.name} at update {found[1]['updates']}")
+    assert leftovers.processes_of(run.dir.path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
+    bench.training()
+    until(lambda: is_full(pipe[1]))
+    process.send_signal(number)
+    assert_stopped_in_order(bench, process, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_is_heard_while_nobody_reads_the_narration(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
+    os.write(pipe[1], b"." * SMALL)
+    process = bench.start("run", bench.recipe(FOR_EVER), stdout=subprocess.DEVNULL, stderr=pipe[1])
+    bench.training()
+    process.send_signal(number)
+    assert_stopped_in_order(bench, process, number)
+
+
+def test_a_stop_is_heard_on_a_terminal_that_is_held_by_ctrl_s(bench: Bench) -> None:
+    main, terminal = pty.openpty()
+    words = ["run", bench.recipe(FOR_EVER)]
+    process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    bench.training()
+    termios.tcflow(terminal, termios.TCOOFF)
+    process.send_signal(signal.SIGINT)
+    assert_stopped_in_order(bench, process, signal.SIGINT)
+    os.close(terminal)
+    os.close(main)
+
+
+def test_a_reader_that_is_slow_still_gets_every_event(bench: Bench, pipe: Pipe) -> None:
+    process = bench.start("run", bench.recipe(200), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
+    until(lambda: bench.runs() and bench.runs()[0].state == "finished")
+    assert is_full(pipe[1])
+    read = bytearray()
+    while not read.endswith(b"}\n") or b'"run_ended"' not in read:
+        read += os.read(pipe[0], SMALL)
+    assert process.wait(60) == 0
+    events = [json.loads(line) for line in read.splitlines()]
+    assert events[-1]["type"] == "run_ended"
+    for rank in (0, 1):
+        steps = [event for event in events if event["type"] == "step" and event["rank"] == rank]
+        assert sum(event["steps"] for event in steps) == 200
+
+
+def test_a_run_that_is_over_waits_for_its_reader_only_until_somebody_interrupts(bench: Bench, pipe: Pipe) -> None:
+    process = bench.start("run", bench.recipe(200), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
+    until(lambda: bench.runs() and bench.runs()[0].state == "finished")
+    assert is_full(pipe[1])
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0, "what was trained is whole, whoever reads of it"
