@@ -114,6 +114,40 @@ def test_one_task_per_rank_needs_no_flag(cluster: Slurm, tmp_path: Path, words: 
     check_all(tmp_path / "record", ranks)
 
 
+TELL = "import os; print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')), flush=True)\n"
+KNOCK = """\
+import socket, sys, time
+while True:
+    try:
+        held = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+    except OSError:
+        time.sleep(0.005)
+        continue
+    sys.stdin.read()
+"""
+"""Connects to a port as soon as somebody listens, and says nothing until its standard input ends."""
+
+
+def test_nodes_with_unequal_gpus_count_their_ranks_whoever_else_connects(
+    cluster: Slurm, tmp_path: Path, driver: Path
+) -> None:
+    (tmp_path / "tell.py").write_text(TELL)
+    visible = "case $SLURM_NODEID in 1) export CUDA_VISIBLE_DEVICES=0;; esac"
+    train = "exec python -m trainer --script tell.py --distributed-port 23456 --join-timeout 40 --run-dir record"
+    command = f"export LD_LIBRARY_PATH={driver}; {visible}; {train}"
+    words = ["python", "-c", KNOCK, "n1", "23457"]
+    stranger = cluster.login.start(*words, env=cluster.environ, stdin=subprocess.PIPE)
+    try:
+        srun = ["srun", "--nodelist=n[1-3]", "--ntasks-per-node=1", "bash", "-c", command]
+        ended = cluster.run(*srun, cwd=tmp_path, check=False)
+        assert ended.returncode == 0, ended.stderr
+    finally:
+        stranger.kill()
+        stranger.communicate()
+    told = [(tmp_path / "record" / "logs" / f"{rank}.log").read_text().splitlines()[-1] for rank in range(5)]
+    assert told == ["0 0 5", "1 1 5", "2 0 5", "3 0 5", "4 1 5"]
+
+
 def test_a_rank_that_fails_fails_the_job_and_its_cause_is_told_by_every_node(cluster: Slurm, tmp_path: Path) -> None:
     fault = {"fault": "raise", "fault_rank": 2, "fault_step": 3}
     job = plan(cluster, tmp_path, ["n1", "n2"], [1, 2], task=fault)

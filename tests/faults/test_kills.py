@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from bench import FOR_EVER, Bench, supervisor_of, until
 
@@ -26,13 +27,17 @@ def ended_events(run: Run) -> list[RunEnded]:
     return [event for event in decode_events(run.dir.run_events.read_bytes()) if isinstance(event, RunEnded)]
 
 
+def successors(command: int) -> list[int]:
+    return [process.pid for process in psutil.Process(command).children() if "--adopt" in process.cmdline()]
+
+
 def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_command(bench: Bench) -> None:
     command = bench.start("run", bench.recipe(FOR_EVER), "--json")
     run = bench.training()
-    first = supervisor_of(run)
-    os.kill(first, signal.SIGKILL)
-    until(lambda: supervisor_of(run) != first)
     os.kill(supervisor_of(run), signal.SIGKILL)
+    until(lambda: successors(command.pid))
+    for pid in successors(command.pid):  # it has modules to import before it can do anything
+        os.kill(pid, signal.SIGKILL)
     out, err = command.communicate(timeout=60)
     status = read_status(run.dir)
     assert status is not None

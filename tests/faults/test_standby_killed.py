@@ -51,7 +51,7 @@ def test_a_pair_that_is_killed_leaves_no_process_and_no_file(
     try:
         warm.open()
         moment(warm)
-        until(lambda: not files(temporary), 5)  # the folder of a socket, while its server is started
+        until(lambda: not files(temporary), 20)  # the folder of a socket, while its server is started
         assert warm.pid is not None
         supervisor = psutil.Process(warm.pid)
         below = supervisor.children(recursive=True)
@@ -60,7 +60,7 @@ def test_a_pair_that_is_killed_leaves_no_process_and_no_file(
             os.kill(process.pid, signal.SIGSTOP)  # so that neither hears of the other's end
         for process in (supervisor, node):
             os.kill(process.pid, signal.SIGKILL)
-        until(lambda: not any(process.is_running() for process in below), 10)
+        until(lambda: not any(process.is_running() for process in below))
         assert files(temporary) == []
     finally:
         warm.close()
