@@ -146,9 +146,11 @@ def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     told = [result for node in nodes if (result := _result(run_dir, node)) is not None]
     parts = []
     stopped = [result.stopped_at for result in told if result.stopped_at is not None]
+    not_kept = next((result.not_kept for result in told if result.not_kept), "")
+    if not stopped and not_kept:  # all updates were made, and somebody asked for the end while the last was saved
+        parts.append(f"but {not_kept}")
     if stopped:
         saved = next((result.saved for result in told if result.saved), None)
-        not_kept = next((result.not_kept for result in told if result.not_kept), "")
         words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
         parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for result in told for rank in result.unanswered)

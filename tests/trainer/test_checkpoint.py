@@ -385,9 +385,11 @@ def test_a_folder_that_was_deleted_is_made_again_and_held(tmp_path: Path, log: L
 def test_a_deleted_run_directory_stays_deleted(tmp_path: Path, log: Log) -> None:
     writer = log.writer(tmp_path / "run" / "checkpoints")
     shutil.rmtree(tmp_path / "run")
-    writer.save({"step": 1}, step=1)
-    (lost,) = writer.close()
-    assert (lost.step, lost.why) == (1, "No such file or directory")
+    for step in (1, 2, 3):
+        writer.save({"step": step}, step=step, best=step == 2)
+        writer.wait()
+    lost = [(one.step, one.best, one.why) for one in writer.close()]
+    assert lost == [(2, True, "No such file or directory"), (3, False, "No such file or directory")]
     assert not (tmp_path / "run").exists()
 
 

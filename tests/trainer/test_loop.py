@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -350,6 +352,29 @@ def test_a_resumed_training_that_is_at_its_end_already_is_refused(tmp_path: Path
     assert "nothing is left to train: max_updates 3 reached" in done.output.splitlines()[-1]
     # In its own run directory it is the restart of a run that was killed after its last checkpoint.
     assert train(tmp_path / "first", *flags, "--resume", folder).code == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_whose_last_checkpoint_cannot_be_written_fails_in_one_line(tmp_path: Path, ranks: int) -> None:
+    limit = 1 << 20  # of a file's size, less than the checkpoint's
+    words = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--threads", "1", "--width", "50000"]
+    words += ["--run-dir", str(tmp_path), "--batch-size", "10", "--max-updates", "3"]
+    done = subprocess.run(
+        [*words, "--distributed-world-size", str(ranks)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    told = "trained, but there is no checkpoint of it; that of step 3 was not kept: File too large"
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, last) == (1, f"trainer: rank 0 on {socket.gethostname()}: {told}")
+    (failure,) = Trained(tmp_path, done).of("failure")
+    assert (failure["kind"], failure["message"], failure["step"]) == ("checkpoint_lost", told, 3)
+    result = json.loads((tmp_path / "nodes" / "0.json").read_bytes())
+    assert (result["exit_code"], result["failure"]["message"]) == (1, told)
+    assert not list((tmp_path / "checkpoints").glob("*.pt"))
 
 
 def test_an_epoch_that_ends_where_an_evaluation_is_due_by_updates_has_one_evaluation(tmp_path: Path) -> None:

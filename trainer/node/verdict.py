@@ -132,10 +132,15 @@ class Verdict:
             failure=failure,
             stopped_at=max((report.step for report in orderly if report.step is not None), default=None),
             saved=next((report.saved for report in orderly if report.saved is not None), None),
-            not_kept=next((report.not_kept for report in orderly if report.not_kept), ""),
+            not_kept=next((report.not_kept for report in orderly if report.not_kept), self._not_kept()),
             unanswered=unanswered,
             not_recorded=self.not_recorded,
         )
+
+    def _not_kept(self) -> str:
+        """Return what a rank could not save after its last update: somebody may have asked for the end meanwhile."""
+        told = (failure.message for _, failure in self.failures if failure.kind == "checkpoint_lost")
+        return next(told, "").removeprefix("trained, but ")
 
 
 def _missing(ranks: Sequence[RankProcess], lost: Failure) -> Failure | None:
