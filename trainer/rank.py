@@ -269,7 +269,7 @@ def _offer(loop: Loop, source: Path) -> str:
             loop.require_fit(state, source=str(path))
         except RequestError:
             continue
-        return f"; {path} is good: --resume {path} goes on from update {state['updates']}"
+        return f"; {path} is good: --resume {path} (in a recipe train.resume) goes on from update {state['updates']}"
     return ""
 
 

@@ -263,7 +263,8 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
             (line,) = (line for line in done.output.splitlines() if ALTERED[name][1] in line)
             folder = tmp_path / name
             assert f"{folder / bad.name}: {ALTERED[name][1]}" in line
-            assert f"{folder / good.name} is good: --resume {folder / good.name} goes on from update 2" in line
+            offered = folder / good.name
+            assert f"{offered} is good: --resume {offered} (in a recipe train.resume) goes on from update 2" in line
             assert done.of("step") == []
 
 

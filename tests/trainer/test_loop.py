@@ -217,6 +217,13 @@ def test_a_non_finite_number_is_named_with_step_and_module(tmp_path: Path, poiso
     assert f"non-finite {poison} at step 4: first in {where}" in message
 
 
+def test_an_overflow_of_half_precision_is_looked_for_in_half_precision(tmp_path: Path) -> None:
+    done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", "half", "--precision", "fp16")
+    assert done.code == 1
+    (failure,) = done.of("failure")
+    assert failure["message"] == "non-finite loss at step 4: first in output of 4 (_Poison)"
+
+
 @pytest.mark.parametrize(
     ("poison", "known"),
     [

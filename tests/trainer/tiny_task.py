@@ -23,7 +23,8 @@ class TinyOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Leave out a varying part of each sample, so that the count differs from batch to batch."""
     double: bool = False
     poison: str = ""
-    """Non-finite where: ``loss``, ``input``, ``gradient``, ``once`` in the loss, or only the ``norm`` of gradients."""
+    """Non-finite where: ``loss``, ``input``, ``gradient``, ``once`` in the loss, only the ``norm`` of gradients, or in
+    ``half`` precision."""
     fault_rank: int = -1
     fault_step: int = -1
     fault: str = ""
@@ -96,6 +97,8 @@ class _Poison(nn.Module):
             return logits * float("inf")
         if self.kind == "once":
             return logits * float("inf") if self.steps == 4 else logits
+        if self.kind == "half":
+            return F.linear(logits * 1e3, torch.eye(12) * 1e3)
         if self.kind == "norm":
             return logits * 1e25
         if self.kind == "gradient":
