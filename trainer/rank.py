@@ -13,7 +13,7 @@ import torch
 
 from trainer import distributed, record
 from trainer.checkpoint import CheckpointError, load, newest
-from trainer.errors import ExitCode, RequestError, TrainingError
+from trainer.errors import ExitCode, RequestError, TrainingError, printable, printable_lines
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
 from trainer.node.rank_log import Narration
@@ -207,10 +207,13 @@ class _Rank:
         text = "".join(traceback.format_exception(error))
         # On a terminal the node's parent says it, once for all ranks; only a traceback is worth more than that.
         if not told or self.run_dir is not None:
-            print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
+            said = f"{type(error).__name__}: {error}" if told else text
+            print(printable_lines(said), file=sys.stderr)
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         now = time.time()
-        message = first_line if told else f"{type(error).__name__}: {first_line}"
+        # A line break in what was asked for is part of a name that the message quotes, not its end.
+        message = printable(str(error)) if kind == "request" else first_line
+        message = message if told else f"{type(error).__name__}: {message}"
         if kind != "lost_peer":
             distributed.tell_failure(message)
         elif lost := distributed.lost_by():

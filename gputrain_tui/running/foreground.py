@@ -219,6 +219,7 @@ def conclude(
     code = returncode if returncode >= 0 else ExitCode.FAILED
     if code == ExitCode.BAD_REQUEST and state.step == 0:
         shutil.rmtree(run.dir.path, ignore_errors=True)
+        err.settle(hurried=hurried)  # before what follows it
         raise RequestError(status.message or "the request was wrong")
     colour = use_colour(sys.stderr.isatty(), environ)
     if narrate and all(view.last is not None for view in state.ranks.values()):
