@@ -268,6 +268,7 @@ def show(state: RunState, environ: Mapping[str, str], err: Outlet) -> headless.H
         live=terminal and environ.get("TERM") != "dumb",
         colour=use_colour(terminal, environ),
         width=lambda: shutil.get_terminal_size().columns,
+        keeps_up=lambda: not err.backlog_bytes,
     )
 
 
