@@ -146,6 +146,7 @@ def follow(
                     over = True
                     poll.unregister(ended)
                 out = reader.out
+                taken = out is None or out.is_settled  # asked before reading, and before asking what was refused
                 events = reader.poll()
                 state.apply_all(events)
                 if view is not None:
@@ -158,7 +159,6 @@ def follow(
                     asked.add(number)
                 if over and interrupts.asked and out is not None and out.stands_still():
                     out.give_up()  # the run has ended as it was asked to, and so does this command
-                taken = out is None or out.is_settled  # asked before what it refused
                 if reader.refused is not None and out is not None and not refused:
                     refused = True
                     out.give_up()
@@ -167,7 +167,7 @@ def follow(
                     else:
                         why = f"cannot write standard output: {reader.refused.strerror}"
                         say(f"{why}; the run goes on and is recorded")
-                if reader.backlog_bytes and (out is None or out.has_room):
+                if (over and events) or (reader.backlog_bytes and (out is None or out.has_room)):
                     continue
                 if over and taken and not reader.backlog_bytes:
                     return supervisor.returncode
