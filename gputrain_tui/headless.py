@@ -361,13 +361,26 @@ class Headless:
         live: bool,
         colour: bool,
         width: Callable[[], int],
+        keeps_up: Callable[[], bool] = lambda: True,
         now: Callable[[], float] = time.time,
     ) -> None:
+        """Show nothing yet.
+
+        Args:
+            state: the run.
+            stream: takes what is shown.
+            live: whether a line may change in place.
+            colour: whether to colour.
+            width: columns.
+            keeps_up: whether the stream is read as fast as it is written; a progress line waits for that.
+            now: Unix seconds.
+        """
         self._state = state
         self._stream = stream
         self._live = live
         self._colour = colour
         self._width = width
+        self._keeps_up = keeps_up
         self._now = now
         self._drawn_at = float("-inf")
         self._drawn = ""
@@ -422,7 +435,7 @@ class Headless:
             self._drawn = ""
 
     def _draw(self, line: str) -> None:
-        if line != self._drawn:
+        if line != self._drawn and self._keeps_up():
             self._stream.write(f"\r{line}\x1b[K")
             self._stream.flush()
             self._drawn = line

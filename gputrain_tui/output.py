@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from trainer import errors
-from trainer.errors import printable
+from trainer.errors import printable_lines
 
 
 class PrintableStream:
@@ -25,9 +25,7 @@ class PrintableStream:
 
     def write(self, text: str) -> int:
         """Write the text, printable."""
-        if not text.isprintable():
-            text = "\n".join(map(printable, text.split("\n")))
-        return self.unfiltered.write(text)
+        return self.unfiltered.write(printable_lines(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unfiltered, name)

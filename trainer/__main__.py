@@ -10,7 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.errors import ExitCode, RequestError, TrainingError, narrate, nearest, printable, quoted, require_utf8
+from trainer.errors import (
+    ExitCode,
+    RequestError,
+    TrainingError,
+    narrate,
+    nearest,
+    printable_lines,
+    quoted,
+    require_utf8,
+)
 from trainer.options import Distributed, Script, Training
 from trainer.schema import Option, check, describe, read_flags
 
@@ -181,7 +190,7 @@ def _help(words: Sequence[str]) -> int:
     task = _value_after("--task", words)
     options = _task_options(task) if task else None
     text = render(task, options, min(shutil.get_terminal_size().columns, 120))
-    return _print("\n".join(map(printable, text.split("\n"))))
+    return _print(printable_lines(text))
 
 
 def _describe_task(words: Sequence[str]) -> int:

@@ -52,6 +52,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\t" else _visible(char) for char in text)
 
 
+def printable_lines(text: str) -> str:
+    """Return the text with all control characters but its line breaks and tabs made visible."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
 def _visible(char: str) -> str:
     code = ord(char)
     if code < 0x20:
@@ -61,9 +66,14 @@ def _visible(char: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+def narrated(line: str, *, program: str) -> str:
+    """Return a program's word to people as one line that can be printed, whatever it quotes."""
+    return f"{program}: {printable(readable(line))}"
+
+
 def narrate(line: str, *, program: str) -> None:
     """Write one line for people to standard error, whatever it quotes."""
-    print(f"{program}: {printable(readable(line))}", file=sys.stderr, flush=True)
+    print(narrated(line, program=program), file=sys.stderr, flush=True)
 
 
 def quoted(value: object) -> str:

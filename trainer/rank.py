@@ -13,7 +13,7 @@ import torch
 
 from trainer import distributed, record
 from trainer.checkpoint import CheckpointError, good_ones, load
-from trainer.errors import ExitCode, NotKeptError, RequestError, TrainingError
+from trainer.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
 from trainer.loop import Loop, Outcome
 from trainer.node.assignment import RankAssignment
 from trainer.node.last_words import error_line
@@ -231,10 +231,12 @@ class _Rank:
         text = "".join(traceback.format_exception(error))
         # On a terminal the node's parent says it, once for all ranks; only a traceback is worth more than that.
         if not told or self.run_dir is not None:
-            print(f"{type(error).__name__}: {error}" if told else text, file=sys.stderr)
+            said = f"{type(error).__name__}: {error}" if told else text
+            print(printable_lines(said), file=sys.stderr)
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         now = time.time()
-        message = first_line if told else error_line(error)
+        # A line break in what was asked for is part of a name that the message quotes, not its end.
+        message = printable(str(error)) if kind == "request" else first_line if told else error_line(error)
         if kind != "lost_peer":
             distributed.tell_failure(message)
         elif lost := distributed.lost_by():

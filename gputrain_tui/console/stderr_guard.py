@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.errors import printable
+from trainer.errors import printable_lines
 
 SHOWN_BYTES = 16 << 10
 """How much of what was written is shown at the end: the last of it."""
@@ -59,5 +59,5 @@ def _show(kept: int) -> None:
     size = os.fstat(kept).st_size
     written = os.pread(kept, SHOWN_BYTES, max(0, size - SHOWN_BYTES))
     if written:
-        lines = written.decode("utf-8", "backslashreplace").split("\n")
-        os.write(2, "\n".join(map(printable, lines)).encode("utf-8", "backslashreplace"))
+        text = printable_lines(written.decode("utf-8", "backslashreplace"))
+        os.write(2, text.encode("utf-8", "backslashreplace"))

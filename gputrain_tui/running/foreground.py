@@ -147,6 +147,7 @@ def follow(
                     over = True
                     poll.unregister(ended)
                 out = reader.out
+                taken = out is None or out.is_settled  # asked before reading, and before asking what was refused
                 events = reader.poll()
                 state.apply_all(events)
                 if view is not None:
@@ -159,7 +160,6 @@ def follow(
                     asked.add(number)
                 if over and interrupts.asked and out is not None and out.stands_still():
                     out.give_up()  # the run has ended as it was asked to, and so does this command
-                taken = out is None or out.is_settled  # asked before what it refused
                 if reader.refused is not None and out is not None and not refused:
                     refused = True
                     out.give_up()
@@ -168,7 +168,7 @@ def follow(
                     else:
                         why = f"cannot write standard output: {reader.refused.strerror}"
                         say(f"{why}; the run goes on and is recorded")
-                if reader.backlog_bytes and (out is None or out.has_room):
+                if (over and events) or (reader.backlog_bytes and (out is None or out.has_room)):
                     continue
                 if over and taken and not reader.backlog_bytes:
                     return supervisor.returncode
@@ -228,6 +228,7 @@ def conclude(
     code = returncode if returncode >= 0 else ExitCode.FAILED
     if code == ExitCode.BAD_REQUEST and not status.restarts and not outcome.holds_work(run.dir):
         shutil.rmtree(run.dir.path, ignore_errors=True)
+        err.settle(hurried=hurried)  # before what follows it
         raise RequestError(status.message or "the request was wrong")
     if state.ended is None and status.status in ENDED:  # a full disk did not take the event
         ended = status.ended or state.time
@@ -283,6 +284,7 @@ def show(state: RunState, environ: Mapping[str, str], err: Outlet) -> headless.H
         live=terminal and environ.get("TERM") != "dumb",
         colour=use_colour(terminal, environ),
         width=lambda: shutil.get_terminal_size().columns,
+        keeps_up=lambda: not err.backlog_bytes,
     )
 
 

@@ -67,8 +67,8 @@ class Outlet:
         """Do nothing: all is written as soon as the stream takes it."""
 
     def line(self, text: str) -> None:
-        """Write one line."""
-        self.write(text + "\n")
+        """Write one line, also behind what waits for a reader that stands still."""
+        self.pass_on((text + "\n").encode(self._encoding, "backslashreplace"))
 
     def pass_on(self, data: bytes) -> None:
         """Write bytes, all of them however long that takes."""

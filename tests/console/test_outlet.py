@@ -47,7 +47,7 @@ def test_narration_that_nobody_reads_is_dropped_and_not_kept(pipe: tuple[int, in
     with os.fdopen(os.dup(pipe[1]), "w") as stream:
         out = Outlet(stream)
         for _ in range(100_000):
-            out.line("a line of a run that goes on for ever")
+            out.write("a line of a run that goes on for ever\n")
         assert out.backlog_bytes < 2 * ROOM_BYTES
         begin = time.monotonic()
         out.settle(hurried=lambda: True)

@@ -78,6 +78,23 @@ def test_a_stop_is_heard_on_a_terminal_that_is_held_by_ctrl_s(bench: Bench) -> N
     os.close(main)
 
 
+def test_a_terminal_that_is_let_go_again_shows_how_the_run_ended(bench: Bench) -> None:
+    main, terminal = pty.openpty()
+    words = ["run", bench.recipe(300)]
+    process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    bench.training()
+    termios.tcflow(terminal, termios.TCOOFF)
+    until(lambda: bench.runs()[0].state == "finished")
+    termios.tcflow(terminal, termios.TCOON)
+    shown = bytearray()
+    while b"record " not in shown:
+        shown += os.read(main, 1 << 16)
+    assert process.wait(60) == 0
+    assert shown.count(b"finished") == 1
+    os.close(terminal)
+    os.close(main)
+
+
 def test_a_reader_that_is_slow_still_gets_every_event(bench: Bench, pipe: Pipe) -> None:
     process = bench.start("run", bench.recipe(200), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
     until(lambda: bench.runs() and bench.runs()[0].state == "finished")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from trainer.errors import ExitCode
+from trainer.errors import ExitCode, narrated
 from trainer.node import child, guard
 from trainer.node.assignment import RankAssignment
 from trainer.node.descendants import kill_descendants
@@ -188,11 +188,11 @@ class _Alone:
         self._over.set()
         here = self._assignment
         if code == ExitCode.STOPPED:
-            said = "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved, stopped.not_kept)
-            os.write(self._terminal, f"trainer: {said}\n".encode(errors="backslashreplace"))
+            self._narrate(
+                "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved, stopped.not_kept)
+            )
         if failure is not None:
-            line = f"trainer: rank {here.rank} on {here.host}: {failure.message}\n"
-            os.write(self._terminal, line.encode(errors="backslashreplace"))
+            self._narrate(f"rank {here.rank} on {here.host}: {failure.message}")
         if self._run_dir is not None and here.local_world_size == 1:
             outcome = RankOutcome(exit_code=code, finished=finished)
             node = NodeOutcome(
@@ -208,3 +208,6 @@ class _Alone:
             )
             with contextlib.suppress(OSError):  # a full disk takes nothing from how the rank ended
                 node.write(self._run_dir.node_result(here.node))
+
+    def _narrate(self, line: str) -> None:
+        os.write(self._terminal, (narrated(line, program="trainer") + "\n").encode(errors="backslashreplace"))

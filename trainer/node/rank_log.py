@@ -11,6 +11,8 @@ import queue
 import sys
 import threading
 
+from trainer.errors import printable_lines
+
 LEAVE_S = 1.0
 """How long a rank that ends waits for a disk to take its narration."""
 
@@ -62,4 +64,4 @@ class Narration:
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
-            print(line, file=sys.stdout, flush=True)
+            print(printable_lines(line), file=sys.stdout, flush=True)
