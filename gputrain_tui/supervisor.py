@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -19,8 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gputrain_tui.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.running import leftovers, outcome
@@ -28,9 +27,11 @@ from gputrain_tui.running.account import Account
 from gputrain_tui.running.attempt import Attempt, Ended, leave_word, word_of
 from gputrain_tui.running.descendants import adopt_orphans, sweep
 from gputrain_tui.running.wishes import Urgency, Wishes
+from gputrain_tui.runs import read_plan
 from trainer.errors import ExitCode, RequestError
 from trainer.outcome import SAVE_S, exit_code_of
 from trainer.record import Failure, Finding, RunDir
+from trainer.record.regular_file import open_to_append
 
 if TYPE_CHECKING:
     from gputrain_tui.diagnosis.watch import Watch
@@ -67,7 +68,7 @@ class Supervisor:
         self._adopting = adopting
         self._now = now
         self._wishes = Wishes(leased=leased)
-        self._plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
+        self._plan = read_plan(run_dir)
         self._account = Account(run_dir, self._plan, now=now)
         self._tmp: Path | None = None
         self._diagnosis: Watch | None = None
@@ -284,7 +285,7 @@ def main() -> int:
 
 def _supervise(words: Sequence[str], spare: Spare | None = None) -> int:
     run_dir = RunDir(Path(words[0]).absolute())
-    with run_dir.lock.open("ab") as lock:
+    with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

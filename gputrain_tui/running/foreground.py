@@ -17,7 +17,7 @@ from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.running.outlet import Outlet, silence
-from gputrain_tui.runs import Run, RunReader, Status, read_status
+from gputrain_tui.runs import Run, RunReader, Status, ranks_of, read_status
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
 from trainer.errors import ExitCode, RequestError
@@ -64,6 +64,7 @@ class JsonStream:
 
     def __init__(self, run: Run, out: TextIO) -> None:
         self._follower = Follower(run.dir.events, ".ndjson")
+        self._world_size = ranks_of(run.dir)
         self._out = out
         self.refused: OSError | None = None
         self._last: tuple[bytes, AnyEvent] | None = None
@@ -73,7 +74,7 @@ class JsonStream:
         found: list[tuple[float, bytes, AnyEvent]] = []
         for _, lines in self._follower.poll(self.budget_bytes):
             for line in lines.splitlines():
-                for event in decode_events(line):
+                for event in decode_events(line, self._world_size):
                     if isinstance(event, RunEnded):
                         self._last = (line, event)
                     else:

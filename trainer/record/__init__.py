@@ -6,6 +6,7 @@ Torch-free, because the console reads with the same definitions that the ranks w
 from __future__ import annotations
 
 from trainer.record.events import (
+    MOST_RANKS,
     STATES,
     AnyEvent,
     Checkpoint,
@@ -35,6 +36,7 @@ from trainer.record.run_dir import RunDir, write_atomically
 from trainer.record.writer import EventWriter
 
 __all__ = [
+    "MOST_RANKS",
     "STATES",
     "AnyEvent",
     "Checkpoint",
