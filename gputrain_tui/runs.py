@@ -359,7 +359,7 @@ class RunReader:
         """Return the new events; an empty list when nothing was appended."""
         events: list[AnyEvent] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
-            found = list(decode_events(lines, self._world_size))
+            found = decode_events(lines, self._world_size)
             if name == "run" and found and isinstance(last := found[-1], RunEnded):
                 self._ended = last
                 found.pop()

@@ -111,4 +111,4 @@ def _samples(path: str, size: int, files: int, world_size: int) -> list[AnyEvent
                 found.append(block[begin:end])
     finally:
         os.close(descriptor)
-    return list(decode_events(b"".join(found), world_size))
+    return decode_events(b"".join(found), world_size)

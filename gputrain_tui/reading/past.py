@@ -153,7 +153,7 @@ def _read(run: RunDir, name: str, begin: int, end: int, world_size: int) -> list
         lines = read_part(run.events / f"{name}.ndjson", begin, end - begin)
     except OSError:
         return []
-    return list(decode_events(lines, world_size))
+    return decode_events(lines, world_size)
 
 
 def _notes(run: RunDir, name: str, world_size: int) -> list[Note]:

@@ -7,7 +7,6 @@ reader its memory, or its arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -330,34 +329,30 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-def decode_events(lines: bytes, world_size: int = MOST_RANKS) -> Iterator[AnyEvent]:
-    """Yield the events of complete lines; a line that is torn, foreign or of an unknown type is passed over.
+def decode_events(lines: bytes, world_size: int = MOST_RANKS) -> list[AnyEvent]:
+    """Return the events of complete lines; a line that is torn, foreign or of an unknown type is passed over.
 
     Args:
         lines: of an event file.
         world_size: ranks of the run; an event that tells of another is foreign.
     """
-    if world_size >= MOST_RANKS:  # what a line may name at all
-        yield from _decoded(lines)
-        return
-    for event in _decoded(lines):
-        if event.rank < world_size if type(event) is Step else is_of(event, world_size):
-            yield event
-
-
-def _decoded(lines: bytes) -> Iterable[AnyEvent]:
     try:
-        return _decode.decode_lines(lines)
+        events = _decode.decode_lines(lines)
     except UNDECODABLE:
-        return _decoded_singly(lines)
+        events = _decoded_singly(lines)
+    if world_size >= MOST_RANKS:  # what a line may name at all
+        return events
+    return [event for event in events if (event.rank < world_size if type(event) is Step else is_of(event, world_size))]
 
 
-def _decoded_singly(lines: bytes) -> Iterator[AnyEvent]:
+def _decoded_singly(lines: bytes) -> list[AnyEvent]:
+    found = []
     for line in lines.splitlines():
         try:
-            yield _decode.decode(line)
+            found.append(_decode.decode(line))
         except UNDECODABLE:
             continue
+    return found
 
 
 def is_of(event: AnyEvent, world_size: int) -> bool:
