@@ -427,7 +427,8 @@ def test_a_lost_run_is_taken_over_and_ended_without_what_is_damaged(
 ) -> None:
     code, out = stop_in_order(template, damage)
     assert code == 0
-    assert "is failed; processes left: none" in out
+    assert " is stopped" in out or " is failed" in out  # by which of the two ends it was ended first
+    assert "; processes left: none" in out
 
 
 @pytest.mark.timing
