@@ -28,10 +28,12 @@ from screen_frames import rows
 from textual.pilot import Pilot
 
 from gputrain_tui import cli, runs
+from gputrain_tui.commands.runs import describe_all, report
 from gputrain_tui.console import live as live_module
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.hosts import plans_of
 from gputrain_tui.console.live import LiveRun
+from gputrain_tui.console.widgets.run_list import draw_run
 from gputrain_tui.diagnosis.watch import Watch
 from gputrain_tui.reading import past
 from gputrain_tui.runs import RunReader, find, list_all, list_runs
@@ -225,6 +227,18 @@ def test_a_run_with_an_impossible_number_is_one_dim_line_among_the_others(
         assert set(entries[0]) == set(entries[1])
         assert call(home, "logs", run)[0] == 2
         assert f"run {run} cannot be read: status.json is damaged" in call(home, "logs", run)[2]
+
+
+def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
+    with damaged(template, Damage("status.json", "fifo")) as (home, run):
+        entries = describe_all(*list_all(home / "runs"), now=synthetic.BEGIN)
+        text = "unreadable: status.json cannot be read: it is no regular file"
+        title, whole, line = report(entries, colour=True).splitlines()
+        assert line.startswith("\x1b[2m") == line.endswith(f"{text}\x1b[0m") is True
+        assert "\x1b" not in title + whole
+        row = draw_run(entries[1], 100, number=None, opened=False)
+        assert {role for shown, role in row if shown.strip()} == {"dim"}
+        assert run in "".join(shown for shown, _ in row)
 
 
 def test_a_folder_without_a_status_is_a_run_only_where_it_is_named_like_one(tmp_path: Path) -> None:

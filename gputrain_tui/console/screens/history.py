@@ -232,9 +232,14 @@ class HistoryScreen(Page):
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
         run = self.run_here
-        if run is not None:
-            self.desk.source = str(run.dir.recipe)
-            await self.console.action_go("launch")
+        if run is None:
+            return
+        try:
+            self.desk.source = start.recipe_of(run)
+        except RequestError as error:
+            self.console.say(str(error), alarm=True)
+            return
+        await self.console.action_go("launch")
 
     def action_stop_marked(self) -> None:
         """Stop the run."""
