@@ -15,6 +15,7 @@ import msgspec
 
 from trainer.errors import RequestError, quoted
 from trainer.options import Distributed
+from trainer.record.events import Rank, WorldSize
 from trainer.schema import to_flags
 
 if TYPE_CHECKING:
@@ -33,11 +34,11 @@ neither torchrun's 29400 nor torch's 29500, which other programs use."""
 class PlannedNode(msgspec.Struct, kw_only=True):
     """What one node does."""
 
-    node: int
+    node: Rank
     """Index in the plan, from 0."""
     host: str
-    first_rank: int
-    ranks: list[int]
+    first_rank: Rank
+    ranks: list[Rank]
     """Global ranks, consecutive from ``first_rank``."""
     devices: list[int | str]
     """One per rank: a GPU's index or UUID, or ``cpu``."""
@@ -49,7 +50,7 @@ class PlannedNode(msgspec.Struct, kw_only=True):
 class Plan(msgspec.Struct, kw_only=True):
     """One run on all its nodes."""
 
-    world_size: int
+    world_size: WorldSize
     init_method: str | None
     """Where the ranks meet; None for a single rank."""
     backend: Literal["nccl", "gloo"]

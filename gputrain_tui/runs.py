@@ -6,11 +6,12 @@ Readers only read. What a run is doing comes from ``status.json``, doubted where
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -19,10 +20,22 @@ from typing import Literal
 import msgspec
 
 from gputrain_tui import paths
+from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
-from trainer.errors import RequestError, nearest, quoted
-from trainer.record import AnyEvent, RunDir, RunEnded, RunStatusName, Step, decode_events, write_atomically
+from trainer.errors import RecordError, RequestError, nearest, quoted
+from trainer.record import (
+    MOST_RANKS,
+    AnyEvent,
+    RunDir,
+    RunEnded,
+    RunStatusName,
+    Step,
+    decode_events,
+    write_atomically,
+)
+from trainer.record.events import Count, ExitStatus, Figure, UnixSeconds, WorldSize
+from trainer.record.regular_file import open_regular, read_json, read_tail
 
 RunStateName = RunStatusName | Literal["lost"]
 """What is shown of a run; ``lost``: it says that it runs, and its supervisor is dead."""
@@ -40,23 +53,37 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Run id."""
     recipe: str
     """Name of the recipe."""
-    world_size: int
+    world_size: WorldSize
     status: RunStatusName = "starting"
     supervisor: ProcessIdentity | None = None
     """Who answers for the run: its creator until the supervisor has taken over."""
-    started: float = 0.0
+    started: UnixSeconds = 0.0
     """Unix seconds."""
-    ended: float | None = None
+    ended: UnixSeconds | None = None
     """Unix seconds."""
-    exit_code: int | None = None
-    restarts: int = 0
+    exit_code: ExitStatus | None = None
+    restarts: Count = 0
     """Attempts that failed and were followed by another."""
     message: str | None = None
     """One line: why it failed, or what was left when it stopped."""
-    step: int | None = None
+    step: Count | None = None
     """Optimizer steps done when this was written."""
-    loss: float | None = None
+    loss: Figure | None = None
     """Mean over the ranks at that step, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadableRun:
+    """A folder that a run was recorded in, of which nothing can be told."""
+
+    dir: RunDir
+    problem: str
+    """One line."""
+
+    @property
+    def id(self) -> str:
+        """The name of its directory."""
+        return self.dir.path.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +182,11 @@ def run_id(recipe: str, started: float) -> str:
 
 
 _encode = msgspec.json.Encoder()
-_decode = msgspec.json.Decoder(Status)
+_status = msgspec.json.Decoder(Status)
+_plan = msgspec.json.Decoder(Plan)
+STATUS_BYTES = 1 << 20
+"""What ``status.json`` has at most; it has some hundred bytes, and a message."""
+RUN_ID = re.compile(r"\d{8}-\d{6}-.")
 
 
 def write_status(run: RunDir, status: Status) -> None:
@@ -170,7 +201,7 @@ def write_status(run: RunDir, status: Status) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        with run.status.open("r+b", buffering=0) as file:
+        with os.fdopen(open_regular(run.status, os.O_RDWR), "r+b", buffering=0) as file:
             file.write(data)
             file.truncate()
 
@@ -178,9 +209,39 @@ def write_status(run: RunDir, status: Status) -> None:
 def read_status(run: RunDir) -> Status | None:
     """Read ``status.json``; None when there is none that can be understood."""
     try:
-        return _decode.decode(run.status.read_bytes())
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return read_json(run.status, _status, STATUS_BYTES)
+    except RecordError:
         return None
+
+
+def read_plan(run: RunDir) -> Plan:
+    """Read ``plan.json``: whose ranks are those from 0 to its world size, each on one node.
+
+    Raises:
+        RecordError: it cannot be read, or is no such plan.
+    """
+    plan = read_json(run.plan, _plan)
+    if [rank for node in plan.nodes for rank in node.ranks] != list(range(plan.world_size)):
+        raise RecordError(f"{run.plan} is damaged: its nodes do not have the ranks 0 to {plan.world_size - 1}")
+    for index, node in enumerate(plan.nodes):
+        if node.node != index or not node.argv or not 0 <= _stop_grace(node.argv) < math.inf:
+            raise RecordError(f"{run.plan} is damaged: node {index} has no command that can be run")
+    return plan
+
+
+def _stop_grace(argv: Sequence[str]) -> float:
+    try:
+        return stop_grace(argv)
+    except (ValueError, IndexError):
+        return math.nan
+
+
+def ranks_of(run: RunDir) -> int:
+    """How many ranks a run has by its plan; as many as any may have where none can be read."""
+    try:
+        return read_plan(run).world_size
+    except RecordError:
+        return MOST_RANKS
 
 
 def open_run(path: Path) -> Run | None:
@@ -198,17 +259,37 @@ def state_of(status: Status) -> RunStateName:
 
 
 def list_runs(root: Path | None = None) -> list[Run]:
-    """All runs, newest first; folders that are none are passed over."""
+    """All runs that can be read, newest first; folders that are none are passed over."""
+    return list_all(root)[0]
+
+
+def list_all(root: Path | None = None) -> tuple[list[Run], list[UnreadableRun]]:
+    """All runs, newest first, and the folders named like runs of which nothing can be told, by name."""
     folder = paths.runs_folder() if root is None else root
+    runs, unreadable = [], []
+    for name in _folders(folder):
+        directory = RunDir(folder / name)
+        try:
+            status = read_json(directory.status, _status, STATUS_BYTES)
+        except RecordError as error:
+            if RUN_ID.match(name):
+                problem = str(error).replace(str(directory.status), "status.json", 1)
+                unreadable.append(UnreadableRun(dir=directory, problem=problem))
+        else:
+            runs.append(Run(dir=directory, status=status, state=state_of(status)))
+    runs.sort(key=lambda run: (run.status.started, run.id), reverse=True)
+    unreadable.sort(key=lambda run: run.id, reverse=True)
+    return runs, unreadable
+
+
+def _folders(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+            return [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RequestError(f"cannot read the runs in {folder}: {error.strerror}") from None
-    runs = [run for name in names if (run := open_run(folder / name)) is not None]
-    return sorted(runs, key=lambda run: (run.status.started, run.id), reverse=True)
 
 
 def find(wanted: str, root: Path | None = None) -> Run:
@@ -218,10 +299,8 @@ def find(wanted: str, root: Path | None = None) -> Run:
         RequestError: none or several fit; the message names them.
     """
     folder = paths.runs_folder() if root is None else root
-    runs = list_runs(folder)
-    if not runs:
-        raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
-    if wanted == "last":
+    runs, unreadable = list_all(folder)
+    if wanted == "last" and runs:
         return runs[0]
     fitting = [run for run in runs if run.id == wanted] or [run for run in runs if wanted and run.id.startswith(wanted)]
     if len(fitting) == 1:
@@ -229,6 +308,11 @@ def find(wanted: str, root: Path | None = None) -> Run:
     if fitting:
         names = ", ".join(run.id for run in fitting[:4]) + (", …" if len(fitting) > 4 else "")
         raise RequestError(f"{quoted(wanted)} fits {len(fitting)} runs: {names}")
+    for broken in unreadable:
+        if wanted == "last" or (wanted and broken.id.startswith(wanted)):
+            raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
+    if not runs:
+        raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
     guess = nearest(wanted, [run.id for run in runs]) or f"; the last one is {runs[0].id!r}"
     raise RequestError(f"no run is called {quoted(wanted)}{guess}")
 
@@ -236,9 +320,7 @@ def find(wanted: str, root: Path | None = None) -> Run:
 def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> Step | None:
     """The newest step that a rank recorded, read from the end of its file."""
     try:
-        with run.rank_events(rank).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
-            data = file.read()
+        data = read_tail(run.rank_events(rank), tail_bytes)
     except OSError:
         return None
     steps = [event for event in decode_events(data[: data.rfind(b"\n") + 1]) if isinstance(event, Step)]
@@ -263,7 +345,7 @@ class RunReader:
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Follow a run.
+        """Follow a run; what is told of ranks that its plan does not have is passed over.
 
         Args:
             run: its directory.
@@ -272,13 +354,14 @@ class RunReader:
             now: Unix seconds.
         """
         self._follower = Follower(run.events, ".ndjson", last_bytes=last_bytes, whole=("run",), begin=begin, now=now)
+        self._world_size = ranks_of(run)
         self._ended: RunEnded | None = None
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         """Return the new events; an empty list when nothing was appended."""
         events: list[AnyEvent] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
-            found = list(decode_events(lines))
+            found = decode_events(lines, self._world_size)
             if name == "run" and found and isinstance(last := found[-1], RunEnded):
                 self._ended = last
                 found.pop()

@@ -9,6 +9,7 @@ over from a supervisor that was killed.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -18,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gputrain_tui.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.running import leftovers, outcome, settle
@@ -27,9 +26,11 @@ from gputrain_tui.running.account import Account
 from gputrain_tui.running.attempt import Attempt, Ended, leave_word, word_of
 from gputrain_tui.running.descendants import adopt_orphans, sweep
 from gputrain_tui.running.wishes import Urgency, Wishes
+from gputrain_tui.runs import read_plan
 from trainer.errors import ExitCode, RequestError
 from trainer.outcome import OF_LOST, SAVE_S, exit_code_of
 from trainer.record import Failure, Finding, RunDir
+from trainer.record.regular_file import open_to_append
 
 if TYPE_CHECKING:
     from gputrain_tui.diagnosis.watch import Watch
@@ -68,7 +69,7 @@ class Supervisor:
         self._adopting = adopting
         self._now = now
         self._wishes = Wishes(leased=leased)
-        self._plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
+        self._plan = read_plan(run_dir)
         self._account = Account(run_dir, self._plan, now=now)
         self._tmp: Path | None = None
         self._diagnosis: Watch | None = None
@@ -303,14 +304,13 @@ def main() -> int:
 
 def _supervise(words: Sequence[str], spare: Spare | None = None) -> int:
     run_dir = RunDir(Path(words[0]).absolute())
-    with run_dir.lock.open("ab") as lock:
+    with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
         if not settle.locked(lock, patience_s=ADOPTION_S if adopting else 0.0):
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
         if adopting:
-            plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
-            if (code := settle.ended_already(run_dir, plan)) is not None:
+            if (code := settle.ended_already(run_dir, read_plan(run_dir))) is not None:
                 return code
         return Supervisor(run_dir, leased=leased, adopting=adopting, spare=spare).run()
 

@@ -10,6 +10,9 @@ from trainer.errors import printable
 
 __all__ = ["Column", "duration", "number", "printable", "size", "table", "width"]
 
+HUGE = 1e15
+"""From here on all digits of a number tell nothing."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -75,5 +78,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """A number with so many decimals; empty when it was not measured."""
-    return "" if value is None else f"{value:.{digits}f}"
+    """A number with so many decimals, a huge one with an exponent; empty when it was not measured."""
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}" if abs(value) < HUGE else f"{value:.2e}"

@@ -31,6 +31,10 @@ class CheckpointError(RequestError):
     """A checkpoint cannot be used; one line that names the file."""
 
 
+class RecordError(RequestError):
+    """A file of a run directory cannot be used; one line that names it."""
+
+
 class TrainingError(RuntimeError):
     """The training cannot go on, for a reason that needs no traceback; exit code 1."""
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.errors import ExitCode
-from trainer.record import Failure, write_atomically
+from trainer.errors import ExitCode, RecordError
+from trainer.record import Failure, RunDir, write_atomically
+from trainer.record.events import Count, ExitStatus, Rank
+from trainer.record.regular_file import read_json
 
 NO_UPDATE_LEFT = "no_update_left"
 """Kind of the finding that a resumed training had made all of its updates before."""
@@ -59,7 +61,7 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
 class RankOutcome(msgspec.Struct, kw_only=True):
     """How one rank's process ended."""
 
-    exit_code: int | None = None
+    exit_code: ExitStatus | None = None
     """None while it runs, and when a signal ended it."""
     signal: str | None = None
     """Name of the signal that ended it, such as ``SIGKILL``."""
@@ -70,21 +72,21 @@ class RankOutcome(msgspec.Struct, kw_only=True):
 class NodeOutcome(msgspec.Struct, kw_only=True):
     """How a node ended, ``nodes/<i>.json``."""
 
-    node: int
+    node: Rank
     host: str
-    exit_code: int
-    ranks: dict[int, RankOutcome] = {}
+    exit_code: ExitStatus
+    ranks: dict[Rank, RankOutcome] = {}
     failure: Failure | None = None
     """The root cause among this node's ranks."""
-    left: list[int] = []
+    left: list[Count] = []
     """Processes that the kernel could not end."""
-    stopped_at: int | None = None
+    stopped_at: Count | None = None
     """Optimizer steps done when its ranks stopped in order."""
     saved: str | None = None
     """The checkpoint of that step, where it was written by a rank of this node."""
     not_kept: str = ""
     """What could not be saved by a rank of this node, in one line."""
-    unanswered: list[int] = []
+    unanswered: list[Rank] = []
     """Ranks that were asked to stop and did not answer in time."""
     not_recorded: str = ""
     """Why the end of a rank's record is not on disk; empty when all are."""
@@ -122,6 +124,17 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
                     raise
                 file.seek(0)
                 file.write(data.ljust(room))  # blanks at the end of JSON mean nothing
+
+
+_decode_node = msgspec.json.Decoder(NodeOutcome)
+
+
+def node_outcome(run_dir: RunDir, node: int) -> NodeOutcome | None:
+    """Return what a node's parent reported at its end; None when nothing can be read of it."""
+    try:
+        return read_json(run_dir.node_result(node), _decode_node)
+    except RecordError:
+        return None
 
 
 # What gloo, NCCL and the stores say when a peer is gone: the message names the neighbour in the ring, which is often

@@ -21,6 +21,7 @@ from trainer.node.rank_log import Narration
 from trainer.options import Training
 from trainer.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
+from trainer.record.regular_file import read_whole
 from trainer.schema import check, describe, read_flags
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
@@ -160,7 +161,7 @@ class _Rank:
             stopping=here.stopping,
             waits=self._waits,
             run_id=here.run_id,
-            recipe=self.run_dir.recipe.read_text() if self.run_dir and self.run_dir.recipe.exists() else "",
+            recipe=_recipe_in(self.run_dir),
         )
 
     def _resume(self, loop: Loop, options: Training) -> None:
@@ -298,6 +299,16 @@ def _kind(error: Exception) -> str:
     if is_lost_peer(str(error)):
         return "lost_peer"
     return "training" if isinstance(error, TrainingError) else "exception"
+
+
+def _recipe_in(run_dir: RunDir | None) -> str:
+    """Return the recipe that a run keeps; empty where there is none."""
+    if run_dir is None:
+        return ""
+    try:
+        return read_whole(run_dir.recipe).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def _say_nothing(line: str) -> None:

@@ -15,13 +15,17 @@ from typing import BinaryIO
 from gputrain_tui.reading.tail import AppendedFile, Follower, by_rank
 from gputrain_tui.runs import Run, find, is_over
 from gputrain_tui.tables import printable
-from trainer.errors import ExitCode, RequestError
+from trainer.errors import ExitCode, RecordError, RequestError
+from trainer.record.regular_file import open_regular
 
 NAME = "logs"
 HELP = "print what the ranks of a run printed"
 
 CHUNK_BYTES = 1 << 20
 """How much is read and printed at a time."""
+
+LONGEST_LINE_BYTES = 16 << 20
+"""What is kept of a line until its end has come; a longer one is printed as several."""
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 """Terminal commands: colours, cursor moves, window titles."""
@@ -74,11 +78,19 @@ def print_logs(run: Run, only: set[str] | None, show: Print) -> bool:
         names = sorted((entry.name for entry in run.dir.logs.iterdir() if entry.suffix == ".log"), key=by_rank)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise RecordError(f"{run.dir.logs} cannot be read: {error.strerror}") from None
     for name in names:
         stem = Path(name).stem
         if only is not None and stem not in only:
             continue
-        file = AppendedFile(run.dir.logs / name)
+        try:
+            os.close(open_regular(run.dir.logs / name))
+        except OSError as error:
+            why = f"{run.dir.logs / name} cannot be read: {error.strerror}"
+            print(f"gputrain: {printable(why)}", file=sys.stderr)
+            continue
+        file = AppendedFile(run.dir.logs / name, longest_line_bytes=LONGEST_LINE_BYTES)
         left = file.unread()
         printed = printed or left > 0
         while left > 0:
@@ -102,7 +114,7 @@ def follow_logs(
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Print what is there and what comes, until the run has ended; return whether there was anything."""
-    follower = Follower(run.dir.logs, ".log", only=only)
+    follower = Follower(run.dir.logs, ".log", only=only, longest_line_bytes=LONGEST_LINE_BYTES)
     printed = False
     try:
         while True:
@@ -123,7 +135,7 @@ def follow_logs(
 
 
 def _show(name: str, lines: bytes, *, out: BinaryIO, several: bool, on_terminal: bool, colour: bool) -> None:
-    label = prefix(name, colour=colour) if several or not name.isdigit() else b""
+    label = prefix(name, colour=colour) if several or not name.isdecimal() else b""
     out.write(b"".join(dressed(line, label, on_terminal) for line in lines.removesuffix(b"\n").split(b"\n")))
     out.flush()
 

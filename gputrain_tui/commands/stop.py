@@ -9,16 +9,15 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 
-import msgspec
-
-from gputrain_tui.plan import Plan, stop_grace
+from gputrain_tui.plan import stop_grace
 from gputrain_tui.running import outcome, start
 from gputrain_tui.running.leftovers import end, processes_of
 from gputrain_tui.running.processes import ProcessIdentity, is_alive
-from gputrain_tui.runs import ENDED, Run, find, open_run
-from trainer.errors import ExitCode, RequestError
+from gputrain_tui.runs import ENDED, Run, find, open_run, read_plan
+from gputrain_tui.tables import printable
+from trainer.errors import ExitCode, RecordError, RequestError
 from trainer.outcome import SAVE_S
-from trainer.record import RunDir
+from trainer.record import MOST_RANKS, RunDir
 
 NAME = "stop"
 HELP = "stop a run everywhere and say what is left of it"
@@ -40,9 +39,9 @@ def run(args: Namespace) -> int:
     """
     found = find(args.run)
     if found.state == "lost":
-        print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
+        print(f"the supervisor of {printable(found.id)} was killed; taking over", file=sys.stderr)
     report, left = stop(found)
-    print(report)
+    print(printable(report))
     return ExitCode.FAILED if left else ExitCode.FINISHED
 
 
@@ -74,14 +73,15 @@ def _report(before: Run, after: Run, left: list[int]) -> str:
 
 
 def _nodes(run_dir: RunDir) -> list[int]:
-    return sorted(int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
+    numbers = (int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
+    return sorted(number for number in numbers if number < MOST_RANKS)
 
 
 def _patience_s(run_dir: RunDir) -> float:
     """How long a run may take to stop in order: its ranks answer, save and leave."""
     try:
-        plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
-    except (OSError, msgspec.MsgspecError):
+        plan = read_plan(run_dir)
+    except RecordError:
         return PATIENCE_S
     return max(stop_grace(node.argv) for node in plan.nodes) + SAVE_S + 2 * PATIENCE_S
 

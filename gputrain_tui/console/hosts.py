@@ -7,13 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from gputrain_tui.commands.plan import span
 from gputrain_tui.inventory import Gpu, Inventory, is_free
 from gputrain_tui.plan import THIS_MACHINE, Plan
 from gputrain_tui.recipe import Node
-from gputrain_tui.runs import Run
+from gputrain_tui.runs import Run, read_plan
+from trainer.errors import RecordError
 
 GOING = ("starting", "running", "stopping")
 
@@ -76,8 +75,8 @@ def plans_of(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
     found = []
     for run in runs:
         if run.state in GOING:
-            with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-                found.append((run.id, msgspec.json.decode(run.dir.plan.read_bytes(), type=Plan)))
+            with suppress(RecordError):
+                found.append((run.id, read_plan(run.dir)))
     return found
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-import msgspec
-
 from gputrain_tui.console.skim import WORTH_BYTES, Skim, take
 from gputrain_tui.plan import Plan
 from gputrain_tui.reading.past import past
 from gputrain_tui.reading.series import Series
-from gputrain_tui.runs import ENDED, Run, RunReader, Status, open_run, read_status, state_of
+from gputrain_tui.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
 from gputrain_tui.state import RunState
+from trainer.errors import RecordError
 from trainer.record import AnyEvent, RunEnded
+from trainer.record.regular_file import size_of
 
 BUDGET_S = 0.02
 """How long one poll may take while the person may press a key."""
@@ -71,7 +71,7 @@ class LiveRun:
         self.series = Series(self.state.world_size)
         self.caught_up = False
         """Whether the whole record was read once; before, what is shown is the past."""
-        known = past(run.dir) if source is None else None
+        known = past(run.dir, self.state.world_size) if source is None else None
         begin = known.begin if known is not None else None
         self._source: Source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
@@ -207,7 +207,8 @@ class LiveRun:
 
     def _new_state(self) -> RunState:
         """Return the state of a run of which only the plan is known: it says where ranks will be."""
-        state = RunState(world_size=self.run.status.world_size)
+        planned = self.run.status.world_size if self.plan is None else self.plan.world_size
+        state = RunState(world_size=planned)
         for node in self.plan.nodes if self.plan is not None else ():
             for local_rank, rank in enumerate(node.ranks):
                 view = state.rank(rank)
@@ -216,13 +217,13 @@ class LiveRun:
 
 
 def _plan(run: Run) -> Plan | None:
-    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(run.dir.plan.read_bytes(), type=Plan)
+    with suppress(RecordError):
+        return read_plan(run.dir)
     return None
 
 
 def _size(run: Run) -> int:
     """Return the bytes of a run's event files."""
     with suppress(OSError), os.scandir(run.dir.events) as entries:
-        return sum(entry.stat().st_size for entry in entries)
+        return sum(size_of(entry.path) for entry in entries)
     return 0

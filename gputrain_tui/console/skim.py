@@ -16,6 +16,7 @@ from gputrain_tui.runs import RunReader
 from gputrain_tui.state import RunState
 from trainer.record import AnyEvent, RunDir, Step, decode_events
 from trainer.record.digest import Block
+from trainer.record.regular_file import open_regular, size_of
 
 WORTH_BYTES = 16 << 20
 """A record shorter than this is read through at once."""
@@ -45,7 +46,7 @@ class Skim:
         self.state = state
         self.series = Series(state.world_size)
         files = _rank_files(run_dir)
-        events = [event for path, size in files for event in _samples(path, size, len(files))]
+        events = [event for path, size in files for event in _samples(path, size, len(files), state.world_size)]
         events.sort(key=attrgetter("time"))
         last = max((event.step for event in events if type(event) is Step), default=0)
         per_file = _places(len(files))
@@ -85,17 +86,17 @@ def _rank_files(run_dir: RunDir) -> list[tuple[str, int]]:
     """Return the ranks' files and their sizes."""
     with suppress(OSError), os.scandir(run_dir.events) as entries:
         return [
-            (entry.path, entry.stat().st_size)
+            (entry.path, size_of(entry.path))
             for entry in entries
-            if Path(entry.name).stem.isdigit() and entry.name.endswith(".ndjson")
+            if Path(entry.name).stem.isdecimal() and entry.name.endswith(".ndjson")
         ]
     return []
 
 
-def _samples(path: str, size: int, files: int) -> list[AnyEvent]:
+def _samples(path: str, size: int, files: int, world_size: int) -> list[AnyEvent]:
     """Return the events at a file's beginning, and one at each of several places."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except OSError:
         return []
     try:
@@ -110,4 +111,4 @@ def _samples(path: str, size: int, files: int) -> list[AnyEvent]:
                 found.append(block[begin:end])
     finally:
         os.close(descriptor)
-    return list(decode_events(b"".join(found)))
+    return decode_events(b"".join(found), world_size)

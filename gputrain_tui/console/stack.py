@@ -11,6 +11,7 @@ from gputrain_tui.running.leftovers import processes_of
 from gputrain_tui.state import RankView
 from trainer.errors import RequestError
 from trainer.record import RunDir
+from trainer.record.regular_file import read_part, size_of
 
 READ_BYTES = 256 << 10
 """How much of an answer is read: a stack has some kilobytes."""
@@ -26,9 +27,7 @@ class StackRequest:
     def answer(self) -> list[str]:
         """Return the new lines of the rank's log; none while it has not answered."""
         try:
-            with self._log.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read(READ_BYTES).decode("utf-8", "replace")
+            text = read_part(self._log, self._offset, READ_BYTES).decode("utf-8", "replace")
         except OSError:
             return []
         lines = text.splitlines()
@@ -50,7 +49,7 @@ def ask(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.pid not in processes_of(run_dir.path):
         raise RequestError(f"rank {view.rank} is not running any more")
     log = run_dir.rank_log(view.rank)
-    offset = log.stat().st_size if log.exists() else 0
+    offset = size_of(log)
     try:
         os.kill(view.pid, signal.SIGUSR1)
     except ProcessLookupError:

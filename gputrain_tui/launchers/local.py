@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
 from trainer.errors import ExitCode
 from trainer.node.stopping_signals import AT_ONCE
-from trainer.outcome import NodeOutcome
+from trainer.outcome import node_outcome
 from trainer.record import RunDir
+from trainer.record.regular_file import open_to_append
 
 if TYPE_CHECKING:
     from gputrain_tui.plan import PlannedNode
@@ -81,11 +80,8 @@ class AdoptedProcess:
         """What the node's result says once it has ended, 1 where it left none; None while it runs."""
         if is_alive(self.identity):
             return None
-        try:
-            result = msgspec.json.decode(self._run_dir.node_result(self.node).read_bytes(), type=NodeOutcome)
-        except (OSError, msgspec.MsgspecError):
-            return ExitCode.FAILED
-        return result.exit_code
+        result = node_outcome(self._run_dir, self.node)
+        return ExitCode.FAILED if result is None else result.exit_code
 
     def stop(self, *, at_once: bool) -> None:
         """Ask it to end."""
@@ -129,7 +125,7 @@ class LocalLauncher:
         if leased:
             environment["GPUTRAIN_LEASE"] = "stdin"
         run_dir.logs.mkdir(parents=True, exist_ok=True)
-        with run_dir.node_log(node.node).open("ab") as log:
+        with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
                 node.argv,
                 env=environment,

@@ -10,8 +10,10 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.reading.tail import by_rank
-from trainer.record import AnyEvent, RunDir, decode_events
+from trainer.record import MOST_RANKS, AnyEvent, RunDir, decode_events
 from trainer.record.digest import LEVELS, Block, Note, block_file, note_file
+from trainer.record.events import UNDECODABLE, is_of
+from trainer.record.regular_file import read_part, read_whole, size_of
 
 WHOLE_BYTES = 40 << 20
 """A record that is no longer than this is read whole: it takes less than a second."""
@@ -23,6 +25,8 @@ TAIL_BYTES = 4 << 20
 """Of the newest events that are read whole in any case, all ranks together: what recent means are taken over."""
 SHORTEST_TAIL_BYTES = 32 << 10
 """The same of one file."""
+MOST_GAP_BYTES = 64 << 20
+"""Bytes that no block stands for, of one file; where there are more the record is read from its beginning."""
 
 _decode_blocks = msgspec.json.Decoder(Block)
 _decode_notes = msgspec.json.Decoder(Note)
@@ -40,17 +44,22 @@ class Past:
     """That a block covers at most."""
 
 
-def past(run: RunDir) -> Past | None:
-    """Return the past of a run, or None where there is no digest or the record is short enough to be read."""
+def past(run: RunDir, world_size: int = MOST_RANKS) -> Past | None:
+    """Return the past of a run, or None where there is no digest or the record is short enough to be read.
+
+    Args:
+        run: its directory.
+        world_size: its ranks; what is told of others is passed over.
+    """
     try:
         with os.scandir(run.events) as entries:
-            sizes = {entry.name.removesuffix(".ndjson"): entry.stat().st_size for entry in entries}
+            sizes = {entry.name.removesuffix(".ndjson"): size_of(entry.path) for entry in entries}
     except OSError:
         return None
     total = sum(sizes.values())
     if total <= WHOLE_BYTES or not run.digest.is_dir():
         return None
-    ranks = sorted((name for name in sizes if name.isdigit()), key=by_rank)
+    ranks = sorted((name for name in sizes if name.isdecimal() and int(name) < world_size), key=by_rank)
     tail = max(SHORTEST_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
     level = next((level for level in LEVELS if total / STEP_BYTES / level <= MOST_BLOCKS), LEVELS[-1])
     found = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
@@ -66,18 +75,20 @@ def past(run: RunDir) -> Past | None:
             return None
         begin[name] = blocks[-1].end
         gaps = _gaps(blocks)
+        if sum(last - first for first, last in gaps) > MOST_GAP_BYTES:
+            return None
         for gap in gaps:
-            events += _read(run, name, *gap)
+            events += _read(run, name, *gap, world_size)
         events += blocks
         events += [
             note.event
-            for note in _notes(run, name)
+            for note in _notes(run, name, world_size)
             if note.begin < begin[name] and not any(first <= note.begin < last for first, last in gaps)
         ]
     for name, size in sizes.items():
         if name not in begin and note_file(run.digest, name).exists():  # of a node: samples, and how its ranks ended
             begin[name] = _line_after(run, name, size - tail)
-            events += [note.event for note in _notes(run, name) if note.begin < begin[name]]
+            events += [note.event for note in _notes(run, name, world_size) if note.begin < begin[name]]
     events.sort(key=attrgetter("time"))
     steps = max(event.steps for event in events if isinstance(event, Block))
     return Past(events=events, begin=begin, steps=steps)
@@ -86,17 +97,17 @@ def past(run: RunDir) -> Past | None:
 def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Block]:
     """Return a rank's blocks that end before a byte of its events, as far as they can be trusted."""
     try:
-        data = block_file(run.digest, name, level).read_bytes()
+        data = read_whole(block_file(run.digest, name, level))
     except OSError:
         return []
     data = data[: data.rfind(b"\n") + 1]
     try:
         blocks = _decode_blocks.decode_lines(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         blocks = list(_sound(data))
     trusted: list[Block] = []
     for block in blocks:
-        if block.end > before or block.begin < (trusted[-1].end if trusted else 0):
+        if not (trusted[-1].end if trusted else 0) <= block.begin <= block.end <= before or block.rank != int(name):
             break
         trusted.append(block)
     while trusted and not _ends_line(run.events / f"{name}.ndjson", trusted[-1].end):
@@ -110,7 +121,7 @@ def _sound(lines: bytes) -> list[Block]:
     for line in lines.splitlines():
         try:
             found.append(_decode_blocks.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNDECODABLE:
             continue
     return found
 
@@ -118,9 +129,7 @@ def _sound(lines: bytes) -> list[Block]:
 def _ends_line(path: Path, end: int) -> bool:
     """Return whether a line of a file ends at a byte."""
     try:
-        with path.open("rb") as file:
-            file.seek(end - 1)
-            return file.read(1) == b"\n"
+        return read_part(path, end - 1, 1) == b"\n"
     except OSError:
         return False
 
@@ -139,24 +148,28 @@ def _gaps(blocks: list[Block]) -> list[tuple[int, int]]:
     return [(end, block.begin) for end, block in zip(ends, blocks, strict=False) if block.begin > end]
 
 
-def _read(run: RunDir, name: str, begin: int, end: int) -> list[AnyEvent]:
-    with run.events.joinpath(f"{name}.ndjson").open("rb") as file:
-        file.seek(begin)
-        return list(decode_events(file.read(end - begin)))
+def _read(run: RunDir, name: str, begin: int, end: int, world_size: int) -> list[AnyEvent]:
+    try:
+        lines = read_part(run.events / f"{name}.ndjson", begin, end - begin)
+    except OSError:
+        return []
+    return decode_events(lines, world_size)
 
 
-def _notes(run: RunDir, name: str) -> list[Note]:
+def _notes(run: RunDir, name: str, world_size: int) -> list[Note]:
     """Return what else a file tells, as far as it is noted."""
     try:
-        data = note_file(run.digest, name).read_bytes()
+        data = read_whole(note_file(run.digest, name))
     except OSError:
         return []
     found = []
     for line in data.splitlines():
         try:
-            found.append(_decode_notes.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            note = _decode_notes.decode(line)
+        except UNDECODABLE:
             continue
+        if is_of(note.event, world_size):
+            found.append(note)
     return found
 
 
@@ -164,7 +177,7 @@ def _line_after(run: RunDir, name: str, byte: int) -> int:
     """Return where the first line after a byte begins."""
     if byte <= 0:
         return 0
-    with run.events.joinpath(f"{name}.ndjson").open("rb") as file:
-        file.seek(byte)
-        file.readline()
-        return file.tell()
+    try:
+        return byte + read_part(run.events / f"{name}.ndjson", byte, SHORTEST_TAIL_BYTES).find(b"\n") + 1
+    except OSError:
+        return 0

@@ -6,17 +6,28 @@ import os
 import resource
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+
+from trainer.record.regular_file import open_regular, size_of
 
 SHORTEST_TAIL_BYTES = 16_384
 """What of a file is read at least where only the last bytes are wanted."""
+LONGEST_LINE_BYTES = 1 << 20
+"""What is kept of a line until its end has come; a longer one is given in pieces, which are no events."""
 
 
 class AppendedFile:
-    """One file that grows: gives whole lines, keeps a torn last one until the rest has come."""
+    """One file that grows: gives whole lines, keeps a torn last one until the rest has come.
 
-    def __init__(self, path: Path | str, *, keep_open: bool = True) -> None:
+    What is no regular file, or cannot be opened, has nothing to read.
+    """
+
+    def __init__(
+        self, path: Path | str, *, keep_open: bool = True, longest_line_bytes: int = LONGEST_LINE_BYTES
+    ) -> None:
         self.path = os.fspath(path)
+        self._longest_line_bytes = longest_line_bytes
         self.offset = 0
         """Bytes read so far."""
         self._rest = b""
@@ -25,24 +36,21 @@ class AppendedFile:
 
     def unread(self) -> int:
         """Bytes that were appended and not read yet; 0 while there is no such file."""
+        if self._fd is None and not self._keep_open:
+            return size_of(self.path) - self.offset
         try:
-            if self._fd is None and not self._keep_open:
-                return os.stat(self.path).st_size - self.offset  # noqa: PTH116 - no Path object per poll and file
             # Seeking costs a tenth of a stat by name, which counts with a thousand files ten times a second.
             return os.lseek(self._open(), 0, os.SEEK_END) - self.offset
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     def lines(self, limit_bytes: int) -> bytes:
         """Read at most so many bytes on; return the lines that are complete by now."""
-        data = os.pread(self._open(), limit_bytes, self.offset)
-        if not self._keep_open:
-            self.close()
-        self.offset += len(data)
+        data = self.chunk(limit_bytes)
         cut = data.rfind(b"\n") + 1
         if not cut:
             self._rest += data
-            return b""
+            return self.remainder() if len(self._rest) > self._longest_line_bytes else b""
         whole = self._rest + data[:cut]
         self._rest = data[cut:]
         return whole
@@ -62,8 +70,9 @@ class AppendedFile:
             return
         self.offset += unread - last_bytes
         start = self.offset
-        head = self.chunk(min(last_bytes, 65_536))
-        self.offset = start + head.find(b"\n") + 1
+        with suppress(OSError):
+            head = self.chunk(min(last_bytes, 65_536))
+            self.offset = start + head.find(b"\n") + 1
 
     def remainder(self) -> bytes:
         """The torn last line, given out for good: for a file that nobody writes any more."""
@@ -78,7 +87,7 @@ class AppendedFile:
 
     def _open(self) -> int:
         if self._fd is None:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(self.path)
         return self._fd
 
 
@@ -99,6 +108,7 @@ class Follower:
         *,
         only: Container[str] | None = None,
         torn: bool = False,
+        longest_line_bytes: int = LONGEST_LINE_BYTES,
         last_bytes: int | None = None,
         whole: Container[str] = (),
         begin: Mapping[str, int] | None = None,
@@ -111,6 +121,7 @@ class Follower:
             suffix: of the files' names, with its dot.
             only: names without suffix; by default all.
             torn: give what is there also where a line has not ended yet.
+            longest_line_bytes: what is kept of a line until its end has come.
             last_bytes: begin so near the end, all files together; by default at the beginning.
             whole: names without suffix of files that are read from the beginning all the same.
             begin: bytes at which to begin, by name without suffix.
@@ -120,6 +131,7 @@ class Follower:
         self._only = only
         self._suffix = suffix
         self._torn = torn
+        self._longest_line_bytes = longest_line_bytes
         self._last_bytes = last_bytes
         self._whole = whole
         self._begin = begin or {}
@@ -141,8 +153,11 @@ class Follower:
             return
         share = max(self.share_bytes, budget_bytes // len(grown))
         for name, file, size in grown:
+            try:
+                lines = file.chunk(min(size, share)) if self._torn else file.lines(min(size, share))
+            except OSError:  # gone, or a disk that refuses: asked again at the next poll
+                continue
             self.backlog_bytes += max(0, size - share)
-            lines = file.chunk(min(size, share)) if self._torn else file.lines(min(size, share))
             if lines:
                 yield name, lines
 
@@ -161,20 +176,27 @@ class Follower:
     def _list(self) -> None:
         try:
             changed = os.stat(self._folder).st_mtime_ns  # noqa: PTH116 - once per poll, also when idle
-        except FileNotFoundError:
+        except OSError:
             return
         now = self._now()
         settled = changed == self._changed and self._listed_at - changed / 1e9 > self.settle_s
         if settled and now - self._listed_at < self.rescan_s:
             return
         self._changed, self._listed_at = changed, now
-        with os.scandir(self._folder) as entries:
-            found = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
+        try:
+            with os.scandir(self._folder) as entries:
+                found = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
+        except OSError:  # it is no folder, or may not be read
+            return
         known = self._files
         for name in sorted(found, key=by_rank):
             stem = name[: -len(self._suffix)]
             if stem not in known and (self._only is None or stem in self._only):
-                known[stem] = AppendedFile(f"{self._folder}/{name}", keep_open=len(known) < self._may_keep)
+                known[stem] = AppendedFile(
+                    f"{self._folder}/{name}",
+                    keep_open=len(known) < self._may_keep,
+                    longest_line_bytes=self._longest_line_bytes,
+                )
                 known[stem].offset = self._begin.get(stem, 0)
                 if self._last_bytes is not None and stem not in self._whole:
                     known[stem].skip(max(SHORTEST_TAIL_BYTES, self._last_bytes // len(found)))

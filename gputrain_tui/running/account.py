@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from gputrain_tui.runs import Status, last_step, read_status, write_status
 from trainer.errors import ExitCode
 from trainer.outcome import exit_code_of
 from trainer.record import Event, RunDir, RunEnded, RunStarted, encode_event
+from trainer.record.regular_file import open_to_append
 
 
 class Account:
@@ -65,7 +67,7 @@ class Account:
     def record(self, event: Event) -> None:
         """Append to the run's own events."""
         try:
-            with self._dir.run_events.open("ab") as file:
+            with os.fdopen(open_to_append(self._dir.run_events), "ab") as file:
                 file.write(encode_event(event))
         except OSError as error:
             print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -13,7 +15,10 @@ from gputrain_tui.launchers import NodeProcess
 from gputrain_tui.running import outcome
 from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.running.wishes import Urgency
+from trainer.errors import RecordError
 from trainer.record import Failure, RunDir, write_atomically
+from trainer.record.events import Count, Rank
+from trainer.record.regular_file import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +54,14 @@ class Attempt:
 class Launched(msgspec.Struct, kw_only=True):
     """What a supervisor leaves for one that takes over, ``attempt.json``."""
 
-    since: dict[str, int]
+    since: dict[str, Count]
     """Sizes of the event files when the attempt began."""
-    processes: dict[int, ProcessIdentity]
+    processes: dict[Rank, ProcessIdentity]
     """Of each node."""
     tmp: str
+
+
+_decode = msgspec.json.Decoder(Launched)
 
 
 def leave_word(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
@@ -69,6 +77,16 @@ def leave_word(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
 def word_of(run_dir: RunDir) -> Launched:
     """Read what a supervisor that was killed has left; nothing where it was killed before: what it started is swept."""
     try:
-        return msgspec.json.decode(run_dir.attempt.read_bytes(), type=Launched)
-    except (OSError, msgspec.MsgspecError):
+        launched = read_json(run_dir.attempt, _decode)
+    except RecordError:
         return Launched(since={}, processes={}, tmp=str(run_dir.tmp))
+    if not _is_temporary(Path(launched.tmp), run_dir):
+        launched.tmp = str(run_dir.tmp)
+    return launched
+
+
+def _is_temporary(folder: Path, run_dir: RunDir) -> bool:
+    """Return whether a folder may be deleted with all that is in it: what a file names could be anybody's."""
+    if folder == run_dir.tmp:
+        return True
+    return re.fullmatch(r"gputrain-[a-z0-9_]{8}", folder.name) is not None and folder.is_absolute()

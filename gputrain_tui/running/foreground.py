@@ -19,7 +19,7 @@ from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.running.outlet import Outlet
-from gputrain_tui.runs import ENDED, Run, RunReader, Status, read_status
+from gputrain_tui.runs import ENDED, Run, RunReader, Status, ranks_of, read_status
 from gputrain_tui.state import RunState
 from trainer.errors import ExitCode, RequestError
 from trainer.record import AnyEvent, RunEnded, decode_events
@@ -74,6 +74,7 @@ class JsonStream:
     def __init__(self, run: Run, out: Outlet) -> None:
         self.out = out
         self._follower = Follower(run.dir.events, ".ndjson")
+        self._world_size = ranks_of(run.dir)
         self._last: tuple[bytes, AnyEvent] | None = None
 
     def poll(self) -> list[AnyEvent]:
@@ -83,7 +84,7 @@ class JsonStream:
         found: list[tuple[float, bytes, AnyEvent]] = []
         for _, lines in self._follower.poll(self.budget_bytes):
             for line in lines.splitlines():
-                for event in decode_events(line):
+                for event in decode_events(line, self._world_size):
                     if isinstance(event, RunEnded):
                         self._last = (line, event)
                     else:

@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.record.regular_file import read_whole
+
 MARK = "GPUTRAIN_RUN"
 """Environment variable that every process of a run has: its run directory."""
 ALSO = "mark"
@@ -22,7 +24,7 @@ def mark_also(run_dir: Path, name: str, value: str) -> None:
 def _marks(run_dir: Path) -> set[bytes]:
     marks = {f"{MARK}={run_dir}".encode()}
     with suppress(OSError):
-        marks.add((run_dir / ALSO).read_bytes())
+        marks.add(read_whole(run_dir / ALSO))
     return marks
 
 

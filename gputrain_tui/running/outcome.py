@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from trainer.errors import ExitCode
-from trainer.outcome import NodeOutcome, root_cause, signal_name
+from trainer.outcome import node_outcome, root_cause, signal_name
 from trainer.record import AnyEvent, Failure, RankState, RunDir, decode_events
+from trainer.record.regular_file import read_part, read_tail, size_of
 
 TAIL_BYTES = 1 << 20
 """How much of the end of a file is searched; how a rank ended is among its last words."""
@@ -44,7 +43,7 @@ class NodeEnd:
 
 def sizes(run_dir: RunDir) -> dict[str, int]:
     """Return the size of every event file, which marks the beginning of an attempt."""
-    return {path.name: path.stat().st_size for path in run_dir.events.glob("*.ndjson")}
+    return {path.name: size_of(path) for path in run_dir.events.glob("*.ndjson")}
 
 
 def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
@@ -54,13 +53,13 @@ def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[
     parent all the same.
     """
     missing = [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
-    told = _result(run_dir, node) if missing else None
+    told = node_outcome(run_dir, node) if missing else None
     return [rank for rank in missing if told is None or rank not in told.ranks or not told.ranks[rank].finished]
 
 
 def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Say what of the record is missing and why; empty when it is whole."""
-    why = next((told.not_recorded for node in nodes if (told := _result(run_dir, node)) and told.not_recorded), "")
+    why = next((told.not_recorded for node in nodes if (told := node_outcome(run_dir, node)) and told.not_recorded), "")
     if is_full(run_dir):
         return "the disk of the run directory is full: the end of the record is missing"
     return f"the end of the record is missing: {why}" if why else ""
@@ -120,7 +119,7 @@ def exit_code(run_dir: RunDir, node: int, code: int) -> int:
 
     Then Python, which cannot import what it is to run, ends with 1 as if it had failed, and only its last word tells.
     """
-    silent = code == ExitCode.FAILED and _result(run_dir, node) is None
+    silent = code == ExitCode.FAILED and node_outcome(run_dir, node) is None
     return -signal.SIGINT if silent and last_lines(run_dir.node_log(node), 1) == ["KeyboardInterrupt"] else code
 
 
@@ -143,7 +142,7 @@ def clear_unfinished(run_dir: RunDir) -> None:
 
 def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Say in a few words where ranks that were stopped are and what they have saved; empty when they just ended."""
-    told = [result for node in nodes if (result := _result(run_dir, node)) is not None]
+    told = [result for node in nodes if (result := node_outcome(run_dir, node)) is not None]
     parts = []
     stopped = [result.stopped_at for result in told if result.stopped_at is not None]
     not_kept = next((result.not_kept for result in told if result.not_kept), "")
@@ -160,20 +159,10 @@ def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     return "; ".join(parts)
 
 
-def _result(run_dir: RunDir, node: int) -> NodeOutcome | None:
-    """Return what a node's parent reported at its end."""
-    try:
-        return msgspec.json.decode(run_dir.node_result(node).read_bytes(), type=NodeOutcome)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last lines of a text file that are not blank; none when it cannot be read."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            text = file.read().decode("utf-8", "replace")
+        text = read_tail(path, LOG_BYTES).decode("utf-8", "replace")
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
@@ -196,12 +185,9 @@ def _finished(path: Path, since: Mapping[str, int]) -> bool:
 def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEvent]:
     """Yield the events near the end of a file whose line holds the mark, from this attempt only."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            begin = since.get(path.name, 0)
-            start = max(begin, size - TAIL_BYTES)
-            file.seek(start)
-            lines = file.read().split(b"\n")
+        begin = since.get(path.name, 0)
+        start = max(begin, size_of(path) - TAIL_BYTES)
+        lines = read_part(path, start, TAIL_BYTES).split(b"\n")
     except OSError:
         return
     for line in lines[1:] if start > begin else lines:  # the first is torn when the cut is not a line's beginning
@@ -212,7 +198,7 @@ def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEven
 def _from_results(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Failure]:
     """Yield what the nodes' parents report where an event could not be written, on a full disk for instance."""
     for node, end in ended.items():
-        result = _result(run_dir, node) if end.unfinished else None
+        result = node_outcome(run_dir, node) if end.unfinished else None
         if result is not None and result.failure is not None:
             yield result.failure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -14,8 +15,8 @@ PROC = Path("/proc")
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """A process of a certain machine since a certain boot. What is not known (no ``/proc``) is empty or 0."""
 
-    pid: int
-    start_ticks: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    start_ticks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """Clock ticks from boot to the start of the process: field 22 of ``/proc/PID/stat``."""
     boot_id: str
     """``/proc/sys/kernel/random/boot_id``."""

@@ -10,8 +10,10 @@ import msgspec
 
 from gputrain_tui.machines.addresses import free_port
 from gputrain_tui.plan import Plan, is_loopback, with_flags
+from gputrain_tui.recipes.source import MOST_BYTES as RECIPE_BYTES
 from gputrain_tui.running import checkpoints
 from trainer.record import RunDir
+from trainer.record.regular_file import read_whole
 
 INIT_FLAG = "--distributed-init-method"
 RESUME_FLAG = "--resume"
@@ -21,8 +23,8 @@ SCRIPT_FLAG = "--script"
 def max_restarts(run_dir: RunDir) -> int:
     """Return how often the recipe allows to start again."""
     try:
-        recipe = tomllib.loads(run_dir.recipe.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError):
+        recipe = tomllib.loads(read_whole(run_dir.recipe, RECIPE_BYTES).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return 0
     cluster = recipe.get("cluster")
     value = cluster.get("max_restarts", 0) if isinstance(cluster, dict) else 0

@@ -26,6 +26,7 @@ from gputrain_tui.running import leftovers
 from trainer.node.stopping_signals import LEASE
 from trainer.node.warm_request import FOLDER, Request
 from trainer.record import RunDir
+from trainer.record.regular_file import open_to_append
 
 if TYPE_CHECKING:
     from gputrain_tui.launchers import Launcher, NodeProcess
@@ -147,7 +148,7 @@ def wait_for_run(idle_s: float) -> tuple[list[str], Spare] | None:
     if not line:
         return None
     words = msgspec.json.decode(line, type=list[str])
-    with (RunDir(Path(words[0])).logs / "supervisor.log").open("ab") as log:
+    with os.fdopen(open_to_append(RunDir(Path(words[0])).logs / "supervisor.log"), "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     if "--lease" not in words:

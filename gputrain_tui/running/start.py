@@ -5,12 +5,14 @@ What can be known to be wrong is found here, before there is a run directory.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import msgspec
@@ -26,8 +28,9 @@ from gputrain_tui.running import checkpoints
 from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.running.wishes import HELD_BACK
 from gputrain_tui.runs import ENDED, Run, create, find, open_run, read_status
-from trainer.errors import RequestError
+from trainer.errors import RecordError, RequestError
 from trainer.record import RunDir, recorded_checkpoints
+from trainer.record.regular_file import open_regular, open_to_append
 from trainer.training.stopping import require_an_end
 
 if TYPE_CHECKING:
@@ -87,12 +90,25 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
                 "to train it further raise what ended it, such as --set train.max_updates=N"
             )
         settings.append(f"train.resume={found}")
-        source = source or str(run.dir.recipe)
+        source = source or recipe_of(run)
     if source is None:
         raise RequestError(
             "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
         )
     return recipes.load(source, overrides=settings, stdin=stdin)
+
+
+def recipe_of(run: Run) -> str:
+    """Return the file of a run's recipe; unlike a person's own recipe it must not be a pipe.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    try:
+        os.close(open_regular(run.dir.recipe))
+    except OSError as error:
+        raise RecordError(f"{run.dir.recipe} cannot be read: {error.strerror}") from None
+    return str(run.dir.recipe)
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -190,7 +206,7 @@ def start_supervisor(
     # It inherits the mask and lifts it once it has handlers: a Ctrl-C while its modules load waits, and kills nobody.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
-        with (run_dir.logs / "supervisor.log").open("ab") as log:
+        with _supervisor_log(run_dir) as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "gputrain_tui.supervisor", *words],
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
@@ -200,6 +216,14 @@ def start_supervisor(
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
+    """Open what a supervisor's own words are appended to; nothing where it is no file: a run is not lost for that."""
+    try:
+        return os.fdopen(open_to_append(run_dir.logs / "supervisor.log"), "ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 def adopt(run: Run) -> Run:

@@ -152,7 +152,7 @@ async def history(pilot: Pilot[Any]) -> None:
         run_dir(root, "broken", started=begin + 200, status="failed", message="rank 1 ran out of memory in backward"),
         run_dir(root, "middle", started=begin + 300, lr=0.05, steps=60),
     ]
-    await show(pilot, HistoryScreen(runs=lambda: kept[::-1], now=lambda: begin + 1000, clocked=False))
+    await show(pilot, HistoryScreen(runs=lambda: (kept[::-1], []), now=lambda: begin + 1000, clocked=False))
     await pilot.press("end", "space", "up", "space", "home")
     await rest(pilot)
     tick(pilot)
@@ -160,7 +160,7 @@ async def history(pilot: Pilot[Any]) -> None:
 
 
 async def no_history(pilot: Pilot[Any]) -> None:
-    await show(pilot, HistoryScreen(runs=list, clocked=False))
+    await show(pilot, HistoryScreen(runs=lambda: ([], []), clocked=False))
 
 
 async def comparison(pilot: Pilot[Any]) -> None:

@@ -19,6 +19,8 @@ TORCH_FREE = (
     "trainer.placement.decision",
     "trainer.placement.devices",
     "trainer.record.digest",
+    "trainer.record.events",
+    "trainer.record.regular_file",
     "trainer.dispatch",
     "trainer.errors",
     "trainer.home",

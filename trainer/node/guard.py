@@ -18,6 +18,7 @@ from pathlib import Path
 
 from trainer.node.rank_log import LogFile
 from trainer.node.stopping_signals import AT_ONCE
+from trainer.record.regular_file import open_to_append
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -99,7 +100,7 @@ def redirect_output(log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    fd = open_to_append(log)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

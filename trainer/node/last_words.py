@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
+
+from trainer.record.regular_file import read_part, size_of
 
 TAIL_BYTES = 64 << 10
 """How much of the end of a log is searched."""
@@ -38,9 +39,8 @@ def error_in(log: Path | None, *, since: int = 0, any_line: bool = False) -> str
     if log is None:
         return ""
     try:
-        with log.open("rb") as file:
-            file.seek(max(since, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+        begin = max(since, size_of(log) - TAIL_BYTES)
+        lines = read_part(log, begin, TAIL_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
     found = _last_error(lines)

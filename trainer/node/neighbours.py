@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.record import RankState, RunDir, decode_events
+from trainer.record.regular_file import MOST_BYTES, read_part
 
 CLOCK_SLACK_S = 1.0
 """How much later than its word a process may seem to have started: the kernel counts in ticks since boot."""
@@ -49,9 +50,7 @@ class Neighbours:
         if self.complete:
             return self.pids
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                lines = file.read()
+            lines = read_part(self._path, self._read, MOST_BYTES)
         except OSError:
             return self.pids
         lines = lines[: lines.rfind(b"\n") + 1]

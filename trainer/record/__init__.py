@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from trainer.record.checkpoints import recorded_checkpoints
 from trainer.record.events import (
+    MOST_RANKS,
     STATES,
     AnyEvent,
     Checkpoint,
@@ -37,6 +38,7 @@ from trainer.record.run_dir import RunDir, write_atomically
 from trainer.record.writer import EventWriter
 
 __all__ = [
+    "MOST_RANKS",
     "STATES",
     "AnyEvent",
     "Checkpoint",

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from trainer.record.events import AnyEvent, Event, NodeSample, Step
+from trainer.record.events import AnyEvent, Count, Event, Figure, NodeSample, Step
+from trainer.record.regular_file import open_to_append
 
 LEVELS = (16, 64, 256, 1024, 4096)
 """Steps of a block, per file; times the steps of an event where events cover several."""
@@ -34,21 +35,21 @@ FOLDED = 16
 class Block(Step, kw_only=True, tag="steps"):
     """Consecutive step events of a rank as one: means like a step event that covers several, and extremes."""
 
-    begin: int
+    begin: Count
     """Where the bytes begin that it stands for."""
-    end: int
-    loss_low: float | None = None
-    loss_high: float | None = None
-    step_ms_low: float | None = None
-    step_ms_high: float | None = None
-    sync_exposed_ms_low: float | None = None
-    sync_exposed_ms_high: float | None = None
+    end: Count
+    loss_low: Figure | None = None
+    loss_high: Figure | None = None
+    step_ms_low: Figure | None = None
+    step_ms_high: Figure | None = None
+    sync_exposed_ms_low: Figure | None = None
+    sync_exposed_ms_high: Figure | None = None
 
 
 class Note(msgspec.Struct, kw_only=True, gc=False):
     """An event that is no step, and where its line begins."""
 
-    begin: int
+    begin: Count
     event: AnyEvent
 
 
@@ -205,7 +206,7 @@ class Digest:
         """
         for path, data in parts.items():
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd = open_to_append(path)
             try:
                 if os.write(fd, data) < len(data):
                     raise OSError("the disk took only a part")

@@ -20,6 +20,7 @@ from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
 from gputrain_tui.recipe import Recipe
+from gputrain_tui.running import start
 from gputrain_tui.runs import Run
 from gputrain_tui.tables import printable
 from trainer.errors import RequestError
@@ -137,7 +138,7 @@ class CompareScreen(Page):
         problem = ""
         for run in self._runs:
             try:
-                found.append(recipes.load(str(run.dir.recipe)))
+                found.append(recipes.load(start.recipe_of(run)))
             except RequestError as error:
                 problem = f"the recipe of {run.id} cannot be read: {error}"
         complete = len(found) == len(self._runs)

@@ -14,7 +14,7 @@ from textual.containers import Vertical
 from textual.events import Resize
 from textual.message import Message
 
-from gputrain_tui.commands.runs import describe
+from gputrain_tui.commands.runs import describe_all
 from gputrain_tui.compare import FEWEST, MOST
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.confirm import Confirm
@@ -23,7 +23,7 @@ from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
 from gputrain_tui.running import start
 from gputrain_tui.running.delete import delete_run
-from gputrain_tui.runs import ENDED, Run, list_runs
+from gputrain_tui.runs import ENDED, Run, UnreadableRun, list_all
 from trainer.errors import RequestError
 
 LOOK_S = 2.0
@@ -63,7 +63,7 @@ class HistoryScreen(Page):
     def __init__(
         self,
         *,
-        runs: Callable[[], list[Run]] = list_runs,
+        runs: Callable[[], tuple[list[Run], list[UnreadableRun]]] = list_all,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
         clocked: bool = True,
@@ -71,7 +71,7 @@ class HistoryScreen(Page):
         """Make the screen.
 
         Args:
-            runs: lists the runs, newest first.
+            runs: lists the runs, newest first, and those that cannot be read.
             now: Unix seconds.
             clock: seconds, for the budget.
             clocked: whether it looks again by itself.
@@ -112,11 +112,10 @@ class HistoryScreen(Page):
 
     @work(thread=True, exclusive=True, group="history")
     def _look(self) -> None:
-        runs = []
+        runs, unreadable = list[Run](), list[UnreadableRun]()
         with suppress(RequestError):  # the folder cannot be read: said when something is started
-            runs = self._list()
-        now = self._now()
-        self.post_message(self.Listed(runs, [describe(run, now=now) for run in runs]))
+            runs, unreadable = self._list()
+        self.post_message(self.Listed(runs, describe_all(runs, unreadable, now=self._now())))
 
     @on(Listed)
     def _show(self, event: Listed) -> None:
@@ -198,6 +197,8 @@ class HistoryScreen(Page):
 
     def action_mark(self) -> None:
         """Mark the run, or not."""
+        if self.run_here is None:
+            return
         if not self.query_one(RunList).mark():
             self.console.say(f"at most {MOST} runs can be compared")
 
@@ -231,9 +232,14 @@ class HistoryScreen(Page):
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
         run = self.run_here
-        if run is not None:
-            self.desk.source = str(run.dir.recipe)
-            await self.console.action_go("launch")
+        if run is None:
+            return
+        try:
+            self.desk.source = start.recipe_of(run)
+        except RequestError as error:
+            self.console.say(str(error), alarm=True)
+            return
+        await self.console.action_go("launch")
 
     def action_stop_marked(self) -> None:
         """Stop the run."""

@@ -82,7 +82,7 @@ def _colour(numbers: Iterator[int]) -> Color | None:
 
 def prefix(name: str, wide: int) -> str:
     """Return whose line it is, ``r3 ``, aligned for the longest: ``n0`` is a node's parent, ``sup`` the supervisor."""
-    if name.isdigit():
+    if name.isdecimal():
         short = f"r{name}"
     elif name.startswith("node-"):
         short = f"n{name.removeprefix('node-')}"

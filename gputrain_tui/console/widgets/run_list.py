@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gputrain_tui import tables
+from gputrain_tui.commands.runs import UNREADABLE
 from gputrain_tui.compare import FEWEST, MOST
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cropped, cut, fitted, headline, message
@@ -40,11 +42,13 @@ def columns_for(width: int) -> list[Column]:
 
 def cells_of(entry: Mapping[str, Any]) -> dict[Column, str]:
     """Return the texts of a run's line."""
+    if entry["state"] == UNREADABLE:
+        return dict.fromkeys((RANKS, STEP, LOSS, TOOK, STARTED, RECIPE), EMPTY)
     step, loss = entry["step"], entry["loss"]
     return {
         RANKS: f"{entry['world_size']:,}",
         STEP: EMPTY if step is None else f"{step:,}",
-        LOSS: EMPTY if loss is None else f"{loss:.4f}",
+        LOSS: EMPTY if loss is None else tables.number(loss, 4),
         TOOK: duration(entry["duration_s"]) or EMPTY,
         STARTED: time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started"])),
         RECIPE: printable(entry["recipe"]),
@@ -60,6 +64,9 @@ def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened
         number: its place among the marked ones, from 0; None: it is not marked.
         opened: whether it is the run that the console watches.
     """
+    if entry["state"] == UNREADABLE:
+        text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
+        return cut([(text, "dim")], width)
     mark, role = MARKS.get(entry["state"], ("?", "warning"))
     columns = columns_for(width)
     cells = cells_of(entry)
@@ -190,7 +197,7 @@ class RunCard(Canvas):
                 ("   recipe  ", "dim"),
                 (cells[RECIPE], "bright"),
             ],
-            [("folder   ", "dim"), (entry["run_dir"], "dim")],
+            [("folder   ", "dim"), (printable(entry["run_dir"]), "dim")],
         ]
         if said:
             rows.insert(1, [(printable(said), "error" if entry["state"] == "failed" else "bright")])
