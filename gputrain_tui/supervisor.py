@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -25,10 +26,11 @@ from gputrain_tui.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.running import leftovers, outcome
 from gputrain_tui.running.account import Account
-from gputrain_tui.running.attempt import Attempt, Ended, leave_word, word_of
+from gputrain_tui.running.attempt import Attempt, Ended, is_temporary_of, leave_word, temporary_prefix, word_of
 from gputrain_tui.running.descendants import adopt_orphans, sweep
 from gputrain_tui.running.wishes import Urgency, Wishes
 from trainer.errors import ExitCode, RequestError
+from trainer.node.proc_environ import show_in_proc
 from trainer.outcome import SAVE_S, exit_code_of
 from trainer.record import Failure, Finding, RunDir
 
@@ -76,6 +78,7 @@ class Supervisor:
     def run(self) -> ExitCode:
         """Take the run from start to end; return its exit code."""
         self._wishes.catch()
+        show_in_proc(leftovers.SUPERVISOR, str(self.dir.path))  # from here on it may be asked to end the run
         adopt_orphans()
         try:
             ended = self._adopted() if self._adopting else self._attempts()
@@ -139,7 +142,8 @@ class Supervisor:
     def _adopted(self) -> Ended:
         """Watch the nodes that a killed supervisor launched; those of a leased run have gone with it."""
         launched = word_of(self.dir)
-        self._tmp = Path(launched.tmp)
+        tmp = Path(launched.tmp)
+        self._tmp = tmp if is_temporary_of(self.dir, tmp) else self.dir.tmp
         self._account.answer()
         way = launcher(self._plan.launcher)
         attempt = Attempt(since=launched.since)
@@ -260,13 +264,14 @@ class Supervisor:
         """What all nodes of the run share: its mark, by which its processes are found, and a temporary folder."""
         self._tmp = self.dir.tmp
         if len(str(self._tmp)) > TEMPORARY_LENGTH:
-            self._tmp = Path(tempfile.mkdtemp(prefix="gputrain-"))
+            self._tmp = Path(tempfile.mkdtemp(prefix=temporary_prefix(self.dir)))
         self._tmp.mkdir(mode=0o700, exist_ok=True)
         return {leftovers.MARK: str(self.dir.path), "TMPDIR": str(self._tmp)}
 
 
 def main() -> int:
     """Supervise the run of a directory, unless another process does."""
+    os.environ.pop(leftovers.SUPERVISOR, None)  # what it starts is no supervisor
     words = sys.argv[1:]
     if words[0] != "--warm":
         return _supervise(words)

@@ -6,17 +6,21 @@ import os
 import select
 import signal
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
+from gputrain_tui import paths
 from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.running import outcome, start
-from gputrain_tui.running.leftovers import end, processes_of
-from gputrain_tui.running.processes import ProcessIdentity, is_alive
+from gputrain_tui.running.leftovers import SUPERVISOR, end, living_runs, open_process, supervisors_of
+from gputrain_tui.running.processes import DEAF_S, is_alive, is_pending
 from gputrain_tui.runs import ENDED, Run, find, open_run
-from trainer.errors import ExitCode, RequestError
+from trainer.errors import ExitCode, RequestError, quoted
+from trainer.options import Distributed
 from trainer.outcome import SAVE_S
 from trainer.record import RunDir
 
@@ -24,7 +28,12 @@ NAME = "stop"
 HELP = "stop a run everywhere and say what is left of it"
 
 PATIENCE_S = 5.0
-"""How long the supervisor may take beyond what it gives the ranks, and after being told not to wait for them."""
+"""How long the supervisor may take beyond what it gives the ranks."""
+START_S = 3.0
+"""How long the supervisor of a new run may take to appear as a process; its modules may take longer to load."""
+POLL_S = 0.02
+TRIES = 3
+"""How often a run is given another supervisor: one for one that was killed, and one for each that was refused."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,30 +47,66 @@ def run(args: Namespace) -> int:
     Raises:
         RequestError: the run belongs to another machine.
     """
-    found = find(args.run)
-    if found.state == "lost":
-        print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
-    report, left = stop(found)
+    report, left = stop_called(args.run)
     print(report)
     return ExitCode.FAILED if left else ExitCode.FINISHED
+
+
+def stop_called(wanted: str) -> tuple[str, list[int]]:
+    """Stop a run by its id, a prefix of it or ``last``, also one whose directory is gone while its processes live.
+
+    Returns:
+        What became of it in one line, and the processes that would not go.
+
+    Raises:
+        RequestError: there is no such run, or it belongs to another machine.
+    """
+    try:
+        found = find(wanted)
+    except RequestError:
+        path = _living(wanted)
+        if path is None:
+            raise
+        return _stop_without_record(path)
+    if found.state == "lost":
+        print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
+    return stop(found)
 
 
 def stop(found: Run) -> tuple[str, list[int]]:
     """Stop a run everywhere; return what became of it in one line, and the processes that would not go.
 
+    The supervisor is found by its environment: what ``status.json`` says of it may be out of date, copied or forged.
+
     Raises:
-        RequestError: the run belongs to another machine.
+        RequestError: the run belongs to another machine, or nobody could be found to end it.
     """
-    if found.state == "lost":
-        found = start.adopt(found)
+    path = found.dir.path
+    _await_supervisor(found)
     supervisor = found.status.supervisor
-    if found.state not in ENDED and supervisor is not None:
-        if is_alive(supervisor) is None:
-            raise RequestError(f"stop: {found.id} runs on {supervisor.host}; stop it there")
-        _stop(supervisor, found.dir)
-    left = end(found.dir.path) if processes_of(found.dir.path) else []
-    ended = open_run(found.dir.path) or found
-    return _report(found, ended, left), left
+    if (
+        found.state not in ENDED
+        and supervisor is not None
+        and not supervisors_of(path)
+        and is_alive(supervisor) is None
+    ):
+        raise RequestError(f"stop: {found.id} runs on {supervisor.host}; stop it there")
+    now, trouble = found, ""
+    for _ in range(TRIES):
+        _end_supervisors(path, _patience_s(found.dir))
+        if not path.exists():
+            return _stop_without_record(path)
+        now = open_run(path) or now
+        if now.state in ENDED:
+            break
+        try:
+            now = start.adopt(now)
+        except RequestError as error:  # nobody can, or somebody else was faster and is asked in the next round
+            trouble = str(error)
+    left = end(path)
+    if now.state not in ENDED:
+        raise RequestError(f"{trouble or f'{now.id} is {now.state}'}; {_left(left)}")
+    return _report(found, now, left), left
 
 
 def _report(before: Run, after: Run, left: list[int]) -> str:
@@ -70,40 +115,81 @@ def _report(before: Run, after: Run, left: list[int]) -> str:
     else:
         kept = outcome.kept(after.dir, _nodes(after.dir)) if after.state == "stopped" else ""
         how = f"is {after.state}" + (kept and f" {kept}")
-    return f"{after.id} {how}; processes left: {', '.join(map(str, left)) or 'none'}"
+    return f"{after.id} {how}; {_left(left)}"
 
 
 def _nodes(run_dir: RunDir) -> list[int]:
     return sorted(int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
 
 
+def _living(wanted: str) -> Path | None:
+    """Return the directory of a run whose record cannot be found, but whose processes live."""
+    living = living_runs(paths.runs_folder())
+    fitting = [name for name in living if name == wanted] or [
+        name for name in living if wanted and name.startswith(wanted)
+    ]
+    if len(fitting) > 1:
+        raise RequestError(f"{quoted(wanted)} fits {len(fitting)} runs: {', '.join(sorted(fitting))}")
+    return living[fitting[0]] if fitting else None
+
+
+def _stop_without_record(path: Path) -> tuple[str, list[int]]:
+    """Stop the processes of a run whose directory is gone or cannot be read."""
+    what = "cannot be read" if path.exists() else "was deleted"
+    _end_supervisors(path, Distributed().stop_grace + SAVE_S + 2 * PATIENCE_S)
+    left = end(path)
+    return f"{path.name} is stopped; its run directory {what}; {_left(left)}", left
+
+
+def _left(pids: list[int]) -> str:
+    return f"processes left: {', '.join(map(str, pids)) or 'none'}"
+
+
 def _patience_s(run_dir: RunDir) -> float:
     """How long a run may take to stop in order: its ranks answer, save and leave."""
     try:
         plan = msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan)
-    except (OSError, msgspec.MsgspecError):
-        return PATIENCE_S
-    return max(stop_grace(node.argv) for node in plan.nodes) + SAVE_S + 2 * PATIENCE_S
+        grace_s = max(stop_grace(node.argv) for node in plan.nodes)
+    except (OSError, ValueError, IndexError):  # msgspec's errors are ValueErrors
+        grace_s = Distributed().stop_grace
+    return grace_s + SAVE_S + 2 * PATIENCE_S
 
 
-def _stop(supervisor: ProcessIdentity, run_dir: RunDir) -> None:
-    """Ask the supervisor twice, then kill it; the ranks of a run die with their nodes' parents."""
-    try:
-        handle = os.pidfd_open(supervisor.pid)
-    except ProcessLookupError:
-        return
-    waiter = select.poll()
-    waiter.register(handle, select.POLLIN)
-    try:
-        if not is_alive(supervisor):  # asked after it was opened: the descriptor means this very process
+def _await_supervisor(found: Run) -> None:
+    """Wait until the supervisor of a new run is there, while whoever has made the run may still be starting it."""
+    creator = found.status.supervisor
+    until = time.monotonic() + START_S
+    while found.state == "starting" and creator is not None and time.monotonic() < until:
+        if supervisors_of(found.dir.path) or not is_alive(creator):
             return
-        for number, patience in ((signal.SIGTERM, _patience_s(run_dir)), (signal.SIGTERM, PATIENCE_S)):
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, number)
-            if waiter.poll(patience * 1000):
-                return
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        waiter.poll(PATIENCE_S * 1000)
-    finally:
-        os.close(handle)
+        time.sleep(POLL_S)
+
+
+def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
+    """Ask the supervisors of a run to end it, and wait; return whether there was one.
+
+    A run that is stopping already goes on with that. The ranks of a run die with their nodes' parents.
+    """
+    asked = False
+    for pid in supervisors_of(run_dir):
+        descriptor = open_process(pid, run_dir, SUPERVISOR)
+        if descriptor is not None:
+            asked = True
+            try:
+                _end_supervisor(pid, descriptor, patience_s)
+            finally:
+                os.close(descriptor)
+    return asked
+
+
+def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> None:
+    """Ask a supervisor once, then kill it: it does not hear, or takes longer than everything that it may wait for."""
+    waiter = select.poll()
+    waiter.register(descriptor, select.POLLIN)
+    with suppress(OSError):
+        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped by a signal hears nothing before
+            signal.pidfd_send_signal(descriptor, number)
+        if waiter.poll(DEAF_S * 1000) or (not is_pending(pid, signal.SIGTERM) and waiter.poll(patience_s * 1000)):
+            return
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    waiter.poll(PATIENCE_S * 1000)

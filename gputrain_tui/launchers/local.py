@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gputrain_tui.running.leftovers import open_process
 from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
 from trainer.errors import ExitCode
 from trainer.node.stopping_signals import AT_ONCE
@@ -109,9 +110,8 @@ class LocalLauncher:
 
     def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
-        try:
-            pidfd = os.pidfd_open(identity.pid)
-        except ProcessLookupError:
+        pidfd = open_process(identity.pid, run_dir.path)
+        if pidfd is None:
             return None
         if not is_alive(identity):  # asked after it was opened: the descriptor means this very process
             os.close(pidfd)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -54,6 +58,25 @@ class Launched(msgspec.Struct, kw_only=True):
     processes: dict[int, ProcessIdentity]
     """Of each node."""
     tmp: str
+    """The run's temporary folder; believed only where the folder itself names the run."""
+
+
+def temporary_prefix(run_dir: RunDir) -> str:
+    """Begin the name of a temporary folder outside of a run directory, which tells whose it is."""
+    path = os.fsencode(os.path.realpath(run_dir.path))
+    return f"gputrain-{hashlib.blake2b(path, digest_size=5).hexdigest()}-"
+
+
+def is_temporary_of(run_dir: RunDir, path: Path) -> bool:
+    """Whether a folder is a temporary one of this very run, and not somebody else's."""
+    if path == run_dir.tmp:
+        return True
+    try:
+        found = path.lstat()
+    except (OSError, ValueError):
+        return False
+    named = path.is_absolute() and path.name.startswith(temporary_prefix(run_dir))
+    return named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def leave_word(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 
 PROC = Path("/proc")
+DEAF_S = 5.0
+"""A signal that is pending for so long is not going to be heard."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,17 +43,46 @@ def is_alive(process: ProcessIdentity, *, proc: Path = PROC, host: str | None = 
     return _started(process.pid, proc) == process.start_ticks
 
 
+def is_pending(pid: int, number: int, *, proc: Path = PROC) -> bool:
+    """Whether a signal that was sent to a process has not reached it, though it does not hold signals back.
+
+    So it is with one that is stopped, traced, frozen or in the kernel for good.
+    """
+    try:
+        text = (proc / str(pid) / "status").read_text("ascii", "replace")
+    except OSError:
+        return False
+    sets = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    pending, blocked = int(sets["SigPnd"], 16) | int(sets["ShdPnd"], 16), int(sets["SigBlk"], 16)
+    return bool((pending & ~blocked) >> (number - 1) & 1)
+
+
+def ancestors(pid: int | None = None, *, proc: Path = PROC) -> list[int]:
+    """Return the parent of a process, its parent, and so on; by default of this one."""
+    found: list[int] = []
+    fields = _stat(os.getpid() if pid is None else pid, proc)
+    while fields and (parent := int(fields[1])) > 0:
+        found.append(parent)
+        fields = _stat(parent, proc)
+    return found
+
+
 def _started(pid: int, proc: Path) -> int | None:
     """Start time of a running process in ticks, or None when there is none of that number."""
+    fields = _stat(pid, proc)
+    if not fields or fields[0] in (b"Z", b"X"):
+        return None
+    return int(fields[19])
+
+
+def _stat(pid: int, proc: Path) -> list[bytes]:
+    """Fields 3 and on of ``/proc/PID/stat``; none when there is no such process."""
     try:
         stat = (proc / str(pid) / "stat").read_bytes()
     except OSError:
-        return None
-    # The name stands in parentheses and may hold spaces and parentheses itself, so count from its end: fields 3 on.
-    fields = stat[stat.rfind(b")") + 2 :].split()
-    if fields[0] in (b"Z", b"X"):
-        return None
-    return int(fields[19])
+        return []
+    # The name stands in parentheses and may hold spaces and parentheses itself, so count from its end.
+    return stat[stat.rfind(b")") + 2 :].split()
 
 
 def _boot_id(proc: Path) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gputrain_tui.launchers.local import LocalProcess
-from gputrain_tui.running import leftovers
+from trainer.node.proc_environ import ROOM, RUN
 from trainer.node.stopping_signals import LEASE
 from trainer.node.warm_request import FOLDER, Request
 from trainer.record import RunDir
@@ -48,7 +48,7 @@ class Spare:
         self.folder = Path(tempfile.mkdtemp(prefix="gputrain-"))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainer.node.warm"],
-            env={**os.environ, FOLDER: str(self.folder)},
+            env={**os.environ, FOLDER: str(self.folder), RUN: ROOM},
             stdin=subprocess.PIPE,
             pipesize=PIPE_BYTES,
             start_new_session=True,
@@ -79,7 +79,6 @@ class Spare:
             environment[LEASE] = "stdin"
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         request = Request(words=node.argv[3:], environment=environment, log=str(run_dir.node_log(node.node)))
-        leftovers.mark_also(run_dir.path, FOLDER, str(self.folder))
         pipe = self._process.stdin
         assert pipe is not None
         pipe.write(msgspec.json.encode(request) + b"\n")

@@ -5,6 +5,7 @@ What can be known to be wrong is found here, before there is a run directory.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from gputrain_tui.planning import inventories_for
 from gputrain_tui.preflight import NotReadyError, Result, errors, judge, look
 from gputrain_tui.preflight.reach import launching
 from gputrain_tui.recipe import Recipe
+from gputrain_tui.running.leftovers import SUPERVISOR
 from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.running.wishes import HELD_BACK
 from gputrain_tui.runs import Run, create, find, open_run, read_status
@@ -190,6 +192,7 @@ def start_supervisor(
         with (run_dir.logs / "supervisor.log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "gputrain_tui.supervisor", *words],
+                env={**os.environ, SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 FOLDER = "GPUTRAIN_WARM"
-"""Environment variable: a folder of this process alone, for the fork server's socket. Every process that comes of it
-has it in its environment, and is found by it; none can have the run's own mark, which is not known yet."""
+"""Environment variable: a folder of this process alone, for the fork server's socket."""
 READY = b"ready\n"
 """Said on standard output once torch is loaded."""
 
