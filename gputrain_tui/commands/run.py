@@ -69,7 +69,10 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         with closing(foreground.reader_of(started, json=json)) as reader:
             code = follow(supervisor)
             if code < 0:  # it was killed, and with it the lease; another one sees to the end and writes it down
-                code = follow(start.start_supervisor(started.dir, leased=False, adopting=True))
+                supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
+                if interrupts.asked:
+                    supervisor.terminate()  # what the one that is dead was asked
+                code = follow(supervisor)
         if view is not None and code != ExitCode.BAD_REQUEST:
             view.open()
         code = foreground.conclude(started, code, state, narrate=not json, environ=os.environ, err=err)

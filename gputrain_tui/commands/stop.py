@@ -17,7 +17,7 @@ from gputrain_tui import paths
 from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.running import outcome, start
 from gputrain_tui.running.leftovers import SUPERVISOR, end, living_runs, open_process, supervisors_of
-from gputrain_tui.running.processes import DEAF_S, is_alive, is_pending
+from gputrain_tui.running.processes import HELD_S, is_alive, is_held
 from gputrain_tui.runs import ENDED, Run, find, open_run
 from trainer.errors import ExitCode, RequestError, quoted
 from trainer.options import Distributed
@@ -183,13 +183,13 @@ def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
 
 
 def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> None:
-    """Ask a supervisor once, then kill it: it does not hear, or takes longer than everything that it may wait for."""
+    """Ask a supervisor once, then kill it: it is held, or takes longer than everything that it may wait for."""
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
     with suppress(OSError):
         for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped by a signal hears nothing before
             signal.pidfd_send_signal(descriptor, number)
-        if waiter.poll(DEAF_S * 1000) or (not is_pending(pid, signal.SIGTERM) and waiter.poll(patience_s * 1000)):
+        if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
             return
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     waiter.poll(PATIENCE_S * 1000)

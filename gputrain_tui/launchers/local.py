@@ -43,7 +43,8 @@ class LocalProcess:
 
     def stop(self, *, at_once: bool) -> None:
         """Ask it to end; the end of its lease leaves no time to save."""
-        self._process.send_signal(AT_ONCE if at_once else signal.SIGTERM)
+        for number in (AT_ONCE if at_once else signal.SIGTERM, signal.SIGCONT):  # a stopped process hears only then
+            self._process.send_signal(number)
         if at_once:
             self._end_lease()
 
@@ -88,9 +89,14 @@ class AdoptedProcess:
             return ExitCode.FAILED
         return result.exit_code
 
+    def wake(self) -> None:
+        """Let it go on if a signal has stopped it: its supervisor waits for what it does, or for its end."""
+        self._signal(signal.SIGCONT)
+
     def stop(self, *, at_once: bool) -> None:
         """Ask it to end."""
         self._signal(AT_ONCE if at_once else signal.SIGTERM)
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill it."""
@@ -116,7 +122,9 @@ class LocalLauncher:
         if not is_alive(identity):  # asked after it was opened: the descriptor means this very process
             os.close(pidfd)
             return None
-        return AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
+        adopted = AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
+        adopted.wake()
+        return adopted
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
         """Start a node's command in a session of its own, so that no terminal's signal reaches it.

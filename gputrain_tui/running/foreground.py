@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Protocol, TextIO
@@ -17,6 +19,7 @@ from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.running.outlet import Outlet, silence
+from gputrain_tui.running.processes import HELD_S, is_held
 from gputrain_tui.runs import Run, RunReader, Status, read_status
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
@@ -25,6 +28,8 @@ from trainer.record import AnyEvent, RunEnded, decode_events
 
 POLL_MS = 100
 """How often the record is looked at while the supervisor runs."""
+GIVEN_UP_S = 30.0
+"""How long a supervisor that was given up may take to end the run at once."""
 LOG_LINES = 12
 """How much of the culprit's output is shown."""
 
@@ -130,6 +135,7 @@ def follow(
     poll.register(ended, select.POLLIN)
     poll.register(interrupts, select.POLLIN)
     asked: set[int] = set()
+    asked_at = math.inf
     refused = False
     try:
         while True:
@@ -139,12 +145,16 @@ def follow(
             if view is not None:
                 view.update(events)
             for number in interrupts.take():
-                supervisor.send_signal(number)
-                if not asked:
-                    say(ASKED)
-                elif number != signal.SIGHUP:
+                for each in (number, signal.SIGCONT):  # a supervisor that was stopped by a signal hears only then
+                    supervisor.send_signal(each)
+                if number == signal.SIGINT and number in asked:
                     say(ASKED_AGAIN)
+                elif not asked or number == signal.SIGINT:
+                    say(ASKED)
                 asked.add(number)
+                asked_at = min(asked_at, time.monotonic())
+            if time.monotonic() - asked_at >= HELD_S and is_held(supervisor.pid):
+                supervisor.kill()  # another one finds out what became of the run, and ends it
             if reader.refused is not None and not refused:
                 refused = True
                 if isinstance(reader.refused, BrokenPipeError):
@@ -159,7 +169,11 @@ def follow(
             interrupts.drain()
     finally:
         give_up(supervisor)
-        supervisor.wait()
+        try:
+            supervisor.wait(GIVEN_UP_S)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()
+            supervisor.wait()
         os.close(ended)
         if view is not None:
             view.erase()
@@ -171,6 +185,7 @@ def give_up(supervisor: subprocess.Popen[bytes]) -> None:
         supervisor.stdin.close()
     else:
         supervisor.terminate()
+    supervisor.send_signal(signal.SIGCONT)
 
 
 def conclude(

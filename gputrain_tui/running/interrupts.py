@@ -17,6 +17,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._heard: list[int] = []
+        self.asked = False
+        """Whether there has been one."""
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @contextmanager
@@ -52,3 +54,4 @@ class Interrupts:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._heard.append(number)
+        self.asked = True

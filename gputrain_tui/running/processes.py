@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 PROC = Path("/proc")
-DEAF_S = 5.0
-"""A signal that is pending for so long is not going to be heard."""
+HELD_S = 5.0
+"""A process that is still held so long after SIGCONT is not going to run."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,18 +43,9 @@ def is_alive(process: ProcessIdentity, *, proc: Path = PROC, host: str | None = 
     return _started(process.pid, proc) == process.start_ticks
 
 
-def is_pending(pid: int, number: int, *, proc: Path = PROC) -> bool:
-    """Whether a signal that was sent to a process has not reached it, though it does not hold signals back.
-
-    So it is with one that is stopped, traced, frozen or in the kernel for good.
-    """
-    try:
-        text = (proc / str(pid) / "status").read_text("ascii", "replace")
-    except OSError:
-        return False
-    sets = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    pending, blocked = int(sets["SigPnd"], 16) | int(sets["ShdPnd"], 16), int(sets["SigBlk"], 16)
-    return bool((pending & ~blocked) >> (number - 1) & 1)
+def is_held(pid: int, *, proc: Path = PROC) -> bool:
+    """Whether a process is kept from running, by SIGSTOP or by a debugger, so that it hears no signal but SIGKILL."""
+    return _stat(pid, proc)[:1] in ([b"T"], [b"t"])
 
 
 def ancestors(pid: int | None = None, *, proc: Path = PROC) -> list[int]:
