@@ -47,6 +47,8 @@ SWEEP_S = 5.0
 """How long killed processes may take to disappear."""
 TEMPORARY_LENGTH = 60
 """Longest name of a temporary folder in which a Unix socket can still be named (108 bytes with everything)."""
+DIRECTORY_S = 1.0
+"""How often the run directory is looked for."""
 FIRST_LOOK_S = 1.0
 """When a run is first looked at for what is wrong with it; its ranks have better use for the processor till then."""
 
@@ -74,6 +76,10 @@ class Supervisor:
         self._tmp: Path | None = None
         self._diagnosis: Watch | None = None
         self._look_at = time.monotonic() + FIRST_LOOK_S
+        self._check_at = 0.0
+        """When the run directory is looked for again, monotonic seconds."""
+        self._deleted: Failure | None = None
+        """That the run directory is gone, once it is."""
 
     def run(self) -> ExitCode:
         """Take the run from start to end; return its exit code."""
@@ -166,18 +172,28 @@ class Supervisor:
         while attempt.running:
             if self._wishes.urgency > attempt.stopping:
                 self._stop(attempt, self._wishes.urgency, self._grace_s())
-            due = math.inf if attempt.deadline is None else attempt.deadline
+            due = self._check_at if attempt.deadline is None else min(attempt.deadline, self._check_at)
             for descriptor in self._wishes.wait(due if attempt.stopping else min(due, self._look_at)):
                 process = attempt.running.get(descriptor)
                 code = process.poll() if process is not None else None
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
+            if time.monotonic() >= self._check_at:
+                self._look_for_directory()
             if not attempt.stopping and time.monotonic() >= self._look_at:
                 self._diagnose()
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
                 attempt.deadline = None
                 for process in attempt.running.values():
                     process.kill()
+
+    def _look_for_directory(self) -> None:
+        """End a run whose directory was deleted: its record is lost, and nobody would find it any more."""
+        self._check_at = time.monotonic() + DIRECTORY_S
+        if self._deleted is None and outcome.is_deleted(self.dir):
+            self._deleted = outcome.deleted(self.dir, self._now())
+            print(self._deleted.message, file=sys.stderr, flush=True)
+            self._wishes.ask(self._deleted.message, 1)  # in order: the ranks may save somewhere else
 
     def _diagnose(self) -> None:
         """Look at the record, and write down what is found."""
@@ -227,6 +243,9 @@ class Supervisor:
             self._account.stopping()
 
     def _judge(self, attempt: Attempt) -> Ended:
+        self._look_for_directory()
+        if self._deleted is not None:
+            return Ended(status="failed", failure=self._deleted)
         ends = attempt.ended.values()
         if len(ends) == len(self._plan.nodes) and not any(end.unfinished for end in ends):
             return Ended(status="finished")

@@ -71,7 +71,7 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
 
     def write(self, path: Path) -> None:
         """Write it so that a reader sees all of it or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was deleted is not made again
         write_atomically(path, msgspec.json.encode(self))
 
 

@@ -61,13 +61,18 @@ def stop_called(wanted: str) -> tuple[str, list[int]]:
     Raises:
         RequestError: there is no such run, or it belongs to another machine.
     """
+    lost = {name: path for name, path in living_runs(paths.runs_folder()).items() if open_run(path) is None}
+    if wanted in lost:
+        return _stop_without_record(lost[wanted])
+    fitting = sorted(name for name in lost if wanted and name.startswith(wanted))
     try:
         found = find(wanted)
     except RequestError:
-        path = _living(wanted)
-        if path is None:
+        if len(fitting) != 1:
             raise
-        return _stop_without_record(path)
+        return _stop_without_record(lost[fitting[0]])
+    if fitting and wanted not in (found.id, "last"):
+        raise RequestError(f"{quoted(wanted)} fits {len(fitting) + 1} runs: {', '.join([found.id, *fitting])}")
     if found.state == "lost":
         print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
     return stop(found)
@@ -120,17 +125,6 @@ def _report(before: Run, after: Run, left: list[int]) -> str:
 
 def _nodes(run_dir: RunDir) -> list[int]:
     return sorted(int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
-
-
-def _living(wanted: str) -> Path | None:
-    """Return the directory of a run whose record cannot be found, but whose processes live."""
-    living = living_runs(paths.runs_folder())
-    fitting = [name for name in living if name == wanted] or [
-        name for name in living if wanted and name.startswith(wanted)
-    ]
-    if len(fitting) > 1:
-        raise RequestError(f"{quoted(wanted)} fits {len(fitting)} runs: {', '.join(sorted(fitting))}")
-    return living[fitting[0]] if fitting else None
 
 
 def _stop_without_record(path: Path) -> tuple[str, list[int]]:

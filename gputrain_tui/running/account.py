@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -30,6 +31,8 @@ class Account:
         self._plan = plan
         self._now = now
         self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
+        self._events = -1
+        """Descriptor of the run's own events; negative while nothing has been recorded."""
         self.remark = ""
         """What is to be known of the record besides how the run ended."""
 
@@ -59,9 +62,15 @@ class Account:
 
     def record(self, event: Event) -> None:
         """Append to the run's own events."""
+        line = encode_event(event)
         try:
-            with self._dir.run_events.open("ab") as file:
-                file.write(encode_event(event))
+            # Held open: whoever follows the run reads its end also when the directory was deleted meanwhile.
+            if self._events < 0:
+                self._events = os.open(
+                    self._dir.run_events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+                )
+            while line:
+                line = line[os.write(self._events, line) :]
         except OSError as error:
             print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
 
@@ -94,6 +103,9 @@ class Account:
             status.loss = sum(losses) / len(losses) if losses else None
         self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
         self._write_status()
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
         return code
 
     def _write_status(self) -> None:

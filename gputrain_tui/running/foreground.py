@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Protocol, TextIO
 
+import msgspec
+
 from gputrain_tui import headless
 from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
@@ -204,7 +206,7 @@ def conclude(
     Raises:
         RequestError: the ranks found the request wrong before they trained; the run directory is removed again.
     """
-    status = read_status(run.dir) or run.status
+    status = _last_status(run, state)
     code = returncode if returncode >= 0 else ExitCode.FAILED
     if code == ExitCode.BAD_REQUEST and state.step == 0:
         shutil.rmtree(run.dir.path, ignore_errors=True)
@@ -223,6 +225,18 @@ def conclude(
         err.line(headless.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
     err.settle()
     return code
+
+
+def _last_status(run: Run, state: RunState) -> Status:
+    """Return what the run directory says at the end, or that it is gone."""
+    status = read_status(run.dir)
+    if status is not None or not outcome.is_deleted(run.dir):
+        return status or run.status
+    failure = outcome.deleted(run.dir, time.time())
+    if state.ended is None:
+        ended = RunEnded(time=failure.time, status="failed", exit_code=ExitCode.FAILED, message=failure.message)
+        state.apply_all([failure, ended])
+    return msgspec.structs.replace(run.status, status="failed", message=failure.message)
 
 
 def _last_words(run: Run, status: Status, state: RunState) -> list[list[headless.Piece]]:

@@ -69,7 +69,7 @@ class Wishes:
             elif descriptor == LEASE and self._leased:
                 if not os.read(LEASE, 4096):
                     self._poll.unregister(LEASE)
-                    self._ask("the command that started it is gone", 2)
+                    self.ask("the command that started it is gone", 2)
             else:
                 ready.append(descriptor)
         return ready
@@ -88,8 +88,9 @@ class Wishes:
         # already, another `gputrain stop` or a scheduler, means the same end.
         again = self._interrupted and number == signal.SIGINT
         self._interrupted |= number == signal.SIGINT
-        self._ask(f"stopped by {signal.Signals(number).name}", 3 if again else 1)
+        self.ask(f"stopped by {signal.Signals(number).name}", 3 if again else 1)
 
-    def _ask(self, reason: str, urgency: Urgency) -> None:
+    def ask(self, reason: str, urgency: Urgency) -> None:
+        """Ask for the end of the run, unless something has been asked for that is more urgent."""
         self.urgency = max(urgency, self.urgency)
         self.reason = self.reason or reason

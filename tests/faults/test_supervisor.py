@@ -400,6 +400,40 @@ def test_a_node_s_parent_that_a_signal_has_stopped_is_asked_all_the_same(make_ru
     assert (run.dir.path / "saved").exists()
 
 
+def test_a_run_whose_directory_is_deleted_ends(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("told")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    until(run.dir.attempt.exists)
+    run.dir.path.rename(tmp_path / "deleted")
+    assert supervisor.wait(10) == 1
+    assert processes_of(run) == []
+    assert not run.dir.path.exists()
+    log = (tmp_path / "deleted" / "logs" / "supervisor.log").read_text()
+    assert f"the run directory {run.dir.path} was deleted while the run went on" in log
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["supervised", "without a supervisor"])
+def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path: Path, killed: bool) -> None:
+    other = make_run("told")
+    run = make_run("told")
+    supervisors = [start_supervisor(each.dir, leased=False) for each in (run, other)]
+    until(lambda: all((each.dir.path / "waiting").exists() for each in (run, other)))
+    until(lambda: run.dir.attempt.exists() and other.dir.attempt.exists())
+    supervisors[0].send_signal(signal.SIGKILL if killed else signal.SIGSTOP)
+    run.dir.path.rename(tmp_path / "deleted")
+    done = stop(run)
+    what = f"{run.id} is stopped; its run directory was deleted; processes left: none\n"
+    assert (done.returncode, done.stdout) == (0, what), done.stderr
+    supervisors[0].wait(10)
+    assert processes_of(run) == []
+    assert processes_of(other) != []
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (2, "")
+    supervisors[1].terminate()
+    assert supervisors[1].wait(10) == 130
+
+
 def test_a_run_has_one_supervisor(make_run: MakeRun) -> None:
     run = make_run("wait")
     supervisor = start_supervisor(run.dir, leased=False)
