@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +64,7 @@ class Launched(msgspec.Struct, kw_only=True):
 def temporary_prefix(run_dir: RunDir) -> str:
     """Begin the name of a temporary folder outside of a run directory, which tells whose it is."""
     path = os.fsencode(os.path.realpath(run_dir.path))
-    return f"gputrain-{hashlib.blake2b(path, digest_size=5).hexdigest()}-"
+    return f"gputrain-{zlib.crc32(path):08x}-"
 
 
 def is_temporary_of(run_dir: RunDir, path: Path) -> bool:

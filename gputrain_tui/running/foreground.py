@@ -36,7 +36,7 @@ LOG_LINES = 12
 """How much of the culprit's output is shown."""
 
 
-ASKED = "stopping every process of the run, once it has saved; again to not wait for that"
+ASKED = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
 ASKED_AGAIN = "not waiting"
 
 

@@ -18,7 +18,7 @@ import msgspec
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gputrain_tui.commands.stop import stop
+from gputrain_tui.commands.stop import stop, stop_called
 from gputrain_tui.plan import Plan, PlannedNode
 from gputrain_tui.running import start
 from gputrain_tui.running.delete import delete_run
@@ -141,11 +141,9 @@ def nothing_in_a_run_directory_leads_to_others(
 ) -> None:
     with run_directory(state, supervisor, files) as run_dir:
         run = open_run(run_dir.path)
-        if run is None:
-            return
         with contextlib.suppress(RequestError):
-            if action == "stop":
-                stop(run)
+            if action == "stop" or run is None:
+                stop_called(run_dir.path.name)
             elif action == "delete":
                 delete_run(run)
             else:
@@ -158,6 +156,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         (folder / "work").write_text("of somebody else")
     os.chdir(FOREIGN)  # what a relative path leads to
+    os.environ["GPUTRAIN_HOME"] = str(HOME)
     try:
         nothing_in_a_run_directory_leads_to_others()
     finally:
