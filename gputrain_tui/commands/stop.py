@@ -111,16 +111,16 @@ def stop(found: Run) -> tuple[str, list[int]]:
     left = end(path)
     if now.state not in ENDED:
         raise RequestError(f"{trouble or f'{now.id} is {now.state}'}; {_left(left)}")
-    return _report(found, now, left), left
+    return _report(now, left, was_over=found.state in ENDED), left
 
 
-def _report(before: Run, after: Run, left: list[int]) -> str:
-    if before.state in ENDED:
-        how = f"was {after.state} already"
+def _report(run: Run, left: list[int], *, was_over: bool) -> str:
+    if was_over:
+        how = f"was {run.state} already"
     else:
-        kept = outcome.kept(after.dir, _nodes(after.dir)) if after.state == "stopped" else ""
-        how = f"is {after.state}" + (kept and f" {kept}")
-    return f"{after.id} {how}; {_left(left)}"
+        kept = outcome.kept(run.dir, _nodes(run.dir)) if run.state == "stopped" else ""
+        how = f"is {run.state}" + (kept and f" {kept}")
+    return f"{run.id} {how}; {_left(left)}"
 
 
 def _nodes(run_dir: RunDir) -> list[int]:
@@ -129,9 +129,12 @@ def _nodes(run_dir: RunDir) -> list[int]:
 
 def _stop_without_record(path: Path) -> tuple[str, list[int]]:
     """Stop the processes of a run whose directory is gone or cannot be read."""
-    what = "cannot be read" if path.exists() else "was deleted"
-    _end_supervisors(path, Distributed().stop_grace + SAVE_S + 2 * PATIENCE_S)
+    _end_supervisors(path, _patience_s(RunDir(path)))
     left = end(path)
+    found = open_run(path)
+    if found is not None and found.state in ENDED:  # its supervisor has written it anew
+        return _report(found, left, was_over=False), left
+    what = "cannot be read" if path.exists() else "was deleted"
     return f"{path.name} is stopped; its run directory {what}; {_left(left)}", left
 
 

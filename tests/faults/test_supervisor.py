@@ -434,6 +434,21 @@ def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path
     assert supervisors[1].wait(10) == 130
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff{", None], ids=["empty", "garbage", "missing"])
+def test_stop_finds_a_run_whose_status_cannot_be_read(make_run: MakeRun, content: bytes | None) -> None:
+    run = make_run("told")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    until(run.dir.attempt.exists)
+    if content is None:
+        run.dir.status.unlink()
+    else:
+        run.dir.status.write_bytes(content)
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n"), done.stderr
+    assert supervisor.wait(10) == 130
+
+
 def test_a_run_has_one_supervisor(make_run: MakeRun) -> None:
     run = make_run("wait")
     supervisor = start_supervisor(run.dir, leased=False)
