@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,9 @@ MakeRun = Callable[..., Run]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> MakeRun:
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
+    made: list[Run] = []
+
     def make(*modes: str, ranks_per_node: int = 2, recipe: str = "") -> Run:
         nodes = []
         for index, mode in enumerate(modes):
@@ -45,15 +47,21 @@ def make_run(tmp_path: Path) -> MakeRun:
             )
         world_size = len(modes) * ranks_per_node
         plan = Plan(world_size=world_size, init_method=PORT, backend="gloo", launcher="local", nodes=nodes)
-        return create(
+        run = create(
             "stand-in",
             world_size=world_size,
             recipe_toml=recipe,
             plan=lambda run_dir: msgspec.json.encode(with_run_dir(plan, str(run_dir.path))),
             root=tmp_path / "runs",
         )
+        made.append(run)
+        return run
 
-    return make
+    yield make
+    for run in made:  # of a test that failed
+        for pid in leftovers.supervisors_of(run.dir.path):
+            os.kill(pid, signal.SIGKILL)
+        assert leftovers.end(run.dir.path) == []
 
 
 def events_of(run: Run) -> list[Event]:
