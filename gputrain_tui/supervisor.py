@@ -23,11 +23,12 @@ from gputrain_tui.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.plan import Plan, stop_grace
 from gputrain_tui.running import leftovers, outcome, settle
 from gputrain_tui.running.account import Account
-from gputrain_tui.running.attempt import Attempt, Ended, leave_word, word_of
+from gputrain_tui.running.attempt import Attempt, Ended, is_temporary_of, leave_word, temporary_prefix, word_of
 from gputrain_tui.running.descendants import adopt_orphans, sweep
 from gputrain_tui.running.wishes import Urgency, Wishes
 from gputrain_tui.runs import read_plan
 from trainer.errors import ExitCode, RequestError
+from trainer.node.proc_environ import show_in_proc
 from trainer.outcome import OF_LOST, SAVE_S, exit_code_of
 from trainer.record import Failure, Finding, RunDir
 from trainer.record.regular_file import open_to_append
@@ -47,6 +48,8 @@ TEMPORARY_LENGTH = 60
 """Longest name of a temporary folder in which a Unix socket can still be named (108 bytes with everything)."""
 ADOPTION_S = 1.0
 """How long a successor waits for the lock, which outlives a killed supervisor in a process that it was starting."""
+DIRECTORY_S = 1.0
+"""How often the run directory is looked for."""
 FIRST_LOOK_S = 1.0
 """When a run is first looked at for what is wrong with it; its ranks have better use for the processor till then."""
 
@@ -74,10 +77,15 @@ class Supervisor:
         self._tmp: Path | None = None
         self._diagnosis: Watch | None = None
         self._look_at = time.monotonic() + FIRST_LOOK_S
+        self._check_at = 0.0
+        """When the run directory is looked for again, monotonic seconds."""
+        self._deleted: Failure | None = None
+        """That the run directory is gone, once it is."""
 
     def run(self) -> ExitCode:
         """Take the run from start to end; return its exit code."""
         self._wishes.catch()
+        show_in_proc(leftovers.SUPERVISOR, str(self.dir.path))  # from here on it may be asked to end the run
         adopt_orphans()
         try:
             ended = self._adopted() if self._adopting else self._attempts()
@@ -142,7 +150,8 @@ class Supervisor:
     def _adopted(self) -> Ended:
         """Watch the nodes that a killed supervisor launched; those of a leased run have gone with it."""
         launched = word_of(self.dir)
-        self._tmp = Path(launched.tmp)
+        tmp = Path(launched.tmp)
+        self._tmp = tmp if is_temporary_of(self.dir, tmp) else self.dir.tmp
         self._account.answer()
         way = launcher(self._plan.launcher)
         attempt = Attempt(since=launched.since)
@@ -165,18 +174,28 @@ class Supervisor:
         while attempt.running:
             if self._wishes.urgency > attempt.stopping:
                 self._stop(attempt, self._wishes.urgency, self._grace_s())
-            due = math.inf if attempt.deadline is None else attempt.deadline
+            due = self._check_at if attempt.deadline is None else min(attempt.deadline, self._check_at)
             for descriptor in self._wishes.wait(due if attempt.stopping else min(due, self._look_at)):
                 process = attempt.running.get(descriptor)
                 code = process.poll() if process is not None else None
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
+            if time.monotonic() >= self._check_at:
+                self._look_for_directory()
             if not attempt.stopping and time.monotonic() >= self._look_at:
                 self._diagnose()
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
                 attempt.deadline = None
                 for process in attempt.running.values():
                     process.kill()
+
+    def _look_for_directory(self) -> None:
+        """End a run whose directory was deleted: its record is lost, and nobody would find it any more."""
+        self._check_at = time.monotonic() + DIRECTORY_S
+        if self._deleted is None and outcome.is_deleted(self.dir):
+            self._deleted = outcome.deleted(self.dir, self._now())
+            print(self._deleted.message, file=sys.stderr, flush=True)
+            self._wishes.ask(self._deleted.message, 1)  # in order: the ranks may save somewhere else
 
     def _diagnose(self) -> None:
         """Look at the record, and write down what is found."""
@@ -225,6 +244,9 @@ class Supervisor:
             self._account.stopping()
 
     def _judge(self, attempt: Attempt) -> Ended:
+        self._look_for_directory()
+        if self._deleted is not None:
+            return Ended(status="failed", failure=self._deleted)
         ends = attempt.ended.values()
         if len(ends) == len(self._plan.nodes) and not any(end.unfinished for end in ends):
             return Ended(status="finished")
@@ -280,13 +302,14 @@ class Supervisor:
         """What all nodes of the run share: its mark, by which its processes are found, and a temporary folder."""
         self._tmp = self.dir.tmp
         if len(str(self._tmp)) > TEMPORARY_LENGTH:
-            self._tmp = Path(tempfile.mkdtemp(prefix="gputrain-"))
+            self._tmp = Path(tempfile.mkdtemp(prefix=temporary_prefix(self.dir)))
         self._tmp.mkdir(mode=0o700, exist_ok=True)
         return {leftovers.MARK: str(self.dir.path), "TMPDIR": str(self._tmp)}
 
 
 def main() -> int:
     """Supervise the run of a directory, unless another process does."""
+    os.environ.pop(leftovers.SUPERVISOR, None)  # what it starts is no supervisor
     words = sys.argv[1:]
     if words[0] != "--warm":
         return _supervise(words)
@@ -309,9 +332,8 @@ def _supervise(words: Sequence[str], spare: Spare | None = None) -> int:
         if not settle.locked(lock, patience_s=ADOPTION_S if adopting else 0.0):
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        if adopting:
-            if (code := settle.ended_already(run_dir, read_plan(run_dir))) is not None:
-                return code
+        if adopting and (code := settle.ended_already(run_dir, read_plan(run_dir))) is not None:
+            return code
         return Supervisor(run_dir, leased=leased, adopting=adopting, spare=spare).run()
 
 

@@ -111,7 +111,7 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
             OSError: it could not be written.
         """
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was deleted is not made again
             write_atomically(path, msgspec.json.encode(self))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

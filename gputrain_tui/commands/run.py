@@ -71,7 +71,10 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
             code = follow(supervisor)
             if code < 0 and not settle.is_settled(started.dir):
                 # It was killed, and with it the lease; another one sees to the end and writes it down.
-                code = follow(start.start_supervisor(started.dir, leased=False, adopting=True))
+                supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
+                if interrupts.asked:
+                    supervisor.terminate()  # what the one that is dead was asked
+                code = follow(supervisor)
             if code < 0 or code == ExitCode.REFUSED or not settle.is_settled(started.dir):
                 code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(interrupts.take()))
                 foreground.catch_up(reader, state)

@@ -36,7 +36,7 @@ from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.running.warm import WarmStart
-from gputrain_tui.runs import ENDED, Run, find, list_runs
+from gputrain_tui.runs import ENDED, Run, list_runs
 from trainer.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
@@ -402,10 +402,10 @@ class GputrainApp(App[int]):
         self.push_screen(question, answered)
 
     def _stop(self, run: Run) -> None:
-        from gputrain_tui.commands.stop import stop
+        from gputrain_tui.commands.stop import stop_called
 
         try:
-            report, left = stop(find(run.id))
+            report, left = stop_called(run.id)
         except RequestError as error:
             self.call_from_thread(self.say, str(error), alarm=True)
             return

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gputrain_tui.running.leftovers import open_process
 from gputrain_tui.running.processes import ProcessIdentity, identify, is_alive
 from trainer.errors import ExitCode
 from trainer.node.stopping_signals import AT_ONCE
@@ -41,7 +42,8 @@ class LocalProcess:
 
     def stop(self, *, at_once: bool) -> None:
         """Ask it to end; the end of its lease leaves no time to save."""
-        self._process.send_signal(AT_ONCE if at_once else signal.SIGTERM)
+        for number in (AT_ONCE if at_once else signal.SIGTERM, signal.SIGCONT):  # a stopped process hears only then
+            self._process.send_signal(number)
         if at_once:
             self._end_lease()
 
@@ -83,9 +85,14 @@ class AdoptedProcess:
         result = node_outcome(self._run_dir, self.node)
         return ExitCode.FAILED if result is None else result.exit_code
 
+    def wake(self) -> None:
+        """Let it go on if a signal has stopped it: its supervisor waits for what it does, or for its end."""
+        self._signal(signal.SIGCONT)
+
     def stop(self, *, at_once: bool) -> None:
         """Ask it to end."""
         self._signal(AT_ONCE if at_once else signal.SIGTERM)
+        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill it."""
@@ -105,14 +112,15 @@ class LocalLauncher:
 
     def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
-        try:
-            pidfd = os.pidfd_open(identity.pid)
-        except ProcessLookupError:
+        pidfd = open_process(identity.pid, run_dir.path)
+        if pidfd is None:
             return None
         if not is_alive(identity):  # asked after it was opened: the descriptor means this very process
             os.close(pidfd)
             return None
-        return AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
+        adopted = AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
+        adopted.wake()
+        return adopted
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
         """Start a node's command in a session of its own, so that no terminal's signal reaches it.

@@ -32,6 +32,8 @@ class Account:
         self._plan = plan
         self._now = now
         self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
+        self._events = -1
+        """Descriptor of the run's own events; negative while nothing has been recorded."""
         self.remark = ""
         """What is to be known of the record besides how the run ended."""
 
@@ -66,9 +68,13 @@ class Account:
 
     def record(self, event: Event) -> None:
         """Append to the run's own events."""
+        line = encode_event(event)
         try:
-            with os.fdopen(open_to_append(self._dir.run_events), "ab") as file:
-                file.write(encode_event(event))
+            # Held open: whoever follows the run reads its end also when the directory was deleted meanwhile.
+            if self._events < 0:
+                self._events = open_to_append(self._dir.run_events)
+            while line:
+                line = line[os.write(self._events, line) :]
         except OSError as error:
             print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
 
@@ -101,6 +107,9 @@ class Account:
             status.loss = sum(losses) / len(losses) if losses else None
         self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
         self._write_status()
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
         return code
 
     def confirm(self, ended: RunEnded) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import os
+import stat
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +61,25 @@ class Launched(msgspec.Struct, kw_only=True):
     processes: dict[Rank, ProcessIdentity]
     """Of each node."""
     tmp: str
+    """The run's temporary folder; believed only where the folder itself names the run."""
+
+
+def temporary_prefix(run_dir: RunDir) -> str:
+    """Begin the name of a temporary folder outside of a run directory, which tells whose it is."""
+    path = os.fsencode(os.path.realpath(run_dir.path))
+    return f"gputrain-{zlib.crc32(path):08x}-"
+
+
+def is_temporary_of(run_dir: RunDir, path: Path) -> bool:
+    """Whether a folder is a temporary one of this very run, and not somebody else's."""
+    if path == run_dir.tmp:
+        return True
+    try:
+        found = path.lstat()
+    except (OSError, ValueError):
+        return False
+    named = path.is_absolute() and path.name.startswith(temporary_prefix(run_dir))
+    return named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 _decode = msgspec.json.Decoder(Launched)
@@ -80,13 +101,6 @@ def word_of(run_dir: RunDir) -> Launched:
         launched = read_json(run_dir.attempt, _decode)
     except RecordError:
         return Launched(since={}, processes={}, tmp=str(run_dir.tmp))
-    if not _is_temporary(Path(launched.tmp), run_dir):
+    if not is_temporary_of(run_dir, Path(launched.tmp)):
         launched.tmp = str(run_dir.tmp)
     return launched
-
-
-def _is_temporary(folder: Path, run_dir: RunDir) -> bool:
-    """Return whether a folder may be deleted with all that is in it: what a file names could be anybody's."""
-    if folder == run_dir.tmp:
-        return True
-    return re.fullmatch(r"gputrain-[a-z0-9_]{8}", folder.name) is not None and folder.is_absolute()

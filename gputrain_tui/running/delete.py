@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 
-from gputrain_tui.running.leftovers import processes_of
+from gputrain_tui.running.leftovers import processes_of, supervisors_of
 from gputrain_tui.runs import ENDED, Run, open_run
 from trainer.errors import RequestError
 
@@ -22,7 +22,7 @@ def delete_run(run: Run) -> None:
     now = open_run(path) or run
     if now.state not in (*ENDED, "lost"):
         raise RequestError(f"{run.id} is {now.state}; stop it with `gputrain stop {run.id}` before deleting it")
-    if left := processes_of(path):
+    if left := [*supervisors_of(path), *processes_of(path)]:
         raise RequestError(f"{run.id} still has processes ({', '.join(map(str, left))}): `gputrain stop {run.id}`")
     hidden = path.with_name(f".deleted-{secrets.token_hex(8)}")
     try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from gputrain_tui import headless
 from gputrain_tui.output import json_line
@@ -19,6 +23,7 @@ from gputrain_tui.reading.tail import Follower
 from gputrain_tui.running import outcome
 from gputrain_tui.running.interrupts import Interrupts
 from gputrain_tui.running.outlet import Outlet
+from gputrain_tui.running.processes import HELD_S, is_held
 from gputrain_tui.runs import ENDED, Run, RunReader, Status, ranks_of, read_status
 from gputrain_tui.state import RunState
 from trainer.errors import ExitCode, RequestError
@@ -26,11 +31,13 @@ from trainer.record import AnyEvent, RunEnded, decode_events
 
 POLL_MS = 100
 """How often the record is looked at while the supervisor runs."""
+GIVEN_UP_S = 30.0
+"""How long a supervisor that was given up may take to end the run at once."""
 LOG_LINES = 12
 """How much of the culprit's output is shown."""
 
 
-ASKED = "stopping every process of the run, once it has saved; again to not wait for that"
+ASKED = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
 ASKED_AGAIN = "not waiting"
 
 
@@ -140,6 +147,7 @@ def follow(
     poll.register(ended, select.POLLIN)
     poll.register(interrupts, select.POLLIN)
     asked: set[int] = set()
+    asked_at = math.inf
     over = refused = False
     try:
         with interrupts.passed_to(ended):
@@ -154,11 +162,14 @@ def follow(
                 if view is not None:
                     view.update(events)
                 for number in interrupts.take():
-                    if not asked:
-                        say(ASKED)
-                    elif number != signal.SIGHUP:
+                    if number == signal.SIGINT and number in asked:
                         say(ASKED_AGAIN)
+                    elif not asked or number == signal.SIGINT:
+                        say(ASKED)
                     asked.add(number)
+                    asked_at = min(asked_at, time.monotonic())
+                if not over and time.monotonic() - asked_at >= HELD_S and is_held(supervisor.pid):
+                    supervisor.kill()  # another one finds out what became of the run, and ends it
                 if over and interrupts.asked and out is not None and out.stands_still():
                     out.give_up()  # the run has ended as it was asked to, and so does this command
                 if reader.refused is not None and out is not None and not refused:
@@ -177,7 +188,11 @@ def follow(
                 interrupts.drain()
     finally:
         give_up(supervisor)
-        supervisor.wait()
+        try:
+            supervisor.wait(GIVEN_UP_S)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()
+            supervisor.wait()
         os.close(ended)
         if view is not None:
             view.erase()
@@ -197,6 +212,7 @@ def give_up(supervisor: subprocess.Popen[bytes]) -> None:
         supervisor.stdin.close()
     else:
         supervisor.terminate()
+    supervisor.send_signal(signal.SIGCONT)
 
 
 def conclude(
@@ -225,7 +241,7 @@ def conclude(
     Raises:
         RequestError: the ranks found the request wrong before they trained; the run directory is removed again.
     """
-    status = read_status(run.dir) or run.status
+    status = _last_status(run, state)
     code = returncode if returncode >= 0 else ExitCode.FAILED
     if code == ExitCode.BAD_REQUEST and not status.restarts and not outcome.holds_work(run.dir):
         shutil.rmtree(run.dir.path, ignore_errors=True)
@@ -249,6 +265,18 @@ def conclude(
         err.line(headless.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
     err.settle(hurried=hurried)
     return code
+
+
+def _last_status(run: Run, state: RunState) -> Status:
+    """Return what the run directory says at the end, or that it is gone."""
+    status = read_status(run.dir)
+    if status is not None or not outcome.is_deleted(run.dir):
+        return status or run.status
+    failure = outcome.deleted(run.dir, time.time())
+    if state.ended is None:
+        ended = RunEnded(time=failure.time, status="failed", exit_code=ExitCode.FAILED, message=failure.message)
+        state.apply_all([failure, ended])
+    return msgspec.structs.replace(run.status, status="failed", message=failure.message)
 
 
 def _last_words(run: Run, status: Status, state: RunState) -> list[list[headless.Piece]]:

@@ -82,3 +82,4 @@ class Interrupts:
         while self._supervisor is not None and self._unsent:
             with suppress(ProcessLookupError, IndexError):  # a handler that came in between has sent it
                 signal.pidfd_send_signal(self._supervisor, self._unsent.pop(0))
+                signal.pidfd_send_signal(self._supervisor, signal.SIGCONT)  # a stopped one hears only then

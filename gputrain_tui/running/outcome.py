@@ -123,6 +123,25 @@ def exit_code(run_dir: RunDir, node: int, code: int) -> int:
     return -signal.SIGINT if silent and last_lines(run_dir.node_log(node), 1) == ["KeyboardInterrupt"] else code
 
 
+def is_deleted(run_dir: RunDir) -> bool:
+    """Whether a run directory is gone; ranks that save may have made its folders again."""
+    try:
+        return not (run_dir.lock.exists() or run_dir.plan.exists())
+    except OSError:
+        return False  # the file system does not answer, and may do so again
+
+
+def deleted(run_dir: RunDir, now: float) -> Failure:
+    """Return the failure of a run whose directory was deleted while it went on.
+
+    Args:
+        run_dir: where it was.
+        now: Unix seconds.
+    """
+    what = f"the run directory {run_dir.path} was deleted while the run went on"
+    return Failure(time=now, kind="run_directory", message=what)
+
+
 def stopped_first(ended: Mapping[int, NodeEnd]) -> int | None:
     """Return the node that somebody stopped on its own machine before anything had failed; None when none was.
 

@@ -10,6 +10,8 @@ from typing import Annotated
 import msgspec
 
 PROC = Path("/proc")
+HELD_S = 5.0
+"""A process that is still held so long after SIGCONT is not going to run."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,17 +44,37 @@ def is_alive(process: ProcessIdentity, *, proc: Path = PROC, host: str | None = 
     return _started(process.pid, proc) == process.start_ticks
 
 
+def is_held(pid: int, *, proc: Path = PROC) -> bool:
+    """Whether a process is kept from running, by SIGSTOP or by a debugger, so that it hears no signal but SIGKILL."""
+    return _stat(pid, proc)[:1] in ([b"T"], [b"t"])
+
+
+def ancestors(pid: int | None = None, *, proc: Path = PROC) -> list[int]:
+    """Return the parent of a process, its parent, and so on; by default of this one."""
+    found: list[int] = []
+    fields = _stat(os.getpid() if pid is None else pid, proc)
+    while fields and (parent := int(fields[1])) > 0:
+        found.append(parent)
+        fields = _stat(parent, proc)
+    return found
+
+
 def _started(pid: int, proc: Path) -> int | None:
     """Start time of a running process in ticks, or None when there is none of that number."""
+    fields = _stat(pid, proc)
+    if not fields or fields[0] in (b"Z", b"X"):
+        return None
+    return int(fields[19])
+
+
+def _stat(pid: int, proc: Path) -> list[bytes]:
+    """Fields 3 and on of ``/proc/PID/stat``; none when there is no such process."""
     try:
         stat = (proc / str(pid) / "stat").read_bytes()
     except OSError:
-        return None
-    # The name stands in parentheses and may hold spaces and parentheses itself, so count from its end: fields 3 on.
-    fields = stat[stat.rfind(b")") + 2 :].split()
-    if fields[0] in (b"Z", b"X"):
-        return None
-    return int(fields[19])
+        return []
+    # The name stands in parentheses and may hold spaces and parentheses itself, so count from its end.
+    return stat[stat.rfind(b")") + 2 :].split()
 
 
 def _boot_id(proc: Path) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import fcntl
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO
 
 from gputrain_tui.plan import Plan
@@ -105,18 +103,11 @@ def settle(
             return code
         launched = word_of(run_dir)
         left = leftovers.end(run_dir.path)
-        _clear_temporary(run_dir, Path(launched.tmp))
+        shutil.rmtree(launched.tmp, ignore_errors=True)
         if not left:
             outcome.clear_unfinished(run_dir)
         ended = _ended(run_dir, plan, returncode, launched.since, now())
         return Account(run_dir, plan, now=now).close(ended, left=left)
-
-
-def _clear_temporary(run_dir: RunDir, folder: Path) -> None:
-    """Delete the run's temporary folder; a file says which, and files may be wrong."""
-    elsewhere = folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("gputrain-")
-    if folder == run_dir.tmp or elsewhere:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ended(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int], now: float) -> Ended:

@@ -7,12 +7,10 @@ plan is thrown away, and one is started as always.
 from __future__ import annotations
 
 import os
-import secrets
 import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gputrain_tui.launchers.local import LocalProcess
-from gputrain_tui.running import leftovers
+from trainer.node.proc_environ import ROOM, RUN
 from trainer.node.stopping_signals import LEASE
-from trainer.node.warm_request import FOLDER, Request
+from trainer.node.warm_request import Request
 from trainer.record import RunDir
 from trainer.record.regular_file import open_to_append
 
@@ -46,10 +44,9 @@ class Spare:
 
     def __init__(self) -> None:
         """Start it; it says on this process's standard output that it is ready."""
-        self.folder = Path(tempfile.gettempdir()) / f"gputrain-{secrets.token_hex(16)}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainer.node.warm"],
-            env={**os.environ, FOLDER: str(self.folder)},
+            env={**os.environ, RUN: ROOM},
             stdin=subprocess.PIPE,
             pipesize=PIPE_BYTES,
             start_new_session=True,
@@ -74,13 +71,12 @@ class Spare:
         Raises:
             OSError: it has ended.
         """
-        environment = {**os.environ, **env, **node.env, FOLDER: str(self.folder)}
+        environment = {**os.environ, **env, **node.env}
         environment.pop(LEASE, None)
         if leased:
             environment[LEASE] = "stdin"
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         request = Request(words=node.argv[3:], environment=environment, log=str(run_dir.node_log(node.node)))
-        leftovers.mark_also(run_dir.path, FOLDER, str(self.folder))
         pipe = self._process.stdin
         assert pipe is not None
         pipe.write(msgspec.json.encode(request) + b"\n")

@@ -25,6 +25,7 @@ from gputrain_tui.preflight import NotReadyError, Result, errors, judge, look
 from gputrain_tui.preflight.reach import launching
 from gputrain_tui.recipe import Recipe
 from gputrain_tui.running import checkpoints
+from gputrain_tui.running.leftovers import SUPERVISOR
 from gputrain_tui.running.processes import ProcessIdentity
 from gputrain_tui.running.wishes import HELD_BACK
 from gputrain_tui.runs import ENDED, Run, create, find, open_run, read_status
@@ -209,6 +210,7 @@ def start_supervisor(
         with _supervisor_log(run_dir) as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "gputrain_tui.supervisor", *words],
+                env={**os.environ, SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

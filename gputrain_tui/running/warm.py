@@ -17,6 +17,8 @@ from contextlib import suppress
 
 import msgspec
 
+from gputrain_tui.running.leftovers import SUPERVISOR
+from trainer.node.proc_environ import ROOM
 from trainer.node.warm_request import READY
 
 IDLE_S = 600.0
@@ -63,6 +65,7 @@ class WarmStart:
             self._started = self._wanted = now
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gputrain_tui.supervisor", "--warm", str(self._idle_s)],
+                env={**os.environ, SUPERVISOR: ROOM},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -28,8 +28,8 @@ class Wishes:
         self.reason: str | None = None
         """Who asked for the end first; None while nobody has."""
         self.urgency: Urgency = 0
-        self._asked = False
-        """Whether a person asked for it; the next time is not to be waited for."""
+        self._interrupted = False
+        """Whether there was a Ctrl-C; the next one is not to be waited for."""
         self._leased = leased
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
@@ -69,7 +69,7 @@ class Wishes:
             elif descriptor == LEASE and self._leased:
                 if not os.read(LEASE, 4096):
                     self._poll.unregister(LEASE)
-                    self._ask("the command that started it is gone", 2)
+                    self.ask("the command that started it is gone", 2)
             else:
                 ready.append(descriptor)
         return ready
@@ -84,11 +84,13 @@ class Wishes:
             os.read(self._wake_read, 4096)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # A terminal that is closed hangs up more than once, and means only one thing by it.
-        again = self._asked and number != signal.SIGHUP
-        self._asked |= number != signal.SIGHUP
-        self._ask(f"stopped by {signal.Signals(number).name}", 3 if again else 1)
+        # Only a person at a terminal asks again because it takes too long: whoever else asks while the run is stopping
+        # already, another `gputrain stop` or a scheduler, means the same end.
+        again = self._interrupted and number == signal.SIGINT
+        self._interrupted |= number == signal.SIGINT
+        self.ask(f"stopped by {signal.Signals(number).name}", 3 if again else 1)
 
-    def _ask(self, reason: str, urgency: Urgency) -> None:
+    def ask(self, reason: str, urgency: Urgency) -> None:
+        """Ask for the end of the run, unless something has been asked for that is more urgent."""
         self.urgency = max(urgency, self.urgency)
         self.reason = self.reason or reason

@@ -30,6 +30,7 @@ TORCH_FREE = (
     "trainer.schema",
     "trainer.spawn",
     "trainer.node",
+    "trainer.node.proc_environ",
     "trainer.node.room",
     "trainer.node.stopping_signals",
     "trainer.tasks",

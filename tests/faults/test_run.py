@@ -128,6 +128,19 @@ def test_killing_the_foreground_leaves_nothing(bench: Bench) -> None:
     until(lambda: bench.runs()[0].state == "stopped", 10)
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["shown", "json"])
+def test_a_run_whose_directory_is_deleted_ends_and_says_why(bench: Bench, words: list[str]) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER), *words)
+    run = bench.training()
+    run.dir.path.rename(bench.folder / "deleted")
+    out, err = process.communicate(timeout=40)
+    assert process.returncode == 1, err
+    told = f"the run directory {run.dir.path} was deleted while the run went on"
+    assert told in err
+    assert not words or (json.loads(out.splitlines()[-1])["status"], told in out) == ("failed", True)
+    assert leftovers.processes_of(run.dir.path) == []
+
+
 @pytest.mark.parametrize(
     ("victim", "words"),
     [

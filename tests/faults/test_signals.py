@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from bench import FOR_EVER, Bench, node_parent, supervisor_of, until
+from signals import traced
 
 from gputrain_tui.running import leftovers, outcome
 from gputrain_tui.runs import Run
@@ -115,6 +116,27 @@ def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs
     assert bench.runs()[0].status.message == (
         f"stopped by SIGHUP at update {saved_step(run)}, saved {run.dir.checkpoints}/step_{saved_step(run):08}.pt"
     )
+    assert_nothing_is_left(run)
+
+
+def test_ctrl_c_reaches_a_supervisor_that_a_signal_has_stopped(bench: Bench) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    os.kill(supervisor_of(run), signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 130
+    assert f"saved {run.dir.checkpoints}/step_{saved_step(run):08}.pt" in err
+    assert_nothing_is_left(run)
+
+
+def test_ctrl_c_ends_a_run_whose_supervisor_nothing_can_reach(bench: Bench) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    with traced(supervisor_of(run)):
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=40)
+    assert (process.returncode, bench.runs()[0].state) == (130, "stopped"), err
     assert_nothing_is_left(run)
 
 

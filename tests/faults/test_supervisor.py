@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from signals import is_pending, traced
 
 from gputrain_tui.plan import Plan, PlannedNode, with_run_dir
 from gputrain_tui.running import leftovers
@@ -25,7 +26,9 @@ MakeRun = Callable[..., Run]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> MakeRun:
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
+    made: list[Run] = []
+
     def make(*modes: str, ranks_per_node: int = 2, recipe: str = "") -> Run:
         nodes = []
         for index, mode in enumerate(modes):
@@ -44,15 +47,21 @@ def make_run(tmp_path: Path) -> MakeRun:
             )
         world_size = len(modes) * ranks_per_node
         plan = Plan(world_size=world_size, init_method=PORT, backend="gloo", launcher="local", nodes=nodes)
-        return create(
+        run = create(
             "stand-in",
             world_size=world_size,
             recipe_toml=recipe,
             plan=lambda run_dir: msgspec.json.encode(with_run_dir(plan, str(run_dir.path))),
             root=tmp_path / "runs",
         )
+        made.append(run)
+        return run
 
-    return make
+    yield make
+    for run in made:  # of a test that failed
+        for pid in leftovers.supervisors_of(run.dir.path):
+            os.kill(pid, signal.SIGKILL)
+        assert leftovers.end(run.dir.path) == []
 
 
 def events_of(run: Run) -> list[Event]:
@@ -85,14 +94,33 @@ def processes_of(run: Run) -> list[int]:
     return leftovers.processes_of(run.dir.path)
 
 
-def stop(run: Run) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def begin_stop(run: Run) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "gputrain_tui", "stop", run.id],
         env={**os.environ, "GPUTRAIN_HOME": str(run.dir.path.parent.parent)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=30,
     )
+
+
+def stop(run: Run) -> subprocess.CompletedProcess[str]:
+    process = begin_stop(run)
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def waits_for_a_process(pid: int) -> bool:
+    """Whether a process sleeps with a pidfd open, as ``stop`` does once it has asked the supervisor."""
+    try:
+        opened = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state == "S" and any("pidfd" in path for path in opened)
 
 
 def killed_supervisor(run: Run) -> None:
@@ -204,17 +232,50 @@ def test_a_signal_stops_everything(make_run: MakeRun, number: signal.Signals) ->
 
 
 @pytest.mark.timing
-def test_a_second_signal_does_not_wait_for_those_that_hang(make_run: MakeRun) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_those_that_hang(make_run: MakeRun) -> None:
     run = make_run("hang")
     supervisor = start_supervisor(run.dir, leased=False)
     until((run.dir.path / "hanging-0").exists)
-    supervisor.terminate()
+    supervisor.send_signal(signal.SIGINT)
     until(lambda: (status := read_status(run.dir)) is not None and status.status == "stopping")
     begun = time.monotonic()
-    supervisor.terminate()
+    supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(10) == 130
     assert time.monotonic() - begun < 2.0
     assert processes_of(run) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)],
+)
+def test_no_other_second_signal_costs_a_stopping_run_its_work(
+    make_run: MakeRun, first: signal.Signals, second: signal.Signals
+) -> None:
+    run = make_run("saves")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    supervisor.send_signal(first)
+    until(lambda: (status := read_status(run.dir)) is not None and status.status == "stopping")
+    supervisor.send_signal(second)
+    until(lambda: not is_pending(supervisor.pid, second))
+    (run.dir.path / "go").touch()
+    assert supervisor.wait(10) == 130
+    assert (run.dir.path / "saved").exists()
+
+
+def test_two_that_stop_a_run_at_once_both_wait_until_it_has_saved(make_run: MakeRun) -> None:
+    run = make_run("saves")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    both = [begin_stop(run), begin_stop(run)]
+    until(lambda: all(waits_for_a_process(process.pid) for process in both))
+    (run.dir.path / "go").touch()
+    for process in both:
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, f"{run.id} is stopped; processes left: none\n"), err
+    assert supervisor.wait(10) == 130
+    assert (run.dir.path / "saved").exists()
 
 
 def test_the_end_of_the_lease_ends_the_run(make_run: MakeRun) -> None:
@@ -296,6 +357,104 @@ def test_stop_waits_until_nothing_is_left(make_run: MakeRun) -> None:
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
     assert supervisor.wait(1) == 130
     assert stop(run).stdout == f"{run.id} was stopped already; processes left: none\n"
+
+
+def test_a_supervisor_that_a_signal_has_stopped_is_asked_all_the_same(make_run: MakeRun) -> None:
+    run = make_run("saves")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    (run.dir.path / "go").touch()
+    supervisor.send_signal(signal.SIGSTOP)
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+    assert supervisor.wait(10) == 130
+    assert (run.dir.path / "saved").exists()
+
+
+@pytest.mark.parametrize("mode", ["told", "saves"])
+def test_a_supervisor_that_nothing_can_reach_is_replaced_and_the_record_says_how_the_run_ended(
+    make_run: MakeRun, mode: str
+) -> None:
+    run = make_run(mode)
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    until(run.dir.attempt.exists)
+    with traced(supervisor.pid):
+        (run.dir.path / "go").touch()
+        if mode == "told":
+            until(lambda: not processes_of(run))
+        done = stop(run)
+    supervisor.wait(10)
+    how = "finished" if mode == "told" else "stopped"
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is {how}; processes left: none\n"), done.stderr
+    assert mode == "told" or (run.dir.path / "saved").exists()
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["supervised", "adopted"])
+def test_a_node_s_parent_that_a_signal_has_stopped_is_asked_all_the_same(make_run: MakeRun, killed: bool) -> None:
+    run = make_run("saves")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    until(run.dir.attempt.exists)
+    (run.dir.path / "go").touch()
+    (parent,) = processes_of(run)
+    os.kill(parent, signal.SIGSTOP)
+    if killed:
+        supervisor.kill()
+        supervisor.wait()
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+    supervisor.wait(10)
+    assert (run.dir.path / "saved").exists()
+
+
+def test_a_run_whose_directory_is_deleted_ends(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run("told")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    until(run.dir.attempt.exists)
+    run.dir.path.rename(tmp_path / "deleted")
+    assert supervisor.wait(10) == 1
+    assert processes_of(run) == []
+    assert not run.dir.path.exists()
+    log = (tmp_path / "deleted" / "logs" / "supervisor.log").read_text()
+    assert f"the run directory {run.dir.path} was deleted while the run went on" in log
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["supervised", "without a supervisor"])
+def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path: Path, killed: bool) -> None:
+    other = make_run("told")
+    run = make_run("told")
+    supervisors = [start_supervisor(each.dir, leased=False) for each in (run, other)]
+    until(lambda: all((each.dir.path / "waiting").exists() for each in (run, other)))
+    until(lambda: run.dir.attempt.exists() and other.dir.attempt.exists())
+    supervisors[0].send_signal(signal.SIGKILL if killed else signal.SIGSTOP)
+    run.dir.path.rename(tmp_path / "deleted")
+    done = stop(run)
+    what = f"{run.id} is stopped; its run directory was deleted; processes left: none\n"
+    assert (done.returncode, done.stdout) == (0, what), done.stderr
+    supervisors[0].wait(10)
+    assert processes_of(run) == []
+    assert processes_of(other) != []
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (2, "")
+    supervisors[1].terminate()
+    assert supervisors[1].wait(10) == 130
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff{", None], ids=["empty", "garbage", "missing"])
+def test_stop_finds_a_run_whose_status_cannot_be_read(make_run: MakeRun, content: bytes | None) -> None:
+    run = make_run("told")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    until(run.dir.attempt.exists)
+    if content is None:
+        run.dir.status.unlink()
+    else:
+        run.dir.status.write_bytes(content)
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n"), done.stderr
+    assert supervisor.wait(10) == 130
 
 
 def test_a_run_has_one_supervisor(make_run: MakeRun) -> None:

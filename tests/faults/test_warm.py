@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bench import pid_of_rank
 
 from gputrain_tui import recipe
+from gputrain_tui.commands.stop import stop
 from gputrain_tui.running import leftovers, start
 from gputrain_tui.running.standby import Spare
 from gputrain_tui.running.warm import WarmStart
@@ -55,6 +57,7 @@ class Telling(LanguageModel):
 HOLDER = """\
 import sys, time
 from gputrain_tui import recipe
+from gputrain_tui.commands.stop import stop
 from gputrain_tui.running import start
 from gputrain_tui.running.warm import WarmStart
 warm = WarmStart()
@@ -149,10 +152,7 @@ def test_a_warm_launch_trains_and_is_recorded_like_a_cold_one(home: Path, warm: 
     assert (one.state, two.state) == ("finished", "finished")
     losses = [[mean_loss(each, rank) for rank in range(2)] for each in (run, cold)]
     assert losses[0] == pytest.approx(losses[1])
-    files = [
-        sorted(str(file.relative_to(r.dir.path)) for file in r.dir.path.rglob("*") if file.name != leftovers.ALSO)
-        for r in (run, cold)
-    ]
+    files = [sorted(str(file.relative_to(r.dir.path)) for file in r.dir.path.rglob("*")) for r in (run, cold)]
     assert files[0] == files[1]
     assert [set(kinds(run, name)) for name in "01"] == [set(kinds(cold, name)) for name in "01"]
     logs = [r.dir.node_log(0).read_text().partition(" tcp://")[0] for r in (run, cold)]
@@ -203,7 +203,11 @@ def test_the_processes_of_a_warm_run_are_found_and_stopped(home: Path, warm: War
     assert warm.wait(120)
     run, supervisor = launch(write(home, updates=FOR_EVER), warm)
     until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
-    assert {process.pid for process in below(supervisor.pid)} == set(leftovers.processes_of(run.dir.path))
+    # The fork server and what tracks its resources were there before the run; they end with the node's parent.
+    (parent,) = psutil.Process(supervisor.pid).children()
+    ranks = {pid_of_rank(run, rank) for rank in (0, 1)}
+    assert set(leftovers.processes_of(run.dir.path)) == {parent.pid, *ranks}
+    assert leftovers.supervisors_of(run.dir.path) == [supervisor.pid]
     supervisor.send_signal(signal.SIGTERM)
     supervisor.wait(20)
     ended = open_run(run.dir.path)
@@ -211,6 +215,25 @@ def test_the_processes_of_a_warm_run_are_found_and_stopped(home: Path, warm: War
     assert ended.state == "stopped"
     assert leftovers.processes_of(run.dir.path) == []
     assert folders(home) == []
+
+
+def test_stop_ends_a_warm_run_without_a_word_of_it_in_the_run_directory(home: Path, warm: WarmStart) -> None:
+    """The disk may have been full when the run began, so that a file of it is empty."""
+    warm.open()
+    assert warm.wait(120)
+    run, supervisor = launch(write(home, updates=FOR_EVER), warm)
+    until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
+    assert not (run.dir.path / "mark").exists()
+    run.dir.attempt.write_bytes(b"")
+    everything = [psutil.Process(supervisor.pid), *below(supervisor.pid)]
+    supervisor.kill()
+    supervisor.wait()
+    found = open_run(run.dir.path)
+    assert found is not None
+    report, left = stop(found)
+    assert report in (f"{run.id} is {how}; processes left: none" for how in ("stopped", "failed"))
+    assert left == []
+    until(lambda: not any(process.is_running() for process in everything))
 
 
 def test_a_killed_supervisor_leaves_a_warm_run_to_the_next_one(home: Path, warm: WarmStart) -> None:
@@ -288,20 +311,18 @@ def test_what_waits_too_long_goes_and_the_launch_is_a_cold_one(home: Path) -> No
     assert pid is not None
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10)
     assert folders(home) == []
-    run, supervisor = launch(write(home), warm)
+    _, supervisor = launch(write(home), warm)
     assert supervisor.pid != pid
     assert supervisor.wait(120) == 0
     assert warm.pid is None
-    assert not (run.dir.path / leftovers.ALSO).exists()
 
 
 def test_a_run_of_one_rank_starts_as_always_from_a_supervisor_that_waited(home: Path, warm: WarmStart) -> None:
     warm.open()
     waiting = warm.pid
-    run, supervisor = launch(write(home, ranks=1), warm)
+    _, supervisor = launch(write(home, ranks=1), warm)
     assert supervisor.pid == waiting
     assert supervisor.wait(120) == 0
-    assert not (run.dir.path / leftovers.ALSO).exists()
     assert folders(home) == []
 
 

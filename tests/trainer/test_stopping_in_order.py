@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from signals import is_pending
 
 from trainer.checkpoint import load, newest
 from trainer.outcome import NodeOutcome
@@ -159,13 +160,24 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
     assert "killed, because they did not answer: ranks 0, 1; no process is left" in stderr
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_second_signal_does_not_wait(tmp_path: Path, second: signal.Signals) -> None:
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGUSR2)])
+def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, first: signal.Signals, second: signal.Signals) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 60)
     await_steps(tmp_path)
     os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
-    process.terminate()
+    process.send_signal(first)
     time.sleep(0.2)
     assert process.poll() is None
     process.send_signal(second)
     assert end(process, 5)[0] == 130
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whoever_asks_again_for_a_training_to_end_does_not_cost_it_its_work(tmp_path: Path, ranks: int) -> None:
+    process = begin(tmp_path, "--max-updates", 1_000_000, ranks=ranks)
+    await_steps(tmp_path, ranks)
+    for _ in range(2):
+        process.terminate()
+        until(lambda: not is_pending(process.pid, signal.SIGTERM))
+    assert end(process, 15)[0] == 130
+    assert outcome(tmp_path).saved is not None

@@ -143,7 +143,7 @@ class _Alone:
 
         A rank that trains has some time to keep its work first.
         """
-        asked = 0
+        interrupts = 0
         while True:
             now = time.monotonic()
             if self._leave_at is not None and now >= self._leave_at:
@@ -161,8 +161,8 @@ class _Alone:
             if not wishes:
                 continue
             # The handlers, which tell these apart as well, wait while the rank is in C++.
-            asked += sum(number != signal.SIGHUP for number in wishes)
-            if not self._listens or self._signals.at_once or AT_ONCE in wishes or asked > 1:
+            interrupts += wishes.count(signal.SIGINT)
+            if not self._listens or self._signals.at_once or AT_ONCE in wishes or interrupts > 1:
                 self._leave()
             if not self._asked:
                 self._leave_at = time.monotonic() + self._patience_s

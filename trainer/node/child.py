@@ -17,6 +17,7 @@ from trainer.errors import ExitCode, RequestError, TrainingError
 from trainer.node import guard
 from trainer.node.assignment import RankAssignment
 from trainer.node.last_words import error_line
+from trainer.node.proc_environ import show_run_in_proc
 from trainer.node.wish import Wish
 from trainer.outcome import exit_code_of
 from trainer.record import Failure, RunDir
@@ -45,6 +46,7 @@ def _set_environment(assignment: RankAssignment) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    show_run_in_proc()  # the fork server may have been started before the run
     if "TMPDIR" in assignment.environment:
         tempfile.tempdir = None  # it may have been asked for before
 

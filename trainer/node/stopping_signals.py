@@ -38,8 +38,8 @@ class StopSignals:
         self.at_once = False
         """Whether nothing is to be waited for."""
         self.wake, self._waker = socket.socketpair()
-        self._asked = False
-        """Whether a person asked; the next time is not to be waited for."""
+        self._interrupted = False
+        """Whether there was a Ctrl-C; the next one is not to be waited for."""
         self._lease = environ.get(LEASE) == "stdin"
         self._raising = False
         self._over = False
@@ -84,8 +84,8 @@ class StopSignals:
             return
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self.at_once |= number == AT_ONCE or (self._asked and number != signal.SIGHUP)
-        self._asked |= number != signal.SIGHUP
+        self.at_once |= number == AT_ONCE or (self._interrupted and number == signal.SIGINT)
+        self._interrupted |= number == signal.SIGINT
         if self.requested is None:
             self.requested = signal.Signals(number).name
         if self._raising:

@@ -18,6 +18,7 @@ import msgspec
 
 from trainer import __main__ as trainer
 from trainer.node import forkserver, guard
+from trainer.node.proc_environ import show_run_in_proc
 from trainer.node.stopping_signals import LEASE
 from trainer.node.warm_request import READY, Request
 
@@ -47,6 +48,7 @@ def _become(request: Request) -> int:
     """Do what the run asks for as if this process had been started for it."""
     os.environ.clear()
     os.environ.update(request.environment)
+    show_run_in_proc()
     _open_as(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1, 2)
     if os.environ.get(LEASE) != "stdin":
         _open_as(os.devnull, os.O_RDONLY, 0)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-FOLDER = "GPUTRAIN_WARM"
-"""Environment variable: a path that this process alone is given, and that never exists. Every process that comes of it
-has it in its environment, and is found by it; none can have the run's own mark, which is not known yet."""
 READY = b"ready\n"
 """Said on standard output once torch is loaded."""
 

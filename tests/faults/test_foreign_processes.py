@@ -1,0 +1,52 @@
+"""Nothing that a run directory holds leads to a signal to a process that is not the run's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pid_namespace import run_in_namespace
+
+from gputrain_tui.running import leftovers
+
+PROGRAM = Path(__file__).with_name("any_run_directory.py")
+
+
+def test_no_content_of_a_run_directory_leads_to_a_process_or_a_folder_of_others(tmp_path: Path) -> None:
+    done = run_in_namespace(PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def test_neither_we_nor_those_who_started_us_are_ended_as_leftovers(tmp_path: Path) -> None:
+    """A rank that ends what is left of its own run, for instance, is not left."""
+    end = (
+        f"from pathlib import Path; from gputrain_tui.running.leftovers import end; print(end(Path({str(tmp_path)!r})))"
+    )
+    parent = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {end!r}]).returncode)"
+    environment = {**os.environ, leftovers.MARK: str(tmp_path)}
+    sleeper = subprocess.Popen(["sleep", "600"], env=environment)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", parent], env=environment, capture_output=True, text=True, timeout=30
+        )
+        assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+        assert sleeper.wait(10) == -9
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+@pytest.mark.parametrize("named", ["/run/../run", "{here}/link"], ids=["dots", "link"])
+def test_a_run_is_known_by_whatever_path_leads_to_it(tmp_path: Path, named: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    path = named.format(here=tmp_path) if named.startswith("{") else f"{tmp_path}{named}"
+    sleeper = subprocess.Popen(["sleep", "600"], env={leftovers.MARK: path})
+    try:
+        assert leftovers.processes_of(tmp_path / "run") == [sleeper.pid]
+    finally:
+        sleeper.kill()
+        sleeper.wait()
