@@ -9,7 +9,7 @@ import signal
 import sys
 
 STOPPED = 130
-"""``trainer.errors.ExitCode.STOPPED``, before that can be imported."""
+"""``trainer.contract.errors.ExitCode.STOPPED``, before that can be imported."""
 
 
 def main() -> int:

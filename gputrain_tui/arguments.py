@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from trainer.errors import RequestError, nearest, quoted
+from trainer.contract.errors import RequestError, nearest, quoted
 
 
 class FlagParser(argparse.ArgumentParser):

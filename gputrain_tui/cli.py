@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from gputrain_tui import VERSION
 from gputrain_tui.output import discard, narrate, printable_streams
-from trainer.errors import ExitCode, RequestError, nearest, quoted, require_utf8
+from trainer.contract.errors import ExitCode, RequestError, nearest, quoted, require_utf8
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

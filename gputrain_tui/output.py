@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-from trainer import errors
-from trainer.errors import printable_lines
+from trainer.contract import errors
+from trainer.contract.errors import printable_lines
 
 
 class PrintableStream:

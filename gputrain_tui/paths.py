@@ -1,4 +1,4 @@
-"""Where gputrain keeps its files on this machine: one place that knows ``GPUTRAIN_HOME`` and the platform's folders."""
+"""The folders of gputrain on this machine, by ``GPUTRAIN_HOME`` or the platform's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.errors import RequestError, require_utf8
-from trainer.home import expanded
+from trainer.contract.errors import RequestError, require_utf8
+from trainer.contract.home_folder import expanded
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.errors import printable
+from trainer.contract.errors import printable
 
-__all__ = ["Column", "duration", "number", "printable", "size", "table", "width"]
+__all__ = ["TableColumn", "duration", "number", "printable", "size", "table", "width"]
 
 HUGE = 1e15
 """From here on all digits of a number tell nothing."""
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """One column of a table."""
 
     title: str
@@ -24,7 +25,7 @@ class Column:
     """Aligned right: numbers."""
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]]) -> str:
     """Lay out cells under their titles, two spaces apart, whatever they hold; the text has no final newline."""
     lines = [[column.title for column in columns], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(width(line[index]) for line in lines) for index in range(len(columns))]
@@ -82,3 +83,7 @@ def number(value: float | None, digits: int = 0) -> str:
     if value is None:
         return ""
     return f"{value:.{digits}f}" if abs(value) < HUGE else f"{value:.2e}"
+
+
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+"""Terminal commands: colours, cursor moves, window titles."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.errors import (
+from trainer.contract.errors import (
     ExitCode,
     RequestError,
     TrainingError,
@@ -20,8 +20,8 @@ from trainer.errors import (
     quoted,
     require_utf8,
 )
-from trainer.options import Distributed, Script, Training
-from trainer.schema import Option, check, describe, read_flags
+from trainer.contract.options import Distributed, Script, Training
+from trainer.contract.schema import Option, check, describe, read_flags
 
 S = TypeVar("S")
 
@@ -73,13 +73,16 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
             _check_training(left)
 
     # Not before the flags are known to be right: help and refusals answer at once.
-    from trainer.dispatch import decide
-    from trainer.node import room
-    from trainer.node.launch import launch
-    from trainer.node.script_environment import refuse_file
-    from trainer.placement.devices import visible_devices
+    from trainer.agent.launch import launch
+    from trainer.agent.script_environment import refuse_file
+    from trainer.environments.dispatch import decide
+    from trainer.host import resource_limits
+    from trainer.host.visible_devices import visible_devices
 
-    room.require(_most_here(options, environ), rank_bytes=room.RANK_BYTES if script is None else room.SCRIPT_BYTES)
+    resource_limits.require(
+        _most_here(options, environ),
+        rank_bytes=resource_limits.RANK_BYTES if script is None else resource_limits.SCRIPT_BYTES,
+    )
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
     if script is not None:
@@ -106,7 +109,7 @@ def _names() -> Iterator[None]:
 
 def _most_here(options: Distributed, environ: Mapping[str, str]) -> int:
     """Return how many ranks the flags ask for on this node: with nothing that speaks of other nodes, all of them."""
-    from trainer.placement import slurm
+    from trainer.environments import slurm
 
     elsewhere = options.distributed_init_method is not None or "WORLD_SIZE" in environ or slurm.is_task(environ)
     return max(options.distributed_gpus or 0, 0 if elsewhere else options.distributed_world_size or 0)
@@ -147,7 +150,7 @@ def _check_training(words: Sequence[str]) -> None:
     Raises:
         RequestError: an option is wrong, or data of a built-in task is missing.
     """
-    from trainer.tasks.registry import check_data, options_schema
+    from trainer.contract.builtin_tasks import check_data, options_schema
 
     training, left = _read(Training, words)
     schema = options_schema(training.task)
@@ -185,7 +188,7 @@ def _unknown(word: str, task: str, task_options: Sequence[Option]) -> RequestErr
 
 def _help(words: Sequence[str]) -> int:
     """Print the help, with the options of the task where one is named."""
-    from trainer.help import render
+    from trainer.contract.flag_help import render
 
     task = _value_after("--task", words)
     options = _task_options(task) if task else None
@@ -214,7 +217,8 @@ def _print(text: str) -> int:
 
 
 def _task_options(name: str) -> list[Option]:
-    from trainer.tasks.registry import load_task, options_schema
+    from trainer.contract.builtin_tasks import options_schema
+    from trainer.tasks.registry import load_task
 
     schema = options_schema(name)
     with _names():

@@ -1,4 +1,4 @@
-"""The same measurements for somebody else's training script, which keeps its own loop.
+"""Measures somebody else's training script, which keeps its own loop.
 
     from trainer.watch import watch
     with watch(model, optimizer) as watched:
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.measure.desync import Replica
-from trainer.node.script_environment import RANK_PID, RUN_DIR
-from trainer.record import Checksum, EventWriter, Failure, RankState, RankStateName, RunDir
-from trainer.sync import Phase, StepMeter, ddp_of
+from trainer.agent.script_environment import RANK_PID, RUN_DIR
+from trainer.contract.record import Checksum, EventWriter, Failure, RankState, RankStateName, RunDir
+from trainer.telemetry.desync import ReplicatedTensors
+from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 
 Batch = TypeVar("Batch")
 
@@ -104,7 +104,7 @@ class Watched:
         self._local_rank = local_rank
         self._checksum_every = checksum_every if _is_replicated(model) else 0
         ddp = ddp_of(model)
-        self._replica = Replica(model if ddp is None else ddp.module)
+        self._replica = ReplicatedTensors(model if ddp is None else ddp.module)
         parameter = next(model.parameters(), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._meter = StepMeter(model, device=self._device, writer=writer, rank=rank, detail_every=detail_every)

@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Show the run until the person leaves."""
-    from gputrain_tui.runs import find
+    from gputrain_tui.history.runs import find
 
     found = find(args.run)  # before the console is imported: a wrong id is answered at once
     return entry.show(found, fps=args.fps)

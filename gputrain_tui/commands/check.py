@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import msgspec
 
 from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.lifecycle import start
 from gputrain_tui.output import narrate, print_json, print_styled
-from gputrain_tui.preflight import NotReadyError, Result, summary
-from gputrain_tui.recipe import load
-from gputrain_tui.running import start
+from gputrain_tui.preflight import CheckResult, NotReadyError, summary
+from gputrain_tui.recipe.model import load
 from gputrain_tui.tables import printable, width
-from trainer.errors import ExitCode
+from trainer.contract.errors import ExitCode
 
 NAME = "check"
 HELP = "say what would go wrong with a recipe here, and the fix; start nothing"
@@ -31,7 +31,7 @@ class Report(msgspec.Struct, kw_only=True):
     recipe: str
     ready: bool
     """Whether ``gputrain run`` would start it."""
-    results: tuple[Result, ...]
+    results: tuple[CheckResult, ...]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
     return ExitCode.FINISHED if ready else ExitCode.REFUSED
 
 
-def report(results: Sequence[Result], name: str, *, colour: bool = False) -> str:
+def report(results: Sequence[CheckResult], name: str, *, colour: bool = False) -> str:
     """The results for people: one line each, what to do about it and the key it concerns below."""
     wide = max(width(result.check) for result in results)
     lines = [f"{printable(name)}: {summary(results)}"]

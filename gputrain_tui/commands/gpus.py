@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gputrain_tui.inventory import Gpu, Inventory, is_free, take_inventory, to_json, why_busy
+from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free, take_inventory, to_json, why_busy
 from gputrain_tui.output import narrate, print_json
-from gputrain_tui.tables import Column, duration, number, printable, size, table
-from trainer.errors import ExitCode
+from gputrain_tui.tables import TableColumn, duration, number, printable, size, table
+from trainer.contract.errors import ExitCode
 
 if TYPE_CHECKING:
-    from gputrain_tui.remote.survey import Sighting
+    from gputrain_tui.hosts.survey import HostReport
 
 NAME = "gpus"
 HELP = "show the GPUs, cores and memory of this machine, or of others over ssh"
@@ -42,11 +42,11 @@ def run(args: Namespace) -> int:
         inventory = take_inventory()
         _print(to_json(inventory) if args.json else report(inventory), json=args.json)
         return ExitCode.FINISHED
-    from gputrain_tui.machines.hostfile import parse_list, read_hostfile
-    from gputrain_tui.remote.survey import ask_all
+    from gputrain_tui.hosts.hostfile import parse_list, read_hostfile
+    from gputrain_tui.hosts.survey import ask_hosts
 
     hosts = parse_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
-    sightings = ask_all([entry.host for entry in hosts])
+    sightings = ask_hosts([entry.host for entry in hosts])
     _print(several_json(sightings) if args.json else several(sightings), json=args.json)
     silent = [found.host for found in sightings if found.inventory is None]
     if silent:
@@ -61,7 +61,7 @@ def _print(text: str, *, json: bool) -> None:
         print(text)
 
 
-def several_json(sightings: Sequence[Sighting]) -> str:
+def several_json(sightings: Sequence[HostReport]) -> str:
     """Several hosts as one line of JSON."""
     hosts = [
         {
@@ -74,16 +74,16 @@ def several_json(sightings: Sequence[Sighting]) -> str:
     return json.dumps({"hosts": hosts}, separators=(",", ":"), ensure_ascii=False)
 
 
-def several(sightings: Sequence[Sighting]) -> str:
+def several(sightings: Sequence[HostReport]) -> str:
     """Several hosts for people: one line for each, then each as ``report`` shows it."""
     columns = (
-        Column("host"),
-        Column("GPUs", right=True),
-        Column("free", right=True),
-        Column("threads", right=True),
-        Column("load", right=True),
-        Column("memory available", right=True),
-        Column("", right=False),
+        TableColumn("host"),
+        TableColumn("GPUs", right=True),
+        TableColumn("free", right=True),
+        TableColumn("threads", right=True),
+        TableColumn("load", right=True),
+        TableColumn("memory available", right=True),
+        TableColumn("", right=False),
     )
     parts = [table(columns, [_host_row(found) for found in sightings])]
     for found in sightings:
@@ -92,7 +92,7 @@ def several(sightings: Sequence[Sighting]) -> str:
     return "\n\n".join(parts)
 
 
-def _host_row(found: Sighting) -> list[str]:
+def _host_row(found: HostReport) -> list[str]:
     inventory = found.inventory
     if inventory is None:
         return [found.host, "", "", "", "", "", found.problem]
@@ -146,16 +146,16 @@ def machine(inventory: Inventory) -> str:
 def gpu_table(gpus: tuple[Gpu, ...]) -> str:
     """One row per GPU."""
     columns = (
-        Column("GPU", right=True),
-        Column("name"),
-        Column("memory", right=True),
-        Column("util %", right=True),
-        Column("°C", right=True),
-        Column("W", right=True),
-        Column("MHz", right=True),
-        Column("state"),
-        Column("PCI"),
-        Column("UUID"),
+        TableColumn("GPU", right=True),
+        TableColumn("name"),
+        TableColumn("memory", right=True),
+        TableColumn("util %", right=True),
+        TableColumn("°C", right=True),
+        TableColumn("W", right=True),
+        TableColumn("MHz", right=True),
+        TableColumn("state"),
+        TableColumn("PCI"),
+        TableColumn("UUID"),
     )
     return table(columns, [_row(gpu) for gpu in gpus])
 
@@ -185,12 +185,12 @@ def _of(value: str, limit: str) -> str:
 def process_table(gpus: tuple[Gpu, ...]) -> str:
     """One row per process on a GPU."""
     columns = (
-        Column("GPU", right=True),
-        Column("PID", right=True),
-        Column("user"),
-        Column("memory", right=True),
-        Column("kind"),
-        Column("process"),
+        TableColumn("GPU", right=True),
+        TableColumn("PID", right=True),
+        TableColumn("user"),
+        TableColumn("memory", right=True),
+        TableColumn("kind"),
+        TableColumn("process"),
     )
     rows = [
         [

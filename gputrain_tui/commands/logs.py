@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -12,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from gputrain_tui.reading.tail import AppendedFile, Follower, by_rank
-from gputrain_tui.runs import Run, find, is_over
-from gputrain_tui.tables import printable
-from trainer.errors import ExitCode, RecordError, RequestError
-from trainer.record.regular_file import open_regular
+from gputrain_tui.history.follow import AppendedFile, Follower, by_rank
+from gputrain_tui.history.runs import Run, find, is_over
+from gputrain_tui.tables import ESCAPES, printable
+from trainer.contract.errors import ExitCode, RecordError, RequestError
+from trainer.contract.record.regular_file import open_regular
 
 NAME = "logs"
 HELP = "print what the ranks of a run printed"
@@ -27,8 +26,6 @@ CHUNK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 16 << 20
 """What is kept of a line until its end has come; a longer one is printed as several."""
 
-ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-"""Terminal commands: colours, cursor moves, window titles."""
 
 PREFIX_COLOURS = (36, 33, 32, 35, 34, 31)
 """SGR colours by which neighbouring ranks are told apart, from the terminal's own palette."""

@@ -9,11 +9,11 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
 from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.interrupts import Interrupts
 from gputrain_tui.output import narrate
 from gputrain_tui.preflight import NotReadyError, warnings
-from gputrain_tui.running import start
-from gputrain_tui.running.interrupts import Interrupts
-from trainer.errors import ExitCode
+from trainer.contract.errors import ExitCode
 
 NAME = "run"
 HELP = "train a recipe to the end, in the foreground or detached"
@@ -46,17 +46,17 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
     with Interrupts().caught() as interrupts:
         # The supervisor starts first: what shows the run is imported while it is on its way.
         started, supervisor = start.launch(prepared, leased=True)
-        from gputrain_tui import headless
-        from gputrain_tui.running import foreground, settle
-        from gputrain_tui.running.outlet import Outlet
+        from gputrain_tui.headless import foreground, progress
+        from gputrain_tui.headless.safe_stream import SafeStream
+        from gputrain_tui.lifecycle import settle
         from gputrain_tui.state import RunState
 
         train, world_size = prepared.recipe.train, prepared.plan.world_size
-        out, err = Outlet(sys.stdout), Outlet(sys.stderr)
+        out, err = SafeStream(sys.stdout), SafeStream(sys.stderr)
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
         view = None if json else foreground.show(state, os.environ, err)
         if view is not None:
-            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {headless.placed(prepared.plan)}", "dim")])
+            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {progress.placed(prepared.plan)}", "dim")])
 
         def say(line: str) -> None:
             if view is not None:

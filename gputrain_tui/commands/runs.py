@@ -11,37 +11,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from gputrain_tui import paths
+from gputrain_tui.history.runs import list_all
+from gputrain_tui.history.summary import LONGEST_NAME, UNREADABLE, describe_all
 from gputrain_tui.output import print_json, print_styled
-from gputrain_tui.runs import ENDED, Run, UnreadableRun, last_step, list_all
-from gputrain_tui.tables import Column, duration, number, printable, table, width
-from trainer.errors import ExitCode
+from gputrain_tui.tables import TableColumn, duration, number, printable, table, width
+from trainer.contract.errors import ExitCode
 
 NAME = "runs"
 HELP = "list past and running runs, newest first"
 
-LONGEST_NAME = 60
-"""Characters that a recipe's name takes in the list."""
 
 COLUMNS = (
-    Column("run"),
-    Column("state"),
-    Column("recipe"),
-    Column("ranks", right=True),
-    Column("step", right=True),
-    Column("loss", right=True),
-    Column("started"),
-    Column("took", right=True),
+    TableColumn("run"),
+    TableColumn("state"),
+    TableColumn("recipe"),
+    TableColumn("ranks", right=True),
+    TableColumn("step", right=True),
+    TableColumn("loss", right=True),
+    TableColumn("started"),
+    TableColumn("took", right=True),
 )
-
-
-KEYS = (
-    "id", "state", "recipe", "world_size", "step", "loss", "started", "ended", "duration_s", "exit_code", "message",
-    "run_dir",
-)  # fmt: skip
-"""What ``describe`` gives."""
-
-UNREADABLE = "unreadable"
-"""State of a run of which nothing can be told."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -59,42 +48,6 @@ def run(args: Namespace) -> int:
     else:
         print(f"no run in {paths.runs_folder()} yet; start one with `gputrain run RECIPE`", file=sys.stderr)
     return ExitCode.FINISHED
-
-
-def describe_all(runs: Sequence[Run], unreadable: Sequence[UnreadableRun], *, now: float) -> list[dict[str, Any]]:
-    """What is listed of all runs, those last that cannot be read."""
-    return [*(describe(run, now=now) for run in runs), *map(describe_unreadable, unreadable)]
-
-
-def describe_unreadable(run: UnreadableRun) -> dict[str, Any]:
-    """What is listed of a run that cannot be read: its name, its folder and why."""
-    told = dict.fromkeys(KEYS)
-    return told | {"id": run.id, "state": UNREADABLE, "message": run.problem, "run_dir": str(run.dir.path)}
-
-
-def describe(run: Run, *, now: float) -> dict[str, Any]:
-    """What is listed of a run; a value that is not known is None."""
-    status = run.status
-    step, loss = status.step, status.loss
-    if status.status not in ENDED:  # nobody has summed it up yet: rank 0 stands for all
-        newest = last_step(run.dir)
-        step, loss = (step, loss) if newest is None else (newest.step, newest.loss)
-    over = run.state != status.status or status.status in ENDED
-    until = status.ended if over else now
-    return {
-        "id": run.id,
-        "state": run.state,
-        "recipe": status.recipe,
-        "world_size": status.world_size,
-        "step": step,
-        "loss": loss,
-        "started": status.started,
-        "ended": status.ended,
-        "duration_s": None if until is None else until - status.started,
-        "exit_code": status.exit_code,
-        "message": status.message,
-        "run_dir": str(run.dir.path),
-    }
 
 
 def report(entries: Sequence[dict[str, Any]], *, colour: bool = False) -> str:

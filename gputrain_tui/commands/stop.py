@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import sys
-import time
 from argparse import ArgumentParser, Namespace
-from contextlib import suppress
-from pathlib import Path
 
-from gputrain_tui import paths
-from gputrain_tui.plan import stop_grace
-from gputrain_tui.running import outcome, start
-from gputrain_tui.running.leftovers import SUPERVISOR, end, living_runs, open_process, supervisors_of
-from gputrain_tui.running.processes import HELD_S, is_alive, is_held
-from gputrain_tui.runs import ENDED, Run, find, open_run, read_plan
+from gputrain_tui.lifecycle.stop import stop_called
 from gputrain_tui.tables import printable
-from trainer.errors import ExitCode, RecordError, RequestError, quoted
-from trainer.options import Distributed
-from trainer.outcome import SAVE_S
-from trainer.record import MOST_RANKS, RunDir
+from trainer.contract.errors import ExitCode
 
 NAME = "stop"
 HELP = "stop a run everywhere and say what is left of it"
-
-PATIENCE_S = 5.0
-"""How long the supervisor may take beyond what it gives the ranks."""
-START_S = 3.0
-"""How long the supervisor of a new run may take to appear as a process; its modules may take longer to load."""
-POLL_S = 0.02
-TRIES = 3
-"""How often a run is given another supervisor: one for one that was killed, and one for each that was refused."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,143 +26,3 @@ def run(args: Namespace) -> int:
     report, left = stop_called(args.run)
     print(printable(report))
     return ExitCode.FAILED if left else ExitCode.FINISHED
-
-
-def stop_called(wanted: str) -> tuple[str, list[int]]:
-    """Stop a run by its id, a prefix of it or ``last``, also one whose directory is gone while its processes live.
-
-    Returns:
-        What became of it in one line, and the processes that would not go.
-
-    Raises:
-        RequestError: there is no such run, or it belongs to another machine.
-    """
-    lost = {name: path for name, path in living_runs(paths.runs_folder()).items() if open_run(path) is None}
-    if wanted in lost:
-        return _stop_without_record(lost[wanted])
-    fitting = sorted(name for name in lost if wanted and name.startswith(wanted))
-    try:
-        found = find(wanted)
-    except RequestError:
-        if len(fitting) != 1:
-            raise
-        return _stop_without_record(lost[fitting[0]])
-    if fitting and wanted not in (found.id, "last"):
-        raise RequestError(f"{quoted(wanted)} fits {len(fitting) + 1} runs: {', '.join([found.id, *fitting])}")
-    if found.state == "lost":
-        print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
-    return stop(found)
-
-
-def stop(found: Run) -> tuple[str, list[int]]:
-    """Stop a run everywhere; return what became of it in one line, and the processes that would not go.
-
-    The supervisor is found by its environment: what ``status.json`` says of it may be out of date, copied or forged.
-
-    Raises:
-        RequestError: the run belongs to another machine, or nobody could be found to end it.
-    """
-    path = found.dir.path
-    _await_supervisor(found)
-    supervisor = found.status.supervisor
-    if (
-        found.state not in ENDED
-        and supervisor is not None
-        and not supervisors_of(path)
-        and is_alive(supervisor) is None
-    ):
-        raise RequestError(f"stop: {found.id} runs on {supervisor.host}; stop it there")
-    now, trouble = found, ""
-    for _ in range(TRIES):
-        _end_supervisors(path, _patience_s(found.dir))
-        if not path.exists():
-            return _stop_without_record(path)
-        now = open_run(path) or now
-        if now.state in ENDED:
-            break
-        try:
-            now = start.adopt(now)
-        except RequestError as error:  # nobody can, or somebody else was faster and is asked in the next round
-            trouble = str(error)
-    left = end(path)
-    if now.state not in ENDED:
-        raise RequestError(f"{trouble or f'{now.id} is {now.state}'}; {_left(left)}")
-    return _report(now, left, was_over=found.state in ENDED), left
-
-
-def _report(run: Run, left: list[int], *, was_over: bool) -> str:
-    if was_over:
-        how = f"was {run.state} already"
-    else:
-        kept = outcome.kept(run.dir, _nodes(run.dir)) if run.state == "stopped" else ""
-        how = f"is {run.state}" + (kept and f" {kept}")
-    return f"{run.id} {how}; {_left(left)}"
-
-
-def _nodes(run_dir: RunDir) -> list[int]:
-    numbers = (int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
-    return sorted(number for number in numbers if number < MOST_RANKS)
-
-
-def _stop_without_record(path: Path) -> tuple[str, list[int]]:
-    """Stop the processes of a run whose directory is gone or cannot be read."""
-    _end_supervisors(path, _patience_s(RunDir(path)))
-    left = end(path)
-    found = open_run(path)
-    if found is not None and found.state in ENDED:  # its supervisor has written it anew
-        return _report(found, left, was_over=False), left
-    what = "cannot be read" if path.exists() else "was deleted"
-    return f"{path.name} is stopped; its run directory {what}; {_left(left)}", left
-
-
-def _left(pids: list[int]) -> str:
-    return f"processes left: {', '.join(map(str, pids)) or 'none'}"
-
-
-def _patience_s(run_dir: RunDir) -> float:
-    """How long a run may take to stop in order: its ranks answer, save and leave."""
-    try:
-        grace_s = max(stop_grace(node.argv) for node in read_plan(run_dir).nodes)
-    except RecordError:
-        grace_s = Distributed().stop_grace
-    return grace_s + SAVE_S + 2 * PATIENCE_S
-
-
-def _await_supervisor(found: Run) -> None:
-    """Wait until the supervisor of a new run is there, while whoever has made the run may still be starting it."""
-    creator = found.status.supervisor
-    until = time.monotonic() + START_S
-    while found.state == "starting" and creator is not None and time.monotonic() < until:
-        if supervisors_of(found.dir.path) or not is_alive(creator):
-            return
-        time.sleep(POLL_S)
-
-
-def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
-    """Ask the supervisors of a run to end it, and wait; return whether there was one.
-
-    A run that is stopping already goes on with that. The ranks of a run die with their nodes' parents.
-    """
-    asked = False
-    for pid in supervisors_of(run_dir):
-        descriptor = open_process(pid, run_dir, SUPERVISOR)
-        if descriptor is not None:
-            asked = True
-            try:
-                _end_supervisor(pid, descriptor, patience_s)
-            finally:
-                os.close(descriptor)
-    return asked
-
-
-def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> None:
-    """Ask a supervisor once, then kill it: it is held, or takes longer than everything that it may wait for."""
-    waiter = select.poll()
-    waiter.register(descriptor, select.POLLIN)
-    with suppress(OSError):
-        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped by a signal hears nothing before
-            signal.pidfd_send_signal(descriptor, number)
-        if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
-            return
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    waiter.poll(PATIENCE_S * 1000)

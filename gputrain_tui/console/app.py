@@ -31,18 +31,18 @@ from textual.widget import AwaitMount
 
 from gputrain_tui.console import settings, stderr_guard
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
-from gputrain_tui.console.desk import Desk
+from gputrain_tui.console.launch_session import LaunchSession
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
-from gputrain_tui.running.warm import WarmStart
-from gputrain_tui.runs import ENDED, Run, list_runs
-from trainer.errors import ExitCode, RequestError
+from gputrain_tui.history.runs import ENDED, Run, list_runs
+from gputrain_tui.lifecycle.warm_pool import WarmPool
+from trainer.contract.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
     from gputrain_tui.console.screens.console import Console
-    from gputrain_tui.machines.hostfile import HostLine
-    from gputrain_tui.running.start import Prepared
+    from gputrain_tui.hosts.hostfile import HostLine
+    from gputrain_tui.lifecycle.start import Prepared
 
 FPS = 10
 """Paints a second, where ``--fps`` says nothing else."""
@@ -81,7 +81,7 @@ class GputrainApp(App[int]):
         runs: Callable[[], list[Run]] = list_runs,
         follow: Callable[[Run], LiveRun] = LiveRun,
         clocked: bool = True,
-        warm: WarmStart | None = None,
+        warm: WarmPool | None = None,
         hosts: tuple[HostLine, ...] = (),
         hostfile: str = "",
     ) -> None:
@@ -100,7 +100,7 @@ class GputrainApp(App[int]):
         super().__init__()
         self.live: LiveRun | None = None
         """The run that was opened last."""
-        self.desk = Desk(hosts=hosts, hostfile=hostfile)
+        self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
         """What the screens hand to each other."""
         self.warm = warm
         """What waits for a launch."""
@@ -145,7 +145,7 @@ class GputrainApp(App[int]):
         first = self._first or going
         if first is not None:
             await self.open_run(first)
-        elif self.desk.hosts:
+        elif self.session.hosts:
             await self.switch_mode(self._page("cluster"))
         elif not runs:
             await self.switch_mode(self._page("welcome"))
@@ -349,8 +349,8 @@ class GputrainApp(App[int]):
         self.say("preparing the demo")
 
     def _prepare_demo(self) -> None:
-        from gputrain_tui import demo
-        from gputrain_tui.running import start
+        from gputrain_tui.lifecycle import start
+        from gputrain_tui.recipe import demo
 
         try:
             prepared = start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
@@ -368,7 +368,7 @@ class GputrainApp(App[int]):
         It is started here and not by a worker: what a process is told of its parent's death comes when the thread
         that started it ends.
         """
-        from gputrain_tui.running import start
+        from gputrain_tui.lifecycle import start
 
         try:
             run, supervisor = start.launch(prepared, leased=False, warm=self.warm)
@@ -381,7 +381,7 @@ class GputrainApp(App[int]):
         await self.open_run(run)
 
     def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
-        from gputrain_tui.running import start
+        from gputrain_tui.lifecycle import start
 
         try:
             start.await_supervisor(run, supervisor, was=run.status.supervisor)
@@ -402,7 +402,7 @@ class GputrainApp(App[int]):
         self.push_screen(question, answered)
 
     def _stop(self, run: Run) -> None:
-        from gputrain_tui.commands.stop import stop_called
+        from gputrain_tui.lifecycle.stop import stop_called
 
         try:
             report, left = stop_called(run.id)
@@ -431,7 +431,7 @@ def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostLine, ..
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
-    warm = WarmStart()
+    warm = WarmPool()
     app = GputrainApp(run, fps=FPS if fps is None else fps, warm=warm, hosts=hosts, hostfile=hostfile)
     try:
         with stderr_guard.guarded():

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gputrain_tui.arguments import FlagParser
-from trainer.errors import quoted
+from trainer.contract.errors import quoted
 
 if TYPE_CHECKING:
-    from gputrain_tui.machines.hostfile import HostLine
-    from gputrain_tui.runs import Run
+    from gputrain_tui.history.runs import Run
+    from gputrain_tui.hosts.hostfile import HostLine
 
 TEXTUAL_FPS = "TEXTUAL_FPS"
 """What Textual asks for its rate, a whole number of paints a second."""
@@ -70,7 +70,7 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     """
     hosts: tuple[HostLine, ...] = ()
     if hostfile is not None:
-        from gputrain_tui.machines.hostfile import read_hostfile
+        from gputrain_tui.hosts.hostfile import read_hostfile
 
         hosts = read_hostfile(Path(hostfile))
     before = os.environ.get(TEXTUAL_FPS)

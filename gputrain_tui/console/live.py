@@ -1,4 +1,4 @@
-"""One run as the console follows it: the record is read in small portions, and views look at what came of it."""
+"""Follows one run for the console: reads its record in small portions into the state that views show."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from gputrain_tui.console.skim import WORTH_BYTES, Skim, take
-from gputrain_tui.plan import Plan
-from gputrain_tui.reading.past import past
-from gputrain_tui.reading.series import Series
-from gputrain_tui.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
+from gputrain_tui.history.preview import WORTH_BYTES, Preview, apply_all
+from gputrain_tui.history.replay import replay
+from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
+from gputrain_tui.history.series import Series
+from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
-from trainer.errors import RecordError
-from trainer.record import AnyEvent, RunEnded
-from trainer.record.regular_file import size_of
+from trainer.contract.errors import RecordError
+from trainer.contract.record import AnyEvent, RunEnded
+from trainer.contract.record.regular_file import size_of
 
 BUDGET_S = 0.02
 """How long one poll may take while the person may press a key."""
@@ -31,7 +31,7 @@ OVER_POLL_S = 2.0
 """How often the record of a run that has ended is looked at: it may be resumed in place."""
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """Gives the events that were appended since it was asked last."""
 
     @property
@@ -52,7 +52,7 @@ class LiveRun:
         self,
         run: Run,
         *,
-        source: Source | None = None,
+        source: EventSource | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -71,9 +71,9 @@ class LiveRun:
         self.series = Series(self.state.world_size)
         self.caught_up = False
         """Whether the whole record was read once; before, what is shown is the past."""
-        known = past(run.dir, self.state.world_size) if source is None else None
+        known = replay(run.dir, self.state.world_size) if source is None else None
         begin = known.begin if known is not None else None
-        self._source: Source = RunReader(run.dir, begin=begin) if source is None else source
+        self._source: EventSource = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
         self._total_bytes = 0
         self._read_bytes = 0
@@ -82,18 +82,18 @@ class LiveRun:
         self._next_poll = float("-inf")
         self._heard_at = float("-inf")
         self._turns = 0
-        self._skim: Skim | None = None
+        self._preview: Preview | None = None
         """What is shown while a long record is being read through."""
         self._whole = (self.state, self.series)
         """What comes of reading it through."""
         if known is not None:
             self.series.coarsen(known.steps)
-            take(known.events, self.state, self.series)
+            apply_all(known.events, self.state, self.series)
             self.series.refine()
         elif source is None and _size(run) >= WORTH_BYTES:
-            self._skim = Skim(run.dir, self._new_state())
-            self._skim.poll()
-            self.state, self.series = self._skim.state, self._skim.series
+            self._preview = Preview(run.dir, self._new_state())
+            self._preview.poll()
+            self.state, self.series = self._preview.state, self._preview.series
 
     @property
     def version(self) -> int:
@@ -152,8 +152,8 @@ class LiveRun:
         deadline = now + budget_s
         if not self.caught_up and not self._total_bytes:
             self._total_bytes = _size(self.run)
-        if self._skim is not None:
-            self._skim.poll()
+        if self._preview is not None:
+            self._preview.poll()
         while True:
             events = self._source.poll(PORTION_BYTES)
             self._take(events)
@@ -177,12 +177,12 @@ class LiveRun:
     def close(self) -> None:
         """Let go of the files."""
         self._source.close()
-        if self._skim is not None:
-            self._skim.close()
+        if self._preview is not None:
+            self._preview.close()
 
     def _take(self, events: list[AnyEvent]) -> None:
         state, series = self._whole
-        take(events, state, series)
+        apply_all(events, state, series)
         if events and type(events[-1]) is RunEnded:
             series.flush()
 
@@ -191,9 +191,9 @@ class LiveRun:
         self.caught_up = True
         self._turns += 1
         self.state, self.series = self._whole
-        if self._skim is not None:
-            self._skim.close()
-            self._skim = None
+        if self._preview is not None:
+            self._preview.close()
+            self._preview = None
 
     def _look_at_status(self, now: float) -> None:
         if now - self._status_at < STATUS_S:

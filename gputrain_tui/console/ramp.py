@@ -13,7 +13,7 @@ from rich.color import Color
 from rich.style import Style
 from textual.app import App
 
-PARTS = ("data", "forward", "backward", "sync", "optimizer", "other")
+PHASE_COLOURS = ("data", "forward", "backward", "sync", "optimizer", "other")
 """The parts of a step, in the order in which they happen; ``other`` is what no part accounts for."""
 HEAT_LEVELS = 8
 
@@ -63,7 +63,7 @@ LIGHT_THEME = {
     "text-success": "#1b6b37",
 }
 """The light theme's variables of which Textual's own cannot be read on a light ground, least of all on the cursor's."""
-PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PARTS), shades=False, symbols=True)
+PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PHASE_COLOURS), shades=False, symbols=True)
 
 
 def ramp_for(app: App[object]) -> Ramp:

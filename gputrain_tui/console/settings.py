@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui import paths
-from trainer.record import write_atomically
+from trainer.contract.record import write_atomically
 
 FILE = "console.json"
 

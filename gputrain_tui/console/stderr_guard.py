@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.errors import printable_lines
+from trainer.contract.errors import printable_lines
 
 SHOWN_BYTES = 16 << 10
 """How much of what was written is shown at the end: the last of it."""

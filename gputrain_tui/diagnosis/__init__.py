@@ -10,13 +10,13 @@ from __future__ import annotations
 from itertools import takewhile
 
 from gputrain_tui.diagnosis.bounds import bounds
-from gputrain_tui.diagnosis.health import Memory, desync, losses
+from gputrain_tui.diagnosis.health import MemoryGrowth, desync, losses
 from gputrain_tui.diagnosis.stall import Heard, stalls
 from gputrain_tui.diagnosis.straggler import WINDOW, stragglers
 from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, who
 from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
-from trainer.record import Finding
+from trainer.contract.record import Finding
 
 __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
@@ -35,7 +35,7 @@ class Diagnosis:
         self._raised: dict[Key, tuple[Finding, float]] = {}
         """What stands, and the value below which it is cleared."""
         self._timeline = Timeline()
-        self._memory = Memory()
+        self._memory = MemoryGrowth()
         self._heard = Heard()
         self._adopted = False
 

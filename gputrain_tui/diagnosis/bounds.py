@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.measures import middle, middle_low, quantile
-from gputrain_tui.diagnosis.row import Row, base_ms, wire_ms
+from gputrain_tui.diagnosis.row import CycleRow, base_ms, wire_ms
+from gputrain_tui.diagnosis.statistics import median, median_low, quantile
 from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
@@ -34,10 +34,10 @@ def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
     return [symptom for symptom in found if symptom is not None]
 
 
-def _input(window: Sequence[Row], usual_ms: float) -> Symptom:
+def _input(window: Sequence[CycleRow], usual_ms: float) -> Symptom:
     # A single rank that reads slowly is a straggler; the lower quartile is deaf to steps that were held up.
     series = zip(*([cycle.data for cycle in row.cycles] for row in window), strict=True)
-    data_ms = middle_low([quantile(waits, 0.25) for waits in series])
+    data_ms = median_low([quantile(waits, 0.25) for waits in series])
     share = data_ms / usual_ms
     return Symptom(
         kind="input_bound",
@@ -52,7 +52,7 @@ def _input(window: Sequence[Row], usual_ms: float) -> Symptom:
     )
 
 
-def _communication(state: RunState, window: Sequence[Row], usual_ms: float) -> Symptom | None:
+def _communication(state: RunState, window: Sequence[CycleRow], usual_ms: float) -> Symptom | None:
     bare_ms = wire_ms(window)
     if bare_ms is None or len(window[0].cycles) < 2 or not window[-1].synced:
         return None
@@ -60,10 +60,10 @@ def _communication(state: RunState, window: Sequence[Row], usual_ms: float) -> S
     if share < CLEARED * WIRE_SHARE:
         return None
     # The threads that transfer need cores as the ranks do: where those wait, the transfer's time is not the network's.
-    if middle([row.core_wait_ms for row in window]) > STARVED * bare_ms:
+    if median([row.core_wait_ms for row in window]) > STARVED * bare_ms:
         return None
     evidence = {"wire_exposed_ms": bare_ms, "step_ms": usual_ms, "wire_share": share}
-    evidence["compute_ms"] = middle([row.compute_ms for row in window])
+    evidence["compute_ms"] = median([row.compute_ms for row in window])
     last = next((view.last for view in state.ranks.values() if view.last is not None), None)
     # On a GPU nothing waits for a core; of CPU ranks that do not count it, the transfer has it in it.
     estimate = last is not None and last.core_wait_ms is None and state.ranks[last.rank].device in (None, "cpu")

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gputrain_tui.diagnosis.measures import middle
-from gputrain_tui.diagnosis.row import Row, base_ms
+from gputrain_tui.diagnosis.row import CycleRow, base_ms
+from gputrain_tui.diagnosis.statistics import median
 from gputrain_tui.diagnosis.symptom import Symptom
 
 LEAST_LEAD = 0.05
@@ -36,9 +36,9 @@ class Broadcast:
     """What the usual follower waits per step."""
 
     @classmethod
-    def seen_in(cls, rows: Sequence[Row]) -> Broadcast | None:
+    def seen_in(cls, rows: Sequence[CycleRow]) -> Broadcast | None:
         """Return who waits for whom over some steps; None where nobody does, or where it cannot be told."""
-        begins = [middle(series) for series in zip(*(row.before_forward for row in rows), strict=True)]
+        begins = [median(series) for series in zip(*(row.before_forward for row in rows), strict=True)]
         leader = max(range(len(begins)), key=begins.__getitem__)
         if begins[leader] - min(begins) < LEAST_LEAD * base_ms(rows):
             return None
@@ -46,7 +46,7 @@ class Broadcast:
         followers = frozenset(index for index in others if _follows(rows, index, leader))
         if not followers:
             return None
-        wait_ms = middle([begins[leader] - begins[index] for index in followers])
+        wait_ms = median([begins[leader] - begins[index] for index in followers])
         return cls(leader=leader, followers=followers, wait_ms=wait_ms)
 
     def told(self, symptom: Symptom, ranks: Sequence[int]) -> Symptom:
@@ -61,12 +61,12 @@ class Broadcast:
         )
 
 
-def _follows(rows: Sequence[Row], index: int, leader: int) -> bool:
+def _follows(rows: Sequence[CycleRow], index: int, leader: int) -> bool:
     """Tell whether a rank's forward pass is longer than the leader's by just what it began earlier."""
     leads = [row.before_forward[leader] - row.before_forward[index] for row in rows]
     longer = [row.cycles[index].forward - row.cycles[leader].forward for row in rows]
-    usual = middle(leads)
-    apart = middle([long - lead for long, lead in zip(longer, leads, strict=True)])
+    usual = median(leads)
+    apart = median([long - lead for long, lead in zip(longer, leads, strict=True)])
     if usual <= 0.0 or abs(apart) > TOLERANCE * usual:
         return False
     return sum(long >= usual / 2 for long in longer) >= AGREEING * len(rows)

@@ -1,4 +1,4 @@
-"""What goes wrong without anybody being slow.
+"""Findings that need no slow rank: desync, non-finite or spiking losses, growing memory.
 
 Models that differ, numbers that are none, a loss that jumps, memory that only grows.
 """
@@ -10,7 +10,7 @@ from collections import deque
 from itertools import islice, pairwise
 
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.measures import jitter, middle, spread
+from gputrain_tui.diagnosis.statistics import jitter, median, spread
 from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
@@ -23,7 +23,7 @@ SPIKE_SIGMAS = 10.0
 SPIKE_SHARE = 0.5
 """Least height of a jump as a share of the loss before it."""
 BLOCKS = 6
-"""Equal parts of the time in which memory is watched; it must have grown from each to the next."""
+"""Equal phases of the time in which memory is watched; it must have grown from each to the next."""
 LEAST_SAMPLES = 90
 """Machine samples, one a second, before memory is judged."""
 SETTLING = 30
@@ -31,7 +31,7 @@ SETTLING = 30
 GROWTH = 0.10
 """Share of the memory at first by which it must have grown."""
 STEADY = 0.5
-"""Least growth from one part to the next, against the mean: memory that fills up and stays grows ever less."""
+"""Least growth from one phase to the next, against the mean: memory that fills up and stays grows ever less."""
 GROWTH_SIGMAS = 5.0
 
 
@@ -40,7 +40,7 @@ def desync(state: RunState) -> list[Symptom]:
 
     Where the ranks compare them by themselves, they also find the first tensor that differs, and have said so.
     """
-    difference = state.replicas.difference
+    difference = state.desync.difference
     if difference is None:
         return []
     step, what, ranks = difference
@@ -110,10 +110,10 @@ def _spike(state: RunState, timeline: Timeline) -> Symptom | None:
     if len(losses) < USUAL + HELD:
         return None
     before, newest = losses[:-HELD], losses[-HELD:]
-    usual = middle(before)
+    usual = median(before)
     noise = max(spread(before), jitter(before))
     threshold = max(SPIKE_SIGMAS * noise, SPIKE_SHARE * abs(usual))
-    height = middle(newest) - usual
+    height = median(newest) - usual
     if threshold <= 0.0 or height < threshold / 2:
         return None
     return Symptom(
@@ -122,13 +122,13 @@ def _spike(state: RunState, timeline: Timeline) -> Symptom | None:
         threshold=threshold,
         confirmed=min(newest) - usual >= threshold / 2,
         step=state.step,
-        message=f"the loss jumped from {usual:.4g} to {middle(newest):.4g} nats",
-        evidence={"loss_nats": middle(newest), "usual_loss_nats": usual, "noise_nats": noise},
+        message=f"the loss jumped from {usual:.4g} to {median(newest):.4g} nats",
+        evidence={"loss_nats": median(newest), "usual_loss_nats": usual, "noise_nats": noise},
         advice=ADVICE["loss_spike"],
     )
 
 
-class Memory:
+class MemoryGrowth:
     """Judges the memory of each rank's process and of its GPU whenever it was sampled anew."""
 
     def __init__(self) -> None:
@@ -158,14 +158,14 @@ def _creep(view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symp
     used = [float(each) for _, each in islice(samples, SETTLING, None)]
     size = len(used) // BLOCKS
     last = size * (BLOCKS - 1)
-    if middle(used[last : last + size]) < (1 + CLEARED * GROWTH) * middle(used[:size]):
+    if median(used[last : last + size]) < (1 + CLEARED * GROWTH) * median(used[:size]):
         return None
     blocks = [used[start : start + size] for start in range(0, size * BLOCKS, size)]
-    levels = [middle(block) for block in blocks]
+    levels = [median(block) for block in blocks]
     growth = levels[-1] - levels[0]
     mean = growth / (BLOCKS - 1)
     grown = growth / levels[0] if levels[0] > 0 else 0.0
-    noise = middle([jitter(block) for block in blocks])
+    noise = median([jitter(block) for block in blocks])
     seconds = samples[-1][0] - samples[SETTLING][0]
     per_hour = growth / max(seconds * (BLOCKS - 1) / BLOCKS, 1.0) * 3600
     return Symptom(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gputrain_tui.diagnosis.stall import awaited
 from gputrain_tui.state import RankView, RunState
-from trainer.record import Failure
+from trainer.contract.record import Failure
 
 
 def missing(state: RunState) -> Failure | None:

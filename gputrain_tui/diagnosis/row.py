@@ -13,10 +13,10 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from gputrain_tui.diagnosis.measures import excess, middle, middle_low, middle_without
+from gputrain_tui.diagnosis.statistics import excess, median, median_low, median_without
 
-PARTS = ("data", "h2d", "forward", "backward", "optimizer", "other")
-"""What a rank does between two synchronisations; ``other`` is what no part of the step accounts for."""
+PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
+"""What a rank does between two synchronisations; ``other`` is what no phase of the step accounts for."""
 
 
 class Cycle(NamedTuple):
@@ -35,7 +35,7 @@ class Cycle(NamedTuple):
     core_wait_before: float
     """Of that, what came before the forward pass."""
     gc: float
-    """In Python's garbage collector; lies within the other parts."""
+    """In Python's garbage collector; lies within the other phases."""
     exposed: float | None
     """Waited for the synchronisation that ends the cycle; None where nothing was synchronised or measured."""
     wire: float | None
@@ -49,7 +49,7 @@ class Cycle(NamedTuple):
         return self.optimizer + self.other + self.data + self.h2d + self.core_wait_before
 
 
-class Row:
+class CycleRow:
     """The cycles of all ranks at one step, or their means over as many steps as an event covers."""
 
     def __init__(self, step: int, cycles: Sequence[Cycle], steps: int = 1) -> None:
@@ -62,7 +62,7 @@ class Row:
         self.troubled = False
         """Whether a rank was known to be late meanwhile: then it says nothing about the usual noise."""
         self._sorted: dict[str, list[float]] = {}
-        self._relieved: tuple[object, Row] | None = None
+        self._relieved: tuple[object, CycleRow] | None = None
 
     @cached_property
     def synced(self) -> bool:
@@ -72,7 +72,7 @@ class Row:
     @cached_property
     def own_ms(self) -> float:
         """The usual rank's own work."""
-        return middle_low([cycle.own for cycle in self.cycles])
+        return median_low([cycle.own for cycle in self.cycles])
 
     @cached_property
     def wire_ms(self) -> float | None:
@@ -82,17 +82,17 @@ class Row:
     @cached_property
     def step_ms(self) -> float:
         """The usual rank's step by the clock."""
-        return middle([cycle.step for cycle in self.cycles])
+        return median([cycle.step for cycle in self.cycles])
 
     @cached_property
     def compute_ms(self) -> float:
         """The usual rank's forward and backward."""
-        return middle([cycle.forward + cycle.backward for cycle in self.cycles])
+        return median([cycle.forward + cycle.backward for cycle in self.cycles])
 
     @cached_property
     def core_wait_ms(self) -> float:
         """The usual rank's wait for a core."""
-        return middle(self._column("core_wait"))
+        return median(self._column("core_wait"))
 
     @cached_property
     def own_excess(self) -> list[float]:
@@ -110,17 +110,17 @@ class Row:
         """Per rank what comes before its forward pass, ms."""
         return [cycle.before_forward for cycle in self.cycles]
 
-    def excess(self, part: str, index: int) -> float:
-        """Return by how much one rank's part exceeds the other ranks' median, ms."""
-        value: float = getattr(self.cycles[index], part)
-        ranked = self._column(part)
-        return value - middle_without(ranked, bisect_left(ranked, value)) if len(ranked) > 1 else 0.0
+    def excess(self, phase: str, index: int) -> float:
+        """Return by how much one rank's phase exceeds the other ranks' median, ms."""
+        value: float = getattr(self.cycles[index], phase)
+        ranked = self._column(phase)
+        return value - median_without(ranked, bisect_left(ranked, value)) if len(ranked) > 1 else 0.0
 
     def late_ms(self, index: int) -> float:
         """Return how late a rank was as the synchronisation shows it: the longest wait less its own, ms."""
         return max(cycle.exposed or 0.0 for cycle in self.cycles) - (self.cycles[index].exposed or 0.0)
 
-    def relieved(self, leader: int, followers: frozenset[int]) -> Row:
+    def relieved(self, leader: int, followers: frozenset[int]) -> CycleRow:
         """Return the row without what some ranks wait for another in their forward pass.
 
         Args:
@@ -136,25 +136,25 @@ class Row:
                 lead = first.before_forward - cycle.before_forward
                 wait = max(0.0, min(cycle.forward - first.forward, lead))
                 cycles[index] = cycle._replace(forward=cycle.forward - wait, own=cycle.own - wait)
-            relieved = Row(self.step, cycles, self.steps)
+            relieved = CycleRow(self.step, cycles, self.steps)
             relieved.troubled = self.troubled
             self._relieved = about, relieved
         return self._relieved[1]
 
-    def _column(self, part: str) -> list[float]:
-        """Return one part of all ranks, ascending."""
-        ranked = self._sorted.get(part)
+    def _column(self, phase: str) -> list[float]:
+        """Return one phase of all ranks, ascending."""
+        ranked = self._sorted.get(phase)
         if ranked is None:
-            ranked = self._sorted[part] = sorted(map(attrgetter(part), self.cycles))
+            ranked = self._sorted[phase] = sorted(map(attrgetter(phase), self.cycles))
         return ranked
 
 
-def base_ms(rows: Sequence[Row]) -> float:
+def base_ms(rows: Sequence[CycleRow]) -> float:
     """Return a step as it would be with a core for everybody and nobody late: the usual work and the bare transfer."""
-    return middle([row.own_ms for row in rows]) + (wire_ms(rows) or 0.0)
+    return median([row.own_ms for row in rows]) + (wire_ms(rows) or 0.0)
 
 
-def wire_ms(rows: Sequence[Row]) -> float | None:
+def wire_ms(rows: Sequence[CycleRow]) -> float | None:
     """Return the bare transfer that nothing hides (lower quartile); None where it was not measured."""
     waits = sorted(row.wire_ms for row in rows if row.wire_ms is not None)
     return waits[len(waits) // 4] if waits else None

@@ -1,4 +1,4 @@
-"""A run that does not go on: which rank the others wait for, since when, and what its process does meanwhile.
+"""Finds ranks from which no step comes any more: who is behind, since when, and what their process does.
 
 Every state of a rank has a usual length: the longest stay in it so far, of any rank. A rank that stays several times
 as long is stalled where the others are known to wait for it, and the whole run where nobody goes on.
@@ -138,11 +138,11 @@ def awaited(state: RunState) -> list[RankView]:
     behind = [view for view in running if places[view.rank] != ahead]
     if 0 < len(behind) <= len(running) / 2:
         return behind
-    parts = {view.rank: _parts_done(view) for view in running}
+    phases = {view.rank: _parts_done(view) for view in running}
     told = [view.doing.part for view in running if view.doing is not None]
     if len(told) < len(running) and not {"sync", "group"} & set(told):
         return []
-    behind = [view for view in running if parts[view.rank] < max(parts.values())]
+    behind = [view for view in running if phases[view.rank] < max(phases.values())]
     return behind if 0 < len(behind) <= len(running) / 2 else []
 
 
@@ -153,7 +153,7 @@ def _place(view: RankView) -> Place:
 
 
 def _parts_done(view: RankView) -> float:
-    """Return how far within a step it told to be; who waits outside of steps has done its own part."""
+    """Return how far within a step it told to be; who waits outside of steps has done its own phase."""
     if view.doing is None:
         return -1.0
     return float("inf") if view.doing.part == "group" else view.doing.parts_done
@@ -272,7 +272,7 @@ def _odd_one(views: Sequence[RankView]) -> RankView | None:
 
 
 def _part(view: RankView) -> str | None:
-    """Return the part of the step that the rank is at, as it told itself."""
+    """Return the phase of the step that the rank is at, as it told itself."""
     return view.doing.part if view.doing is not None else None
 
 
@@ -298,8 +298,8 @@ def _is_alive(view: RankView) -> bool:
 
 def _said(view: RankView) -> str:
     """Return where a rank is and what its process does, to go on a sentence with; empty where neither is known."""
-    part, doing = _part(view), _doing(view)
-    told = [f"rank {view.rank} is {PLACES[part]}"] if part is not None else []
+    phase, doing = _part(view), _doing(view)
+    told = [f"rank {view.rank} is {PLACES[phase]}"] if phase is not None else []
     if doing is not None:
         place = view.process.sleeps_in
         what = f"sleeps in the kernel's {place}" if place and not place.startswith(LOCK) else f"is {doing}"

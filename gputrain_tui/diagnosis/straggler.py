@@ -10,8 +10,8 @@ from itertools import accumulate, islice
 from gputrain_tui.diagnosis.advice import ADVICE, NAMES
 from gputrain_tui.diagnosis.broadcast import Broadcast
 from gputrain_tui.diagnosis.causes import cause_of
-from gputrain_tui.diagnosis.measures import jitter, middle, spread
-from gputrain_tui.diagnosis.row import PARTS, Row, base_ms
+from gputrain_tui.diagnosis.row import PHASES, CycleRow, base_ms
+from gputrain_tui.diagnosis.statistics import jitter, median, spread
 from gputrain_tui.diagnosis.symptom import Severity, Symptom, percent
 from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
@@ -32,7 +32,7 @@ AT_ONCE = 0.15
 """Share of a step from which one window is enough; for less, ``SUSTAINED`` windows must all show it."""
 SUSTAINED = 4
 UNEXPLAINED, UNEXPLAINED_S = 2, 5.0
-"""Windows that must show lateness which no part accounts for, and seconds for a rank that computes on a core.
+"""Windows that must show lateness which no phase accounts for, and seconds for a rank that computes on a core.
 
 Where all that such a rank does takes longer, it is its core that is slower. Other work on the machine, or other
 guests of its host, make it so for a second or two now and then, however many steps that is.
@@ -76,7 +76,7 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
         symptom = None
         if merged and lately[index] >= OVERWHELMING * (step_ms + lately[index]):
             symptom = _slow(state, timeline.ranks, rows, index, step_ms, short)
-            if symptom.cause == "unattributed":  # all parts longer for a moment: the machine, told of when it lasts
+            if symptom.cause == "unattributed":  # all phases longer for a moment: the machine, told of when it lasts
                 symptom = None
         if symptom is None and known and owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _slow(state, timeline.ranks, rows, index, step_ms, WINDOW)
@@ -89,18 +89,20 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     return found
 
 
-def _short_window(rows: Sequence[Row]) -> int:
+def _short_window(rows: Sequence[CycleRow]) -> int:
     """Return how many of the last rows stand for ``WINDOW`` steps: from ``SHORT_WINDOW`` to ``WINDOW``."""
     steps = list(accumulate(row.steps for row in islice(reversed(rows), WINDOW)))
     return max(SHORT_WINDOW, min(WINDOW, 1 + bisect_left(steps, WINDOW)))
 
 
-def _own_excess(window: Sequence[Row]) -> list[float]:
+def _own_excess(window: Sequence[CycleRow]) -> list[float]:
     """Return by how much each rank's own work usually exceeds the other ranks', ms."""
-    return [middle(late) for late in zip(*(row.own_excess for row in window), strict=True)]
+    return [median(late) for late in zip(*(row.own_excess for row in window), strict=True)]
 
 
-def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int, base: float, length: int) -> Symptom:
+def _slow(
+    state: RunState, ranks: Sequence[int], rows: Sequence[CycleRow], index: int, base: float, length: int
+) -> Symptom:
     """Judge what a rank itself does longer than the others.
 
     Args:
@@ -114,20 +116,20 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
     recent = late[-length:]
-    late_ms = middle(recent)
+    late_ms = median(recent)
     step_ms = base + max(late_ms, 0.0)
     gate = WARNING * step_ms
-    blocks = [middle(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)]
+    blocks = [median(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)]
     troubled = [row.troubled for row in rows]
     noise = _noise(late, troubled)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
-    agreed_ms = middle([row.own_excess[index] for row in agreeing])  # of the same steps as its parts
-    parts = {part: middle([row.excess(part, index) for row in agreeing]) for part in (*PARTS, "gc")}
-    cause = cause_of(state, rank, agreed_ms, parts, agreeing, ranks)
-    if noise > gate and cause.name in PARTS:  # a part may stand out from its own noise where all of them are noisier
+    agreed_ms = median([row.own_excess[index] for row in agreeing])  # of the same steps as its phases
+    phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
+    cause = cause_of(state, rank, agreed_ms, phases, agreeing, ranks)
+    if noise > gate and cause.name in PHASES:  # a phase may stand out from its own noise where all of them are noisier
         alone = [row.excess(cause.name, index) for row in rows]
         noise_alone = _noise(alone, troubled)
-        if middle(alone[-length:]) >= noise_alone:
+        if median(alone[-length:]) >= noise_alone:
             noise = min(noise, noise_alone)
     threshold = max(gate, noise)
     windows = SUSTAINED if late_ms < AT_ONCE * step_ms else 0
@@ -151,8 +153,8 @@ def _slow(state: RunState, ranks: Sequence[int], rows: Sequence[Row], index: int
             "late_share": share,
             "threshold_ms": threshold,
             "noise_ms": noise,
-            "sync_late_ms": middle([row.late_ms(index) for row in agreeing]),
-            **{f"{part}_excess_ms": value for part, value in parts.items() if abs(value) >= 0.05 * late_ms},
+            "sync_late_ms": median([row.late_ms(index) for row in agreeing]),
+            **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
             **cause.evidence,
         },
         advice=ADVICE[cause.name],
@@ -163,31 +165,31 @@ def _on_gpu(state: RunState, rank: int) -> bool:
     return (state.ranks[rank].device or "").startswith("cuda")
 
 
-def _windows_of(window: Sequence[Row], seconds: float) -> int:
+def _windows_of(window: Sequence[CycleRow], seconds: float) -> int:
     """Return how many windows like this one last that long, at least ``UNEXPLAINED`` and at most all that are kept."""
     window_s = sum(row.step_ms * row.steps for row in window) * 1e-3
     lasting = math.ceil(seconds / max(window_s, 1e-6))
     return max(UNEXPLAINED, min(lasting, HISTORY // WINDOW))
 
 
-def _waits_for_cores(rows: Sequence[Row]) -> list[float] | None:
+def _waits_for_cores(rows: Sequence[CycleRow]) -> list[float] | None:
     """Return by how much each rank waits longer for a core than the others; None while the steps are too few."""
     if len(rows) < CORE_STEPS:
         return None
     recent = rows[-CORE_STEPS:]
-    return [middle(waits) for waits in zip(*(row.core_wait_excess for row in recent), strict=True)]
+    return [median(waits) for waits in zip(*(row.core_wait_excess for row in recent), strict=True)]
 
 
-def _without_core(recent: Sequence[Row], rank: int, index: int, late_ms: float) -> Symptom | None:
+def _without_core(recent: Sequence[CycleRow], rank: int, index: int, late_ms: float) -> Symptom | None:
     """Judge how much longer than the others a rank waits for a core, over a longer time: that comes in bursts."""
     if late_ms <= 0.0:
         return None
-    step_ms = middle([row.step_ms for row in recent])
+    step_ms = median([row.step_ms for row in recent])
     gate = WARNING * step_ms
     if late_ms < gate / 2:
         return None
     waits = [row.core_wait_excess[index] for row in recent]
-    blocks = [middle(waits[start : start + WINDOW]) for start in range(0, CORE_STEPS, WINDOW)]
+    blocks = [median(waits[start : start + WINDOW]) for start in range(0, CORE_STEPS, WINDOW)]
     threshold = max(gate, BLOCK_SIGMAS * spread(blocks))
     steady = min(blocks) >= gate and sum(value >= late_ms / 2 for value in waits) >= CORE_AGREEING * CORE_STEPS
     share = late_ms / step_ms
@@ -208,7 +210,7 @@ def _without_core(recent: Sequence[Row], rank: int, index: int, late_ms: float) 
             "late_share": share,
             "threshold_ms": threshold,
             "core_wait_excess_ms": late_ms,
-            "sync_late_ms": middle([row.late_ms(index) for row in recent]),
+            "sync_late_ms": median([row.late_ms(index) for row in recent]),
         },
         advice=ADVICE["core_wait"],
     )
@@ -228,6 +230,6 @@ def _noise(late: Sequence[float], troubled: Sequence[bool]) -> float:
     step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW)  # 1.2533: a median's against a mean's
     earlier = [value for value, known in zip(late[:-WINDOW], troubled[:-WINDOW], strict=True) if not known]
     starts = range(len(earlier) % WINDOW, len(earlier), WINDOW)
-    blocks = [middle(earlier[start : start + WINDOW]) for start in starts]
+    blocks = [median(earlier[start : start + WINDOW]) for start in starts]
     in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= LEAST_BLOCKS else 0.0
     return max(step_to_step, in_bursts)

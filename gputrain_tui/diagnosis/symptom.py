@@ -1,4 +1,4 @@
-"""What a look at a run shows, before hysteresis decides whether it is worth a finding."""
+"""A symptom: what one check of a run shows, before hysteresis decides whether it is a finding."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from gputrain_tui.diagnosis.row import Cycle, Row
+from gputrain_tui.diagnosis.row import Cycle, CycleRow
 from gputrain_tui.state import RankView, RunState
-from trainer.record import Step
+from trainer.contract.record import Step
 
 HISTORY = 128
 """Step events per rank that a state must keep to be followed, and rows that are kept here."""
@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
     until: int
     """Last step of the event that told it."""
     cycle: Cycle | None
-    """None where its parts were not measured."""
+    """None where its phases were not measured."""
     loss: float | None
 
 
@@ -91,8 +91,8 @@ class Timeline:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self.rows: deque[Row] = deque(maxlen=HISTORY)
-        """Ascending; a step of which a rank did not measure the parts has none."""
+        self.rows: deque[CycleRow] = deque(maxlen=HISTORY)
+        """Ascending; a step of which a rank did not measure the phases has none."""
         self.losses: deque[float] = deque(maxlen=HISTORY)
         """Mean over the ranks at each step that has one, nats."""
         self._lanes: list[Lane] = []
@@ -117,7 +117,7 @@ class Timeline:
             self._done = max(lane.stretches[0].first for lane in self._lanes) - 1
         self._lay_out()
 
-    def last(self, count: int) -> list[Row]:
+    def last(self, count: int) -> list[CycleRow]:
         """Return the newest so many rows."""
         return list(islice(self.rows, max(len(self.rows) - count, 0), None))
 
@@ -152,9 +152,9 @@ class Timeline:
                 heads = [lane.stretches[0] for lane in self._lanes]
                 self._add(last, 1, [head.cycle for head in heads], [head.loss for head in heads])
             else:
-                parts = [list(_within(lane, first, last)) for lane in self._lanes]
-                cycles = [_mean_cycle(each) for each in parts]
-                self._add(last, last - first + 1, cycles, [_mean_loss(each) for each in parts])
+                phases = [list(_within(lane, first, last)) for lane in self._lanes]
+                cycles = [_mean_cycle(each) for each in phases]
+                self._add(last, last - first + 1, cycles, [_mean_loss(each) for each in phases])
 
     def _add(self, step: int, steps: int, cycles: Sequence[Cycle | None], losses: Sequence[float | None]) -> None:
         told = [loss for loss in losses if loss is not None]
@@ -162,7 +162,7 @@ class Timeline:
             self.losses.append(sum(told) / len(told))
         measured = [cycle for cycle in cycles if cycle is not None]
         if step > self._warm and len(measured) == len(cycles):
-            self.rows.append(Row(step, measured, steps))
+            self.rows.append(CycleRow(step, measured, steps))
 
 
 def _within(lane: Lane, first: int, last: int) -> Iterator[tuple[int, Stretch]]:
@@ -173,14 +173,14 @@ def _within(lane: Lane, first: int, last: int) -> Iterator[tuple[int, Stretch]]:
         yield min(stretch.last, last) - max(stretch.first, first) + 1, stretch
 
 
-def _mean_cycle(parts: Sequence[tuple[int, Stretch]]) -> Cycle | None:
+def _mean_cycle(phases: Sequence[tuple[int, Stretch]]) -> Cycle | None:
     """Return the mean over some steps, None where one of them was not measured."""
-    if len(parts) == 1:
-        return parts[0][1].cycle
-    cycles = [stretch.cycle for _, stretch in parts if stretch.cycle is not None]
-    if len(cycles) < len(parts):
+    if len(phases) == 1:
+        return phases[0][1].cycle
+    cycles = [stretch.cycle for _, stretch in phases if stretch.cycle is not None]
+    if len(cycles) < len(phases):
         return None
-    weights = [steps for steps, _ in parts]
+    weights = [steps for steps, _ in phases]
     total = sum(weights)
     columns = zip(*cycles, strict=True)
     return Cycle._make(
@@ -189,15 +189,15 @@ def _mean_cycle(parts: Sequence[tuple[int, Stretch]]) -> Cycle | None:
     )
 
 
-def _mean_loss(parts: Sequence[tuple[int, Stretch]]) -> float | None:
-    told = [(steps, stretch.loss) for steps, stretch in parts if stretch.loss is not None]
+def _mean_loss(phases: Sequence[tuple[int, Stretch]]) -> float | None:
+    told = [(steps, stretch.loss) for steps, stretch in phases if stretch.loss is not None]
     return sum(steps * loss for steps, loss in told) / sum(steps for steps, _ in told) if told else None
 
 
 def _cycle(event: Step) -> tuple[Cycle | None, float]:
     """Return what an event tells of a step, with the end of that very step, and the waits for a core at that end, ms.
 
-    None where its parts were not measured.
+    None where its phases were not measured.
     """
     step_ms, forward_ms, backward_ms = event.step_ms, event.forward_ms, event.backward_ms
     if step_ms is None or forward_ms is None:

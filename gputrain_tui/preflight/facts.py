@@ -1,4 +1,4 @@
-"""What the preflight knows of this machine: plain values, so that judging them needs no machine."""
+"""The preflight's facts of a machine: plain values, so that checking them needs no machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from trainer.node.room import Room
+from trainer.host.resource_limits import ResourceLimits
 
 if TYPE_CHECKING:
-    from gputrain_tui.inventory import Inventory
+    from gputrain_tui.hosts.inventory import Inventory
 
 
 class Folder(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     """Whether that is an address of this machine."""
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class RendezvousFile(msgspec.Struct, frozen=True, kw_only=True):
     """The file at which the ranks meet."""
 
     path: str
@@ -60,7 +60,7 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
     """The same of ROCm."""
 
 
-class Wrong(msgspec.Struct, frozen=True, kw_only=True):
+class MissingInput(msgspec.Struct, frozen=True, kw_only=True):
     """A key that names something which is not there, and what to say about it."""
 
     key: str
@@ -68,23 +68,23 @@ class Wrong(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """This machine, as far as a recipe concerns it; None and empty mean: not looked at, or it does not say."""
 
-    data: Wrong | None = None
+    data: MissingInput | None = None
     """Why the task's data cannot be read."""
     data_seen: bool = False
     """Whether the data was looked for: a user's own task is asked by its ranks."""
-    script: Wrong | None = None
-    resume: Wrong | None = None
+    script: MissingInput | None = None
+    resume: MissingInput | None = None
     port: Port | None = None
-    meeting: Meeting | None = None
+    rendezvous: RendezvousFile | None = None
     home: Folder | None = None
     """Where runs are recorded."""
     save_dir: Folder | None = None
     shm_free_bytes: int | None = None
     """Room in ``/dev/shm``."""
-    room: Room | None = None
+    limits: ResourceLimits | None = None
     """How many ranks the kernel's limits allow."""
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None

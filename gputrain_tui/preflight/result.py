@@ -1,4 +1,4 @@
-"""What one check of the preflight says: how grave it is, which key of the recipe it concerns, and what to do."""
+"""The result of one preflight check: its severity, the recipe's key and the fix."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 
 import msgspec
 
-from gputrain_tui.plan import Plan
-from trainer.errors import RequestError
+from gputrain_tui.plan.planner import Plan
+from trainer.contract.errors import RequestError
 
 Status = Literal["ok", "note", "warning", "error"]
 """An error keeps a run from starting; a warning and a note do not."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """One check."""
 
     status: Status
@@ -41,7 +41,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class NotReadyError(RequestError):
     """The recipe is right, but the machine is not ready for it; exit code 3."""
 
-    def __init__(self, results: Sequence[Result], *, plan: Plan | None = None) -> None:
+    def __init__(self, results: Sequence[CheckResult], *, plan: Plan | None = None) -> None:
         """Keep what was found.
 
         Args:
@@ -55,17 +55,17 @@ class NotReadyError(RequestError):
         super().__init__(f"{self.errors[0].line}{more}")
 
 
-def errors(results: Sequence[Result]) -> tuple[Result, ...]:
+def errors(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
     """Return what keeps a run from starting."""
     return tuple(result for result in results if result.status == "error")
 
 
-def warnings(results: Sequence[Result]) -> tuple[Result, ...]:
+def warnings(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
     """Return what may go wrong later."""
     return tuple(result for result in results if result.status == "warning")
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[CheckResult]) -> str:
     """Say in a few words how it stands: ``2 errors, 1 warning``, or ``ready``."""
     counts = [(len(errors(results)), "error"), (len(warnings(results)), "warning")]
     said = [f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count]

@@ -1,4 +1,4 @@
-"""How fast a run goes on by the wall, pauses included: what the time left is told from."""
+"""The pace of a run by the wall clock, pauses included, from which the time left is estimated."""
 
 from __future__ import annotations
 

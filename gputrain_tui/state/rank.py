@@ -1,4 +1,4 @@
-"""What is known of one rank."""
+"""The state of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from gputrain_tui.state.totals import NOTHING, Totals
-from trainer.record import Doing, Failure, Step
+from trainer.contract.record import Doing, Failure, Step
 
 WINDOW = 50
 """Step events of a rank that its recent means cover."""
@@ -23,7 +23,6 @@ class RankView:
         "entered",
         "events",
         "failure",
-        "fate",
         "first_step_time",
         "gpu",
         "gpu_bytes",
@@ -34,6 +33,7 @@ class RankView:
         "marks",
         "message",
         "node",
+        "outcome",
         "pid",
         "process",
         "rank",
@@ -58,9 +58,9 @@ class RankView:
         self.pid: int | None = None
         self.message: str | None = None
         self.failure: Failure | None = None
-        """Why it failed, as it or its node's parent tells it."""
-        self.fate: str | None = None
-        """How another rank's failure or the end of the run ended it, as ``fate`` tells it."""
+        """Why it failed, as it or its node agent tells it."""
+        self.outcome: str | None = None
+        """How another rank's failure or the end of the run ended it, as ``outcome`` tells it."""
         self.time: float | None = None
         """When it was last heard of, Unix seconds."""
         self.first_step_time: float | None = None
@@ -114,7 +114,7 @@ class RankView:
     @property
     def standing(self) -> str | None:
         """What it is shown as: its fate, where it has one, else its state; only what failed by itself is ``failed``."""
-        return self.fate or self.state
+        return self.outcome or self.state
 
     @property
     def recent(self) -> Totals:

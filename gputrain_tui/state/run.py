@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gputrain_tui.running.fate import fate
+from gputrain_tui.state.desync import DesyncState
 from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
-from gputrain_tui.state.replicas import Replicas
+from gputrain_tui.state.rank_outcome import rank_outcome
 from gputrain_tui.state.synchronisation import (
     Lateness,
     bus_bytes_per_s,
@@ -18,8 +18,8 @@ from gputrain_tui.state.synchronisation import (
     sync_share,
     wire_ms,
 )
-from trainer.outcome import root_cause
-from trainer.record import (
+from trainer.contract.outcome import root_cause
+from trainer.contract.record import (
     AnyEvent,
     Checkpoint,
     Checksum,
@@ -38,7 +38,7 @@ from trainer.record import (
     TrainingPlan,
     Validation,
 )
-from trainer.record.digest import Block
+from trainer.contract.record.downsampled import DownsampledBlock
 
 KEPT = 1000
 """Validations, checkpoints and failures kept."""
@@ -88,7 +88,7 @@ class RunState:
         """Raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
         """Every finding as it was raised or cleared."""
-        self.replicas = Replicas()
+        self.desync = DesyncState()
         """Whether the ranks hold the same model."""
         self.nodes: dict[int, NodeSample] = {}
         """Newest machine sample per node."""
@@ -106,7 +106,7 @@ class RunState:
             Joining: self._joining,
             TrainingPlan: self._training_plan,
             Step: self._step,
-            Block: self._step,
+            DownsampledBlock: self._step,
             Doing: self._doing,
             Validation: self.validations.append,
             Checkpoint: self.checkpoints.append,
@@ -119,7 +119,7 @@ class RunState:
             RunEnded: self._run_ended,
         }
 
-    def apply(self, event: AnyEvent | Block) -> None:
+    def apply(self, event: AnyEvent | DownsampledBlock) -> None:
         """Take in one event, or a block that stands for many."""
         if event.time > self.time:
             self.time = event.time
@@ -276,8 +276,8 @@ class RunState:
         if view.time is None or event.time >= view.time:  # how it ended may stand in another file, read earlier
             view.time = event.time
             view.state = "training"
-            if view.fate is not None or self.ended is not None:
-                view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
+            if view.outcome is not None or self.ended is not None:
+                view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         view.totals = totals = view.totals.plus(event)
         view.marks.append(totals)
         if event.steps > 1:
@@ -318,7 +318,7 @@ class RunState:
         if event.state == "spawned" and view.last is not None:
             self._start_again(view)
         if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
-            return  # the node's parent writes into another file, which may be read later
+            return  # the node agent writes into another file, which may be read later
         if event.state in ("spawned", "failed"):
             view.entered = event.time  # it did not leave the stage before in order
         elif event.state != view.state:
@@ -332,7 +332,7 @@ class RunState:
         view.message = event.message
         if event.state != "failed":
             view.failure = None
-        view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
+        view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         for name in ("local_rank", "node", "host", "device", "pid"):
             value = getattr(event, name)
             if value is not None:
@@ -347,7 +347,7 @@ class RunState:
             series.clear()
         view.sampled = view.doing = None
         view.turns = 0
-        self.replicas.forget(view.rank)
+        self.desync.forget(view.rank)
         self._lateness.begin_anew()
         self._pace.begin_anew()
 
@@ -359,7 +359,7 @@ class RunState:
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
     def _checksum(self, event: Checksum) -> None:
-        self.replicas.note(event, self.world_size)
+        self.desync.note(event, self.world_size)
 
     def _sample(self, event: Sample) -> None:
         self.sample = event
@@ -391,7 +391,7 @@ class RunState:
         if event.rank is not None:
             view = self.rank(event.rank)
             view.state, view.time, view.failure = "failed", event.time, event
-            view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
+            view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         if self.root_cause is not before:
             self._judge()
 
@@ -405,4 +405,4 @@ class RunState:
     def _judge(self) -> None:
         """Tell the ranks that failed by themselves from those that were ended, by what is known now."""
         for view in self.ranks.values():
-            view.fate = fate(view.rank, view.state, view.failure, self.root_cause, self.ended)
+            view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)

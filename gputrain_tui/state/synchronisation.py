@@ -1,4 +1,4 @@
-"""What the ranks' waits for each other tell: who is late, how fast the wire is, and what of it computing hides.
+"""Lateness, wire time and overlap, from the ranks' waits for each other.
 
 All of it comes from each rank's own clock; none of these measures needs clocks that agree.
 """

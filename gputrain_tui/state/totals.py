@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import sub
 from typing import NamedTuple
 
-from trainer.record import Step
+from trainer.contract.record import Step
 
 
 class Totals(NamedTuple):

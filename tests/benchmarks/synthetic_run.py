@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.plan import Plan, PlannedNode
-from gputrain_tui.runs import Run, create, open_run, write_status
-from trainer.record import (
+from gputrain_tui.history.runs import Run, create, open_run, write_status
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from trainer.contract.record import (
     Finding,
     GpuSample,
     NodeSample,
@@ -32,7 +32,7 @@ from trainer.record import (
     Validation,
     encode_event,
 )
-from trainer.record.digest import Digest
+from trainer.contract.record.downsampled import Downsampler
 
 NOISE = 4096
 """Random numbers that are drawn once and used again: drawing takes longer than writing."""
@@ -144,7 +144,7 @@ class SyntheticRun:
     def _write_rank(self, rank: int, steps: int) -> None:
         """Write a rank's steps, and their digest as the rank's own writer does."""
         path = self.dir.rank_events(rank)
-        digest = Digest(self.dir.digest, path.stem, path.stat().st_size)
+        digest = Downsampler(self.dir.digest, path.stem, path.stat().st_size)
         with path.open("ab", buffering=0) as file:
             for first in range(1, steps + 1, BLOCK):
                 lines = []

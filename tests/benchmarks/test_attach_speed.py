@@ -17,8 +17,8 @@ import synthetic_run
 from pty_harness import Terminal
 
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.reading.past import past
-from gputrain_tui.runs import Run
+from gputrain_tui.history.replay import replay
+from gputrain_tui.history.runs import Run
 
 pytestmark = pytest.mark.benchmark
 
@@ -59,7 +59,7 @@ def test_it_is_the_whole_history_and_not_a_part_of_it(run: Run) -> None:
     while live.poll():
         pass
     cpu_s = time.process_time() - begin
-    known = past(run.dir)
+    known = replay(run.dir)
     assert known is not None
     print(f"\n{cpu_s:.2f} s of processor time for {len(known.events):,} blocks and notes, and the last steps")
     assert live.status == "finished"
@@ -69,6 +69,6 @@ def test_it_is_the_whole_history_and_not_a_part_of_it(run: Run) -> None:
     window = live.series.window("loss", 180)
     assert window.first_step <= 256
     assert window.last_step == STEPS
-    assert all(low < middle < high for low, middle, high in zip(window.low, window.middle, window.high, strict=True))
-    assert window.middle[0] > 9
-    assert window.middle[-1] < 1.6
+    assert all(low < median < high for low, median, high in zip(window.low, window.median, window.high, strict=True))
+    assert window.median[0] > 9
+    assert window.median[-1] < 1.6

@@ -10,8 +10,8 @@ import pytest
 import synthetic_run
 
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.runs import open_run
-from trainer.record import AnyEvent, decode_events
+from gputrain_tui.history.runs import open_run
+from trainer.contract.record import AnyEvent, decode_events
 
 pytestmark = pytest.mark.benchmark
 

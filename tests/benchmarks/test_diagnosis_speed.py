@@ -9,7 +9,7 @@ import pytest
 
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
 from gputrain_tui.state import RunState
-from trainer.record import Step
+from trainer.contract.record import Step
 
 pytestmark = pytest.mark.benchmark
 

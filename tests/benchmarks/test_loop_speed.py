@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bare_loop import BareLoop, endless
-from gang import Gang
+from rank_group import Gang
 from torch import Tensor, nn
 
-from trainer.batches import epoch_order
-from trainer.loop import Loop
-from trainer.optim import build_optimizer
-from trainer.options import Training
-from trainer.record import EventWriter
+from trainer.contract.options import Training
+from trainer.contract.record import EventWriter
+from trainer.data.batches import epoch_order
+from trainer.engine.loop import Loop
+from trainer.engine.optimizers import build_optimizer
+from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
-from trainer.training.surroundings import Surroundings
 
 pytestmark = pytest.mark.benchmark
 
@@ -139,7 +139,7 @@ def compare(
     loop = Loop(
         task,
         options,
-        Surroundings(
+        WorkerContext(
             rank=rank,
             world_size=world_size,
             device=torch.device("cpu"),

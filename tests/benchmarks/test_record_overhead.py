@@ -16,16 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from cores import stolen_s
-from gang import Gang
 from msgspec import structs
+from rank_group import Gang
 from torch import Tensor, nn
 
-from trainer.batches import Update
-from trainer.loop import Loop
-from trainer.options import Training as Options
-from trainer.record import EventWriter
-from trainer.tasks.task import SizedDataset, Task
-from trainer.training.surroundings import Surroundings
+from trainer.contract.options import Training as Options
+from trainer.contract.record import EventWriter
+from trainer.data.batches import Update
+from trainer.data.dataset import SizedDataset
+from trainer.engine.loop import Loop
+from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.task import Task
 
 pytestmark = pytest.mark.benchmark
 
@@ -100,7 +101,7 @@ class Training(Loop):
 
     def __init__(self, rank: int, path: Path | None, batch: int) -> None:
         self.writer = EventWriter(path, rank=rank)
-        here = Surroundings(
+        here = WorkerContext(
             rank=rank,
             world_size=2,
             device=CPU,
@@ -240,8 +241,8 @@ def interval(values: list[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the median, from the order of the values alone."""
     ordered = sorted(values)
     reach = 0.98 * math.sqrt(len(ordered))
-    middle = len(ordered) / 2
-    return ordered[max(0, math.floor(middle - reach))], ordered[min(len(ordered) - 1, math.ceil(middle + reach))]
+    median = len(ordered) / 2
+    return ordered[max(0, math.floor(median - reach))], ordered[min(len(ordered) - 1, math.ceil(median + reach))]
 
 
 @pytest.mark.parametrize(("target_ms", "least"), [(20.0, 0.99), (3.0, 0.95)])

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gang import Gang
+from rank_group import Gang
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.record import EventWriter, Step, decode_events
-from trainer.sync import StepMeter
+from trainer.contract.record import EventWriter, Step, decode_events
+from trainer.telemetry.step_meter import StepMeter
 
 pytestmark = pytest.mark.benchmark
 

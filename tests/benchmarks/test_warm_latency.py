@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.console.examine import examined
-from gputrain_tui.running.start import launch
-from gputrain_tui.running.warm import WarmStart
-from trainer.record import RunDir, Step, decode_events
+from gputrain_tui.console.validate_recipe import validate_recipe
+from gputrain_tui.lifecycle.start import launch
+from gputrain_tui.lifecycle.warm_pool import WarmPool
+from trainer.contract.record import RunDir, Step, decode_events
 
 pytestmark = pytest.mark.benchmark
 
@@ -76,11 +76,11 @@ def _torchrun(text: Path, out: Path) -> float:
 
 
 def _launched(recipe: str) -> float:
-    warm = WarmStart()
+    warm = WarmPool()
     warm.open()
     assert warm.wait(60)
     start = time.time()
-    found = examined(recipe, name="latency.toml", settings=[], task="lm")
+    found = validate_recipe(recipe, name="latency.toml", settings=[], task="lm")
     assert found.prepared is not None, found.problem
     run, supervisor = launch(found.prepared, leased=False, warm=warm)
     assert supervisor.wait(60) == 0

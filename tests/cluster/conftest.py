@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ssh_server import ROOT, SSHD, SshServer, ssh_server
 
-from gputrain_tui.remote.ssh import Ssh
+from gputrain_tui.hosts.ssh import Ssh
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,6 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs a C compiler for the stand-in of the NVIDIA driver")
     folder = tmp_path_factory.mktemp("nvml")
-    source = ROOT / "tests" / "console" / "fake_nvml.c"
+    source = ROOT / "tests" / "support" / "fake_nvml.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
     return folder

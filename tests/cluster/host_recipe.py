@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 
 ENVIRON = os.environ | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "PYTHONPATH": f"{TESTS / 'trainer'}:{TESTS / 'cluster'}",
+    "PYTHONPATH": f"{TESTS / 'support'}:{TESTS / 'cluster'}",
 }
 """With it ``python`` and ``gputrain`` are those that run the tests, and the task can be imported."""
 

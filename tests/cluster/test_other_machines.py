@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from ssh_server import ROOT, SshServer, free_port
 
-from gputrain_tui import recipe as recipes
-from gputrain_tui.inventory import is_free, take_inventory
-from gputrain_tui.planning import plan_here
-from gputrain_tui.remote.ssh import Ssh, socket_folder
-from gputrain_tui.remote.survey import Sighting, ask, ask_all
-from trainer.errors import RequestError
+from gputrain_tui.hosts.inventory import is_free, take_inventory
+from gputrain_tui.hosts.ssh import Ssh, socket_folder
+from gputrain_tui.hosts.survey import HostReport, ask_host, ask_hosts
+from gputrain_tui.lifecycle.inventories import plan_here
+from gputrain_tui.recipe import model as recipes
+from trainer.contract.errors import RequestError
 
 RECIPE = """
 [[cluster.nodes]]
@@ -60,7 +60,7 @@ def test_a_host_says_what_it_has_with_nothing_of_ours_installed(server: SshServe
     # -I and -S: neither this repository nor any package is within reach of the interpreter over there.
     bare = 'python3() { command python3 -I -S "$@"; }; eval "$SSH_ORIGINAL_COMMAND"'
     name = server.shell("bare", f"LD_LIBRARY_PATH={driver}; export LD_LIBRARY_PATH\n{bare}")
-    found = ask(name, ssh)
+    found = ask_host(name, ssh)
     assert found.problem == ""
     assert found.inventory is not None
     assert [gpu.name for gpu in found.inventory.gpus] == ["NVIDIA H100", "NVIDIA T4"]
@@ -73,27 +73,27 @@ def test_a_host_says_what_it_has_with_nothing_of_ours_installed(server: SshServe
 
 def test_start_up_files_that_print_are_read_over(server: SshServer, ssh: Ssh, driver: Path) -> None:
     name = with_gpus(server, driver, "chatty", 'echo "Welcome, {"; printf "no newline at the end"; echo noise >&2')
-    found = ask(name, ssh)
+    found = ask_host(name, ssh)
     assert found.inventory is not None
     assert len(found.inventory.gpus) == 2
 
 
 def test_the_second_question_goes_over_the_connection_of_the_first(server: SshServer, ssh: Ssh) -> None:
     name = server.host("again")
-    assert ask(name, ssh).inventory is not None
+    assert ask_host(name, ssh).inventory is not None
     accepted = (server.folder / "log").read_text().count("Accepted publickey")
-    assert ask(name, ssh).inventory is not None
+    assert ask_host(name, ssh).inventory is not None
     assert (server.folder / "log").read_text().count("Accepted publickey") == accepted
 
 
 def test_many_hosts_are_asked_side_by_side_and_told_in_their_order(server: SshServer, ssh: Ssh) -> None:
-    def one(host: str, connections: Ssh, *, limit_s: float) -> Sighting:
+    def one(host: str, connections: Ssh, *, limit_s: float) -> HostReport:
         together.wait(5)  # nobody passes before all are there
-        return Sighting(host=host)
+        return HostReport(host=host)
 
     together = threading.Barrier(16)
     names = [f"node{index}" for index in range(16)]
-    assert [found.host for found in ask_all(names, one=one, ssh=ssh)] == names
+    assert [found.host for found in ask_hosts(names, one=one, ssh=ssh)] == names
 
 
 # --- failures, each one calm line ------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def silent_port() -> Iterator[int]:
 
 
 def problem(host: str, ssh: Ssh, *, limit_s: float = 20) -> str:
-    found = ask(host, ssh, limit_s=limit_s)
+    found = ask_host(host, ssh, limit_s=limit_s)
     assert found.inventory is None
     assert found.host == host
     assert "\n" not in found.problem
@@ -157,7 +157,7 @@ def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ss
 
 @pytest.mark.parametrize("flood", ["exec yes", "exec yes >&2"])
 def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: Ssh, flood: str) -> None:
-    found = ask(server.shell(f"flood-{len(flood)}", flood), ssh, limit_s=60)
+    found = ask_host(server.shell(f"flood-{len(flood)}", flood), ssh, limit_s=60)
     assert found.problem == "it says more than 4 MiB, and no inventory"
     assert found.took_s < 30
     assert ssh.going == 0
@@ -165,8 +165,8 @@ def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: 
 
 def test_leaving_ends_the_questions_that_nobody_answers(environ: dict[str, str], silent_port: int) -> None:
     connections = Ssh({**environ, "GPUTRAIN_SSH": "ssh -F /dev/null"})
-    found: list[Sighting] = []
-    asking = threading.Thread(target=lambda: found.append(ask(f"ssh://127.0.0.1:{silent_port}", connections)))
+    found: list[HostReport] = []
+    asking = threading.Thread(target=lambda: found.append(ask_host(f"ssh://127.0.0.1:{silent_port}", connections)))
     asking.start()
     while not connections.going:
         assert asking.is_alive()
@@ -248,7 +248,7 @@ def planned(
     host: str, wants: str, ssh: Ssh, remark: Callable[[str], None] = lambda line: None
 ) -> list[list[int | str]]:
     recipe = recipes.build(RECIPE.format(host=host, wants=wants), name="r.toml")
-    plan, _ = plan_here(recipe, ask=lambda hosts: ask_all(hosts, ssh=ssh), remark=remark)
+    plan, _ = plan_here(recipe, ask=lambda hosts: ask_hosts(hosts, ssh=ssh), remark=remark)
     return [node.devices for node in plan.nodes]
 
 

@@ -18,14 +18,14 @@ import msgspec
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gputrain_tui.commands.stop import stop, stop_called
-from gputrain_tui.plan import Plan, PlannedNode
-from gputrain_tui.running import start
-from gputrain_tui.running.delete import delete_run
-from gputrain_tui.running.processes import ProcessIdentity, identify
-from gputrain_tui.runs import Status, create, open_run
-from trainer.errors import RequestError
-from trainer.record import RunDir
+from gputrain_tui.history.runs import Status, create, open_run
+from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.delete import delete_run
+from gputrain_tui.lifecycle.stop import stop, stop_called
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from trainer.contract.errors import RequestError
+from trainer.contract.record import RunDir
+from trainer.host.process_identity import ProcessIdentity, identify
 
 HOME = Path(tempfile.mkdtemp(dir=sys.argv[1]))
 FOREIGN = HOME / "gputrain-foreign"

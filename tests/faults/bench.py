@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain_tui.runs import Run, last_step, list_runs
+from gputrain_tui.history.runs import Run, last_step, list_runs
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
 

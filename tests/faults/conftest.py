@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from bench import Bench
 
-from gputrain_tui.running import leftovers
+from gputrain_tui.lifecycle import leftovers
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.tasks.task import SizedDataset, Task
+from trainer.data.dataset import SizedDataset
+from trainer.tasks.task import Task
 
 
 class FaultOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench import FOR_EVER, Bench
 
-SUPERVISOR = "gputrain_tui.supervisor"
+SUPERVISOR = "gputrain_tui.lifecycle.supervisor"
 
 
 def processes() -> Iterator[tuple[int, str]]:

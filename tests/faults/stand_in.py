@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.record import Failure, RankState, RunDir, Step, encode_event
+from trainer.contract.record import Failure, RankState, RunDir, Step, encode_event
 
 
 def main(words: list[str]) -> int:

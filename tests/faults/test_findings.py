@@ -12,8 +12,8 @@ from statistics import median
 
 import pytest
 
-from gputrain_tui.runs import RunReader, list_runs
-from trainer.record import AnyEvent, Finding, NodeSample, Step
+from gputrain_tui.history.runs import RunReader, list_runs
+from trainer.contract.record import AnyEvent, Finding, NodeSample, Step
 
 RECIPE = """\
 name = "faults"

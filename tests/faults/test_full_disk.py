@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from bench import FOR_EVER, Bench, until
 
-from gputrain_tui.running import leftovers
-from gputrain_tui.runs import Run
+from gputrain_tui.history.runs import Run
+from gputrain_tui.lifecycle import leftovers
 from trainer.checkpoint import newest
 
 UPDATES = 2000

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from bench import Bench, pid_of_rank, until
 
-from gputrain_tui.runs import RunReader
+from gputrain_tui.history.runs import RunReader
 from gputrain_tui.state import RunState
-from trainer.record import AnyEvent, Finding, NodeSample
+from trainer.contract.record import AnyEvent, Finding, NodeSample
 
 RECIPE = """\
 name = "hang"

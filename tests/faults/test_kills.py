@@ -15,10 +15,10 @@ import psutil
 import pytest
 from bench import FOR_EVER, Bench, supervisor_of, until
 
-from gputrain_tui.running import leftovers
-from gputrain_tui.running.start import adopt, start_supervisor
-from gputrain_tui.runs import Run, open_run, read_status, write_status
-from trainer.record import RunEnded, decode_events
+from gputrain_tui.history.runs import Run, open_run, read_status, write_status
+from gputrain_tui.lifecycle import leftovers
+from gputrain_tui.lifecycle.start import adopt, start_supervisor
+from trainer.contract.record import RunEnded, decode_events
 
 RANDOM = Path(__file__).with_name("random_kills.py")
 

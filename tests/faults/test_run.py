@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from bench import FOR_EVER, Bench, node_parent, pid_of_rank, supervisor_of, until
 
-from gputrain_tui.running import leftovers, start
-from gputrain_tui.runs import Run
+from gputrain_tui.history.runs import Run
+from gputrain_tui.lifecycle import leftovers, start
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> N
     done = bench.call("run", script_recipe(bench, "fail"))
     assert done.returncode == 1
     assert "ValueError: no more data" in done.stderr
-    assert "trainer/node/script.py" not in done.stderr
+    assert "trainer/agent/script.py" not in done.stderr
     assert bench.runs()[0].status.message == "ValueError: no more data"
 
 

@@ -15,11 +15,11 @@ import pytest
 from bench import FOR_EVER, Bench, node_parent, supervisor_of, until
 from signals import traced
 
-from gputrain_tui.running import leftovers, outcome
-from gputrain_tui.runs import Run
+from gputrain_tui.history.runs import Run
+from gputrain_tui.lifecycle import attempt_outcome, leftovers
 from trainer.checkpoint import newest
-from trainer.outcome import NodeOutcome
-from trainer.record import RunDir
+from trainer.contract.outcome import NodeOutcome
+from trainer.contract.record import RunDir
 
 Victim = Callable[[subprocess.Popen[str], Run], int]
 FOREGROUND: Victim = lambda process, _: process.pid  # noqa: E731
@@ -98,7 +98,7 @@ def test_a_node_that_is_interrupted_while_python_starts_was_not_wrong(
     run_dir.node_log(0).write_text(words)
     if reported:
         run_dir.node_result(0).write_bytes(msgspec.json.encode(NodeOutcome(node=0, host="here", exit_code=code)))
-    assert outcome.exit_code(run_dir, 0, code) == expected
+    assert attempt_outcome.exit_code(run_dir, 0, code) == expected
 
 
 def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs_up(bench: Bench) -> None:

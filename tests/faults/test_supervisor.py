@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from signals import is_pending, traced
 
-from gputrain_tui.plan import Plan, PlannedNode, with_run_dir
-from gputrain_tui.running import leftovers
-from gputrain_tui.running.start import adopt, start_supervisor
-from gputrain_tui.runs import Run, RunReader, create, open_run, read_status
+from gputrain_tui.history.runs import Run, RunReader, create, open_run, read_status
+from gputrain_tui.lifecycle import leftovers
+from gputrain_tui.lifecycle.start import adopt, start_supervisor
+from gputrain_tui.plan.planner import Plan, PlannedNode, with_run_dir
 from gputrain_tui.state import RunState
-from trainer.record import Event, Failure, RunEnded, RunStarted
+from trainer.contract.record import Event, Failure, RunEnded, RunStarted
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PORT = "tcp://127.0.0.1:29999"
@@ -290,7 +290,7 @@ def test_the_end_of_the_lease_ends_the_run(make_run: MakeRun) -> None:
 
 def test_a_hang_up_is_ignored_where_it_was_ignored(make_run: MakeRun) -> None:
     run = make_run("wait")
-    words = ["nohup", sys.executable, "-m", "gputrain_tui.supervisor", str(run.dir.path)]
+    words = ["nohup", sys.executable, "-m", "gputrain_tui.lifecycle.supervisor", str(run.dir.path)]
     supervisor = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until(lambda: (status := read_status(run.dir)) is not None and status.status == "running")
     ignored = int(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from bench import FOR_EVER, Bench, until
 
-from gputrain_tui.running import leftovers
+from gputrain_tui.lifecycle import leftovers
 from trainer.checkpoint import newest
 
 SMALL = 4096

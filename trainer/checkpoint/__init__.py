@@ -1,4 +1,4 @@
-"""What is saved of a training, atomically and checked, and how it comes back.
+"""Checkpoints: what is saved of a training, atomically and checked, and how it comes back.
 
 A face: what may be kept is in ``state``, which entries were kept in ``entries``, one file in ``file``, which of them
 are written in ``writer`` and read in ``reader``, and who may write into a folder in ``folder_lock``.
@@ -9,7 +9,7 @@ from trainer.checkpoint.file import BEST, MAGIC, write_file
 from trainer.checkpoint.reader import good_ones, load, newest
 from trainer.checkpoint.state import capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.writer import CheckpointWriter, NotSaved, Saved
-from trainer.errors import CheckpointError
+from trainer.contract.errors import CheckpointError
 
 __all__ = [
     "BEST",

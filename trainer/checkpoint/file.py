@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainer.errors import CheckpointError
+from trainer.contract.errors import CheckpointError
 
 BEST = "best.pt"
 """The best checkpoint so far: a further name of the file of its step."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
 
 LOCK = ".lock"
 """The file in the folder that is locked. It stays: one that is deleted could be locked twice, under two inodes."""

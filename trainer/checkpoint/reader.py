@@ -1,4 +1,4 @@
-"""How a checkpoint comes back, and which one of a folder does: the good one that was saved last."""
+"""Loads a checkpoint, and finds the newest good one of a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import file as files
-from trainer.errors import CheckpointError, printable
+from trainer.contract.errors import CheckpointError, printable
 
 
 def load(path: Path | str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What may be kept of a training, copied off the GPU at one moment: tensors, plain values, random numbers."""
+"""Copies the state of a training off the GPU at one moment: tensors, plain values, random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import CheckpointError
+from trainer.contract.errors import CheckpointError
 
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 

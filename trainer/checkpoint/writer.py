@@ -14,7 +14,7 @@ from trainer.checkpoint.file import BEST, LAST_PLACE, clear_unfinished, link, pl
 from trainer.checkpoint.folder_lock import FolderLock
 from trainer.checkpoint.reader import in_order, tell
 from trainer.checkpoint.state import copy_to_cpu
-from trainer.errors import CheckpointError
+from trainer.contract.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)

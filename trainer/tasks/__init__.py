@@ -1,1 +1,1 @@
-"""The ``Task`` protocol, the built-in tasks, and their options (torch-free, in ``options.py``)."""
+"""The ``Task`` protocol and the built-in tasks, one file each."""

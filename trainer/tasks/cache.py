@@ -22,8 +22,8 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from trainer.errors import RequestError
-from trainer.home import expanded
+from trainer.contract.errors import RequestError
+from trainer.contract.home_folder import expanded
 
 
 def folder() -> Path:

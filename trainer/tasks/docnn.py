@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.errors import RequestError, nearest
-from trainer.tasks.options import DocNNOptions
-from trainer.tasks.task import SizedDataset, Task
-from trainer.tasks.tsv import Row, read_tsv
+from trainer.contract.errors import RequestError, nearest
+from trainer.contract.task_options import DocNNOptions
+from trainer.data.dataset import SizedDataset
+from trainer.tasks.task import Task
+from trainer.tasks.tsv import LabelledSentence, read_tsv
 
 UNKNOWN, PAD = 0, 1
 
@@ -38,7 +39,7 @@ class Vocabulary(NamedTuple):
 class Sentences:
     """Encoded sentences and their classes."""
 
-    def __init__(self, rows: Sequence[Row], vocabulary: Vocabulary) -> None:
+    def __init__(self, rows: Sequence[LabelledSentence], vocabulary: Vocabulary) -> None:
         words = [[vocabulary.words.get(word, UNKNOWN) for word in split_words(row.text)] for row in rows]
         self.lengths = [len(sentence) for sentence in words]
         flat = torch.tensor([word for sentence in words for word in sentence])
@@ -134,7 +135,7 @@ def split_words(text: str) -> list[str]:
     return text.lower().split()
 
 
-def read_vocabulary(rows: Sequence[Row]) -> Vocabulary:
+def read_vocabulary(rows: Sequence[LabelledSentence]) -> Vocabulary:
     """Collect the words and labels of the training rows; no word is too rare."""
     words: dict[str, int] = {}
     for row in rows:
@@ -144,7 +145,7 @@ def read_vocabulary(rows: Sequence[Row]) -> Vocabulary:
     return Vocabulary(words, labels)
 
 
-def _refuse_unseen_labels(path: str, rows: Sequence[Row], vocabulary: Vocabulary) -> None:
+def _refuse_unseen_labels(path: str, rows: Sequence[LabelledSentence], vocabulary: Vocabulary) -> None:
     for row in rows:
         if row.label not in vocabulary.labels:
             known = ", ".join(list(vocabulary.labels)[:10])

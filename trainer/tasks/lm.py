@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
+from trainer.contract.task_files import text_files
+from trainer.contract.task_options import LmOptions
+from trainer.data.dataset import SizedDataset
 from trainer.tasks import cache
-from trainer.tasks.options import LmOptions
-from trainer.tasks.sources import Piece, read_pieces, split_tail, text_files
-from trainer.tasks.task import SizedDataset, Task
+from trainer.tasks.sources import Piece, read_pieces, split_tail
+from trainer.tasks.task import Task
 
 BYTES = 256
 

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
+from trainer.contract.task_files import text_files
+from trainer.contract.task_options import MaskedLmOptions
+from trainer.data.dataset import SizedDataset
 from trainer.tasks import wordpiece
-from trainer.tasks.options import MaskedLmOptions
-from trainer.tasks.sources import split_tail, text_files
-from trainer.tasks.task import SizedDataset, Task
+from trainer.tasks.sources import split_tail
+from trainer.tasks.task import Task
 
 
 class Shape(NamedTuple):
@@ -35,7 +37,7 @@ POSITIONS = 512
 class Sequences:
     """Consecutive stretches of a tokenised text, each between [CLS] and [SEP]."""
 
-    def __init__(self, tokens: Tensor, length: int, vocabulary: wordpiece.Vocabulary) -> None:
+    def __init__(self, tokens: Tensor, length: int, vocabulary: wordpiece.WordPieceVocabulary) -> None:
         self.inner = tokens.unfold(0, length - 2, length - 2)
         """A view ``[N, L - 2]`` of the mapped file."""
         self.vocabulary = vocabulary
@@ -129,10 +131,10 @@ class MaskedLanguageModel(Task):
         # asked how many there were.
         self.predictions = max(1, round(options.mask_fraction * (options.sequence_length - 2)))
         self.count_per_sample = self.predictions
-        self._vocabulary: wordpiece.Vocabulary | None = None
+        self._vocabulary: wordpiece.WordPieceVocabulary | None = None
 
     @property
-    def vocabulary(self) -> wordpiece.Vocabulary:
+    def vocabulary(self) -> wordpiece.WordPieceVocabulary:
         """The vocabulary that ``datasets`` trained or loaded."""
         assert self._vocabulary is not None, "datasets() comes first"
         return self._vocabulary

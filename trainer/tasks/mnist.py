@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.errors import RequestError
-from trainer.tasks.options import MnistOptions
-from trainer.tasks.sources import idx_file, readable
-from trainer.tasks.task import SizedDataset, Task
+from trainer.contract.errors import RequestError
+from trainer.contract.task_files import idx_file, readable
+from trainer.contract.task_options import MnistOptions
+from trainer.data.dataset import SizedDataset
+from trainer.tasks.task import Task
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 """Of the training images, pixels scaled to 0…1."""

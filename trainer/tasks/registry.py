@@ -1,4 +1,4 @@
-"""Finds a task by name: built in, ``package.module:Class``, or ``path/to/file.py:Class``.
+"""Finds and imports a task by name: built in, ``package.module:Class``, or ``path/to/file.py:Class``.
 
 Torch-free until it loads one.
 """
@@ -11,58 +11,14 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.errors import RequestError, nearest
-from trainer.home import expanded
-from trainer.tasks import options
+from trainer.contract.builtin_tasks import BUILT_IN, unknown_task
+from trainer.contract.errors import RequestError, nearest
+from trainer.contract.home_folder import expanded
 
 if TYPE_CHECKING:
     from trainer.tasks.task import Task
-
-BUILT_IN: dict[str, str] = {
-    "lm": "trainer.tasks.lm:LanguageModel",
-    "docnn": "trainer.tasks.docnn:DocNNTask",
-    "mnist": "trainer.tasks.mnist:MnistTask",
-    "masked_lm": "trainer.tasks.masked_lm:MaskedLanguageModel",
-}
-
-_OPTIONS: dict[str, type[Any]] = {
-    "lm": options.LmOptions,
-    "docnn": options.DocNNOptions,
-    "mnist": options.MnistOptions,
-    "masked_lm": options.MaskedLmOptions,
-}
-
-
-def options_schema(name: str) -> type[Any] | None:
-    """Return the options of a built-in task, or None for a task that only its own module knows.
-
-    Raises:
-        RequestError: the name is neither built in nor of the form ``module:Class``.
-    """
-    if name not in BUILT_IN and ":" not in name:
-        raise _unknown(name)
-    return _OPTIONS.get(name)
-
-
-def _unknown(name: str) -> RequestError:
-    names = ", ".join(BUILT_IN)
-    own = "your own as package.module:Class or path/to/file.py:Class"
-    if not name:
-        return RequestError(f"no task is named; choose one of {names}, or {own}")
-    return RequestError(f"task {name!r} is not known: {names}, or {own}{nearest(name, BUILT_IN)}")
-
-
-def check_data(task_options: Any) -> None:
-    """Refuse data that is not there before anything is started; for tasks that can say so without torch.
-
-    Raises:
-        RequestError: missing, unreadable or empty data.
-    """
-    check = getattr(task_options, "check_data", None)
-    if check is not None:
-        check()
 
 
 def load_task(name: str) -> type[Task]:
@@ -74,7 +30,7 @@ def load_task(name: str) -> type[Task]:
     target = BUILT_IN.get(name, name)
     place, colon, attribute = target.rpartition(":")
     if not colon or not attribute or not (place.endswith(".py") or re.fullmatch(r"\w+(\.\w+)*", place)):
-        raise _unknown(name)
+        raise unknown_task(name)
     module = _from_file(expanded(place)) if place.endswith(".py") else _from_module(place)
 
     from trainer.tasks.task import Task

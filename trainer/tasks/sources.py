@@ -1,20 +1,13 @@
-"""Finds the files that a task reads, and refuses those that cannot be read in one line; torch-free."""
+"""Splits text files into training and validation pieces, and reads those; torch-free."""
 
 from __future__ import annotations
 
-import glob
-import os
-import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import RequestError, nearest
-from trainer.home import expanded
-
-STDLIB = "stdlib"
-"""Stands for the source of the running interpreter's standard library; a folder of that name is ``./stdlib``."""
+from trainer.contract.errors import RequestError
+from trainer.contract.task_files import readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,85 +19,6 @@ class Piece:
     """First byte."""
     end: int
     """One past the last byte."""
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about a file into the one line that a person gets.
-
-    Raises:
-        RequestError: the body failed to read the file.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def require_file(name: str) -> Path:
-    """Return the path of a file that is there, can be read and is not empty.
-
-    Raises:
-        RequestError: otherwise.
-    """
-    path = expanded(name)
-    if not path.exists():
-        raise RequestError(f"{path} does not exist{_neighbour(path)}")
-    if path.is_dir():
-        raise RequestError(f"{path} is a folder, but must be a file")
-    with readable(path), path.open("rb") as file:
-        if not file.read(1):
-            raise RequestError(f"{path} is empty")
-    return path
-
-
-def _neighbour(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" (nor does the folder {path.parent}, seen from {Path.cwd()})"
-    with readable(path.parent):
-        return nearest(path.name, (entry.name for entry in path.parent.iterdir()))
-
-
-def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
-    """Return the files that ``data`` names, in an order that is the same on every machine.
-
-    Args:
-        data: a file, a glob, a folder, or ``stdlib``.
-        pattern: which files of a folder count, at any depth; hidden ones never do.
-
-    Raises:
-        RequestError: nothing there, nothing that matches, an unreadable file, or only empty ones.
-    """
-    if data == STDLIB:
-        # Only the top level: its packages hold tests and generated tables, which are no text to learn from.
-        folder = Path(sysconfig.get_path("stdlib"))
-        files = sorted(folder.glob("*.py"))
-        where = f"the standard library in {folder}"
-    elif glob.has_magic(data) and not Path(data).exists():
-        found = glob.glob(str(expanded(data)), recursive=True)  # noqa: PTH207 - a pattern, not a folder's
-        files = sorted(Path(name) for name in found if not Path(name).is_dir())
-        where = f"the pattern {data}"
-    else:
-        path = expanded(data)
-        if not path.is_dir():
-            return [require_file(data)]
-        with readable(path):
-            files = sorted({file for one in pattern for file in path.rglob(one) if _visible(file, path)})
-        where = f"the folder {path}"
-        if not files:
-            raise RequestError(f"{where} has no file that matches {', '.join(pattern)}; name others with pattern")
-    if not files:
-        raise RequestError(f"{where} matches no file")
-    for file in files:
-        if not os.access(file, os.R_OK):
-            raise RequestError(f"{file} cannot be read: Permission denied")
-    if not any(file.stat().st_size for file in files):
-        raise RequestError(f"{where} has only empty files")
-    return files
-
-
-def _visible(file: Path, folder: Path) -> bool:
-    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], list[Piece]]:
@@ -154,23 +68,3 @@ def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[by
                     raise RequestError(f"{piece.path} became shorter while it was read")
                 left -= len(chunk)
                 yield chunk
-
-
-def idx_file(folder: Path, name: str) -> Path:
-    """Return MNIST's file of that name, compressed or not.
-
-    Raises:
-        RequestError: it is in none of the places where downloads leave it.
-    """
-    folder = expanded(folder)
-    if not folder.exists():
-        raise RequestError(f"{folder} does not exist{_neighbour(folder)}")
-    if not folder.is_dir():
-        raise RequestError(f"{folder} is a file, but must be the folder of MNIST's IDX files")
-    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):
-        for spelling in (name, name.replace("-idx", ".idx")):
-            for suffix in ("", ".gz"):
-                path = place / (spelling + suffix)
-                if path.is_file():
-                    return path
-    raise RequestError(f"{folder} lacks {name} (or {name}.gz)")

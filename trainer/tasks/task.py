@@ -1,22 +1,16 @@
-"""What the trainer asks of a task; a user's own task is a subclass in a file of their own."""
+"""The ``Task`` protocol: a user's own task is a subclass in a file of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-
-class SizedDataset(Protocol):
-    """A map-style dataset: samples by index. ``__getitems__(indices)``, where present, fetches a whole batch."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+from trainer.data.dataset import SizedDataset as SizedDataset  # users' tasks name it from here
 
 
 class NoOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trainer.errors import RequestError
-from trainer.tasks.sources import readable, require_file
+from trainer.contract.errors import RequestError
+from trainer.contract.task_files import readable, require_file
 
 Format = Literal["auto", "text_label", "label_text", "glue"]
 
 
-class Row(NamedTuple):
+class LabelledSentence(NamedTuple):
     """One labelled sentence."""
 
     text: str
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """Line in the file, from 1."""
 
 
-def read_tsv(name: str, format: Format) -> list[Row]:
+def read_tsv(name: str, format: Format) -> list[LabelledSentence]:
     """Read all rows of a file with LF or CRLF line ends; quotes are ordinary characters, as in GLUE's files.
 
     Args:
@@ -81,7 +81,7 @@ def _label_is_first(lines: list[str]) -> bool:
     return len(left) < len(right)
 
 
-def _row(path: Path, line: str, number: int, text_column: int, label_column: int, width: int) -> Row:
+def _row(path: Path, line: str, number: int, text_column: int, label_column: int, width: int) -> LabelledSentence:
     columns = line.split("\t")
     if len(columns) != width:
         found = f"{len(columns)} tab-separated column{'s' if len(columns) != 1 else ''}"
@@ -89,4 +89,4 @@ def _row(path: Path, line: str, number: int, text_column: int, label_column: int
     text, label = columns[text_column].strip(), columns[label_column].strip()
     if not text or not label:
         raise RequestError(f"{path}, line {number}: the {'text' if not text else 'label'} is empty")
-    return Row(text, label, number)
+    return LabelledSentence(text, label, number)

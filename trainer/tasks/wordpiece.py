@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
+from trainer.contract.task_files import require_file
 from trainer.tasks import cache
-from trainer.tasks.sources import Piece, read_pieces, require_file
+from trainer.tasks.sources import Piece, read_pieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +26,7 @@ ALPHABET = 1000
 LINES_AT_ONCE = 2048
 
 
-class Vocabulary(NamedTuple):
+class WordPieceVocabulary(NamedTuple):
     """What the model needs to know of a tokenizer."""
 
     size: int
@@ -36,7 +37,7 @@ class Vocabulary(NamedTuple):
 
 def token_tensors(
     splits: Mapping[str, Sequence[Piece]], *, vocab: str | None, vocab_size: int, lowercase: bool
-) -> tuple[Vocabulary, dict[str, Tensor]]:
+) -> tuple[WordPieceVocabulary, dict[str, Tensor]]:
     """Tokenise each split, or map what an earlier run left in the cache.
 
     Returns:
@@ -71,7 +72,7 @@ def token_tensors(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words = tokenizer.get_vocab()
     texts = {split: cache.mapped(folder / f"{split}.bin", torch.int32) for split in splits}
-    return Vocabulary(max(words.values()) + 1, words["[CLS]"], words["[SEP]"], words["[MASK]"]), texts
+    return WordPieceVocabulary(max(words.values()) + 1, words["[CLS]"], words["[SEP]"], words["[MASK]"]), texts
 
 
 def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:

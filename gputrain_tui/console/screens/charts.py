@@ -33,7 +33,7 @@ class ChartScreen(Screen[None]):
 
     def _point_at(self, rank: int | None) -> None:
         """Let every panel show a rank among the others, or none."""
-        for child in self.query_one("#stage").children:
+        for child in self.query_one("#panels").children:
             if isinstance(child, Panel):
                 child.selected_rank = rank
 
@@ -62,3 +62,6 @@ class ChartScreen(Screen[None]):
             console_of(self).say(f"{self.live.id} has ended: {self.live.status}")
         else:
             console_of(self).ask_to_stop(self.live.run)
+
+
+LOG_VIEW = "gputrain_tui.console.widgets.log_view"

@@ -23,21 +23,22 @@ from textual.events import Resize
 from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.hosts import Host, due, gives, others, ours_on, plans_of, wants
+from gputrain_tui.console.host_choice import Host, due, gives, others, ours_on, plans_of, wants
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline
 from gputrain_tui.console.widgets.gpu_processes import Processes
 from gputrain_tui.console.widgets.gpu_table import GpuTable
 from gputrain_tui.console.widgets.machine import Machine
-from gputrain_tui.inventory import Inventory, take_inventory
-from gputrain_tui.machines.addresses import local_facts
-from gputrain_tui.plan import THIS_MACHINE, LocalFacts, Plan, is_local
-from gputrain_tui.recipe import Node
-from gputrain_tui.remote.survey import AT_ONCE, Asking, Sighting
-from gputrain_tui.runs import Run, list_runs
+from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.hosts.addresses import local_facts
+from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.hosts.inventory import Inventory, take_inventory
+from gputrain_tui.hosts.survey import AT_ONCE, HostReport, HostSurvey
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.recipe.model import Node
 from gputrain_tui.tables import printable
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
 
 LOOK_S = 2.0
 """How often this machine is looked at, at most."""
@@ -99,7 +100,7 @@ class ClusterScreen(Page):
     CSS_PATH = "cluster.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("cluster")]
 
-    class Looked(Message):
+    class Sampled(Message):
         """This machine was looked at."""
 
         def __init__(self, inventory: Inventory, plans: list[tuple[str, Plan]], facts: LocalFacts) -> None:
@@ -112,7 +113,7 @@ class ClusterScreen(Page):
         self,
         *,
         take: Callable[[], Inventory] = take_inventory,
-        ask: Callable[[str], Sighting] | None = None,
+        ask: Callable[[str], HostReport] | None = None,
         runs: Callable[[], list[Run]] = list_runs,
         clocked: bool = True,
         now: Callable[[], float] = time.monotonic,
@@ -128,7 +129,7 @@ class ClusterScreen(Page):
         """
         super().__init__()
         self._take = take
-        self._asking = Asking()
+        self._asking = HostSurvey()
         self._ask = ask or self._asking
         self._runs = runs
         self._clocked = clocked
@@ -181,22 +182,22 @@ class ClusterScreen(Page):
 
     def _wanted(self) -> tuple[Node, ...]:
         """Return the nodes of the recipe at hand, or of the hostfile."""
-        recipe = self.desk.recipe
-        return recipe.cluster.nodes if recipe is not None else tuple(entry.node for entry in self.desk.hosts)
+        recipe = self.session.recipe
+        return recipe.cluster.nodes if recipe is not None else tuple(entry.node for entry in self.session.hosts)
 
     # This machine
 
     @work(thread=True, exclusive=True, group="inventory")
     def _look(self, hosts: list[str | None]) -> None:
         inventory = self._take()
-        facts = local_facts([*hosts, *(entry.host for entry in self.desk.hosts)])
+        facts = local_facts([*hosts, *(entry.host for entry in self.session.hosts)])
         runs: list[Run] = []
         with suppress(RequestError):  # the runs cannot be read: then none of them is shown on a GPU
             runs = self._runs()
-        self.post_message(self.Looked(inventory, plans_of(runs), facts))
+        self.post_message(self.Sampled(inventory, plans_of(runs), facts))
 
-    @on(Looked)
-    def _looked(self, event: Looked) -> None:
+    @on(Sampled)
+    def _sampled(self, event: Sampled) -> None:
         self._looking = False
         facts = self._facts = event.facts
         self._plans = event.plans
@@ -204,7 +205,7 @@ class ClusterScreen(Page):
         ours = ours_on(event.inventory, event.plans, lambda host: is_local(host, facts))
         now = self._now()
         here = replace(here, inventory=event.inventory, ours=ours, tried=now, seen=now)
-        nodes = (*self._wanted(), *(entry.node for entry in self.desk.hosts))
+        nodes = (*self._wanted(), *(entry.node for entry in self.session.hosts))
         away = others(nodes, lambda host: is_local(host, facts))
         self._hosts = {here.name: here, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
         self._ask_due()
@@ -240,11 +241,11 @@ class ClusterScreen(Page):
         table, nodes = self.query_one(GpuTable), self.query_one(Nodes)
         hosts = list(self._hosts.values())
         table.show(hosts, now=self._now())
-        recipe = self.desk.recipe
+        recipe = self.session.recipe
         if recipe is not None:
             nodes.title = f"hosts of {printable(recipe.name)}"
-        elif self.desk.hosts:
-            nodes.title = f"hosts named in {printable(self.desk.hostfile)}"
+        elif self.session.hosts:
+            nodes.title = f"hosts named in {printable(self.session.hostfile)}"
         else:
             nodes.title = "hosts of the recipe"
         nodes.nodes, nodes.hosts, nodes.facts = self._wanted(), hosts, self._facts or LocalFacts()
@@ -270,7 +271,7 @@ class ClusterScreen(Page):
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
         node_lines = min(want_nodes, max(left - min(want_processes, left // 2), 3))
         # A hostfile says little that the table does not show.
-        nodes.display = self.desk.recipe is not None or not self.desk.hosts or left >= want_nodes
+        nodes.display = self.session.recipe is not None or not self.session.hosts or left >= want_nodes
         if not nodes.display:
             node_lines = 0
         process_lines = min(want_processes, left - node_lines - spaced)
@@ -306,5 +307,5 @@ class ClusterScreen(Page):
         if not chosen:
             self.console.say("there is no free GPU to launch on; a recipe with cpu_ranks trains on the CPU")
             return
-        self.desk.gpus = chosen
+        self.session.gpus = chosen
         await self.console.action_go("launch")

@@ -12,18 +12,18 @@ from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.message import Message
 
-from gputrain_tui import recipe as recipes
-from gputrain_tui.compare import Difference, differences
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
-from gputrain_tui.recipe import Recipe
-from gputrain_tui.running import start
-from gputrain_tui.runs import Run
+from gputrain_tui.history.compare import RecipeDifference, differences
+from gputrain_tui.history.runs import Run
+from gputrain_tui.lifecycle import start
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import printable
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
 
 BUDGET_S = 0.03
 """What one beat may read."""
@@ -38,7 +38,7 @@ class Differences(Listing):
     def __init__(self, runs: int, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._count = runs
-        self.found: list[Difference] | None = None
+        self.found: list[RecipeDifference] | None = None
         self.problem = ""
 
     def count(self) -> int:
@@ -95,7 +95,7 @@ class CompareScreen(Page):
     class Read(Message):
         """The recipes were read."""
 
-        def __init__(self, found: list[Difference], problem: str) -> None:
+        def __init__(self, found: list[RecipeDifference], problem: str) -> None:
             super().__init__()
             self.found = found
             self.problem = problem

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from textual.screen import Screen
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.desk import Desk
+    from gputrain_tui.console.launch_session import LaunchSession
     from gputrain_tui.console.live import LiveRun
-    from gputrain_tui.running.start import Prepared
-    from gputrain_tui.running.warm import WarmStart
-    from gputrain_tui.runs import Run
+    from gputrain_tui.history.runs import Run
+    from gputrain_tui.lifecycle.start import Prepared
+    from gputrain_tui.lifecycle.warm_pool import WarmPool
 
 
 class Console(Protocol):
     """The console, as its screens see it."""
 
-    desk: Desk
+    session: LaunchSession
     """What the screens hand to each other."""
     live: LiveRun | None
     """The run that was opened last."""
-    warm: WarmStart | None
+    warm: WarmPool | None
     """What waits for a launch."""
     quiet_s: float
     """How long there was no key before the last one, s."""

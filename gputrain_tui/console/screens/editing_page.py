@@ -11,8 +11,8 @@ from textual.widgets import Input
 from gputrain_tui.console.screens.recipe_page import RecipePage
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.recipes.draft import Field, shown
-from trainer.home import expanded
+from gputrain_tui.recipe.draft import Field, shown
+from trainer.contract.home_folder import expanded
 
 
 class EditingPage(RecipePage):

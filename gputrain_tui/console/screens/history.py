@@ -14,17 +14,17 @@ from textual.containers import Vertical
 from textual.events import Resize
 from textual.message import Message
 
-from gputrain_tui.commands.runs import describe_all
-from gputrain_tui.compare import FEWEST, MOST
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
-from gputrain_tui.running import start
-from gputrain_tui.running.delete import delete_run
-from gputrain_tui.runs import ENDED, Run, UnreadableRun, list_all
-from trainer.errors import RequestError
+from gputrain_tui.history.compare import FEWEST, MOST
+from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, list_all
+from gputrain_tui.history.summary import describe_all
+from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.delete import delete_run
+from trainer.contract.errors import RequestError
 
 LOOK_S = 2.0
 """How often the runs are listed."""
@@ -235,7 +235,7 @@ class HistoryScreen(Page):
         if run is None:
             return
         try:
-            self.desk.source = start.recipe_of(run)
+            self.session.source = start.recipe_of(run)
         except RequestError as error:
             self.console.say(str(error), alarm=True)
             return

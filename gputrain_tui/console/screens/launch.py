@@ -11,18 +11,18 @@ from textual.binding import BindingType
 from textual.message import Message
 
 from gputrain_tui import paths
-from gputrain_tui.commands.plan import shell
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.examine import Examined, examined
 from gputrain_tui.console.screens.editing_page import EditingPage
 from gputrain_tui.console.screens.recipe_page import SETTLE_S
+from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recipe
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
+from gputrain_tui.lifecycle.start import Prepared
+from gputrain_tui.plan.shell import shell
 from gputrain_tui.preflight import errors
-from gputrain_tui.recipes.dump import dump_toml
-from gputrain_tui.recipes.files import recipe_files
-from gputrain_tui.running.start import Prepared
-from trainer.record import write_atomically
+from gputrain_tui.recipe.files import recipe_files
+from gputrain_tui.recipe.toml_writer import dump_toml
+from trainer.contract.record import write_atomically
 
 
 class LaunchScreen(EditingPage):
@@ -40,7 +40,9 @@ class LaunchScreen(EditingPage):
             self.prepared = prepared
             self.problem = problem
 
-    def __init__(self, *, settle_s: float = SETTLE_S, examine: Callable[..., Examined] = examined) -> None:
+    def __init__(
+        self, *, settle_s: float = SETTLE_S, examine: Callable[..., ValidatedRecipe] = validate_recipe
+    ) -> None:
         """Make the screen; arguments as of ``RecipePage``."""
         super().__init__(settle_s=settle_s, examine=examine)
         self._launching = False
@@ -63,7 +65,7 @@ class LaunchScreen(EditingPage):
         """Ask for a name to save the recipe under."""
         if self._path is None or self.draft is None:
             return
-        folder = self.desk.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
+        folder = self.session.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
         self._ask("save", self._called(folder / f"{self._path.stem}-2.toml"), "file to save the recipe in")
 
     def save_under(self, path: Path) -> None:
@@ -75,7 +77,7 @@ class LaunchScreen(EditingPage):
             problem = found.problem if found is not None and found.problem else "it is being looked at"
             self.console.say(f"not saved: {problem}", alarm=bool(found and found.problem))
             return
-        path = path if path.is_absolute() else self.desk.folder / path
+        path = path if path.is_absolute() else self.session.folder / path
         if path != before and path.exists():
             self.console.say(f"not saved: {self._called(path)} is there already", alarm=True)
             return
@@ -91,7 +93,7 @@ class LaunchScreen(EditingPage):
             self._drafts[path] = draft
             self._path = path
         draft.saved(text, name=self._called(path))
-        self.query_one(RecipeList).show(recipe_files(self.desk.folder, paths.config_folder()))
+        self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
         self.query_one(RecipeList).point_at(path)
         self.console.say(f"saved {draft.name}")
         self._changed()
@@ -113,7 +115,7 @@ class LaunchScreen(EditingPage):
         if plan is None or draft is None or self._path is None:
             self.console.say("there is no plan to write yet")
             return
-        path = self.desk.folder / f"{self._path.stem}-commands.txt"
+        path = self.session.folder / f"{self._path.stem}-commands.txt"
         try:
             write_atomically(path, (shell(plan) + "\n").encode())
         except OSError as error:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.screen import Screen
 
-from gputrain_tui.console.desk import Desk
+from gputrain_tui.console.launch_session import LaunchSession
 from gputrain_tui.console.screens.console import Console, console_of
 from gputrain_tui.console.widgets.abstract import Abstract
 from gputrain_tui.console.widgets.key_bar import KeyBar
@@ -39,9 +39,9 @@ class Page(Screen[None], metaclass=Abstract):
         return console_of(self)
 
     @property
-    def desk(self) -> Desk:
+    def session(self) -> LaunchSession:
         """What the screens hand to each other."""
-        return self.console.desk
+        return self.console.session
 
     def action_demo(self) -> None:
         """Launch the demo."""

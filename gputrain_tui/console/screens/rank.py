@@ -12,16 +12,15 @@ from textual.events import Resize
 from textual.geometry import Region
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.charts import CHARTS_S, ChartScreen
-from gputrain_tui.console.screens.run import LOG_VIEW
-from gputrain_tui.console.stack import StackRequest, ask
-from gputrain_tui.console.stage import GAP, Stage, kind
+from gputrain_tui.console.panel_container import GAP, PanelContainer, kind
+from gputrain_tui.console.screens.charts import CHARTS_S, LOG_VIEW, ChartScreen
+from gputrain_tui.console.stack_request import StackRequest, ask
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.stack_view import StackView
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -82,7 +81,7 @@ class RankScreen(ChartScreen):
         """Yield the panels."""
         live = self.live
         yield RunHeader(live, id="header")
-        with Stage(id="stage"):
+        with PanelContainer(id="panels"):
             yield RankFacts(live, id="facts")
             yield BandChart(live, "loss", "loss", "nats", id="loss")
             waits = "no gradient synchronisation was measured yet"
@@ -112,7 +111,7 @@ class RankScreen(ChartScreen):
         if charts:
             self._charts_at = now
             self.query_one(RunHeader).tick()
-        for child in self.query_one("#stage").children:
+        for child in self.query_one("#panels").children:
             if child.display and (charts or child.id == "log"):
                 child.tick()  # type: ignore[attr-defined]
 
@@ -124,7 +123,7 @@ class RankScreen(ChartScreen):
     def _arrange(self) -> None:
         width, height = max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0)
         count = len(facts(self.live.state, self.rank, 0.0))
-        self.query_one(Stage).place(
+        self.query_one(PanelContainer).place(
             arrange_rank(width, height, facts=facts_height(width, count), below=self._below, has_log=self._has_log)
         )
 

@@ -13,18 +13,18 @@ from textual.message import Message
 from textual.widgets import Input
 
 from gputrain_tui import paths
-from gputrain_tui.console.examine import Examined, examined
-from gputrain_tui.console.hosts import nodes_of
+from gputrain_tui.console.host_choice import nodes_of
 from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.validate_recipe import ValidatedRecipe, remarks_of, validate_recipe
 from gputrain_tui.console.widgets.form import Detail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.readiness import Readiness
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.machines.addresses import local_facts
-from gputrain_tui.plan import THIS_MACHINE, is_local, is_loopback
-from gputrain_tui.recipes.draft import Draft, Field, Remark, field_of, remarks_of, without_place
-from gputrain_tui.recipes.files import recipe_files
-from trainer.errors import RequestError
+from gputrain_tui.hosts.addresses import local_facts
+from gputrain_tui.hosts.host_names import THIS_MACHINE, is_local, is_loopback
+from gputrain_tui.recipe.draft import Draft, Field, Remark, field_of, without_place
+from gputrain_tui.recipe.files import recipe_files
+from trainer.contract.errors import RequestError
 
 SETTLE_S = 0.15
 """How long nothing must change before the recipe is looked at again."""
@@ -36,15 +36,17 @@ SLOW = ("task", "host")
 class RecipePage(Page):
     """Shows a recipe and what would become of it; a subclass changes it."""
 
-    class Looked(Message):
+    class Validated(Message):
         """The recipe was looked at."""
 
-        def __init__(self, draft: Draft, found: Examined) -> None:
+        def __init__(self, draft: Draft, found: ValidatedRecipe) -> None:
             super().__init__()
             self.draft = draft
             self.found = found
 
-    def __init__(self, *, settle_s: float = SETTLE_S, examine: Callable[..., Examined] = examined) -> None:
+    def __init__(
+        self, *, settle_s: float = SETTLE_S, examine: Callable[..., ValidatedRecipe] = validate_recipe
+    ) -> None:
         """Make the screen.
 
         Args:
@@ -57,7 +59,7 @@ class RecipePage(Page):
         self._drafts: dict[Path, Draft] = {}
         """By file: changes stay while another recipe is looked at."""
         self._path: Path | None = None
-        self._found: Examined | None = None
+        self._found: ValidatedRecipe | None = None
         self._fields: list[Field] = []
         self._remarks: dict[str, Remark] = {}
         """By key: what stands beside a field."""
@@ -70,7 +72,7 @@ class RecipePage(Page):
 
     def body(self) -> ComposeResult:
         """Yield recipes, form, what a field means, the input, the plan, and whether it could start."""
-        with Horizontal(id="desk"):
+        with Horizontal(id="workspace"):
             yield RecipeList(id="recipes")
             with Vertical(id="sheet"):
                 yield Form(id="form")
@@ -95,19 +97,19 @@ class RecipePage(Page):
         self.query_one("#recipes").focus()
 
     def on_screen_resume(self) -> None:
-        """Look for recipes, and take what lies on the desk."""
+        """Look for recipes, and take what lies on the launch session."""
         self._launch_is_near()
-        files = recipe_files(self.desk.folder, paths.config_folder())
+        files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
         listing.show(files)
-        wanted, self.desk.source = self.desk.source, None
+        wanted, self.session.source = self.session.source, None
         if wanted is not None:
             self.open_recipe(Path(wanted))
         elif self._path is None and files:
             self.open_recipe(files[0].path, focus=False)
         else:
             self._examine_soon()  # the machine may have changed meanwhile
-        gpus, self.desk.gpus = self.desk.gpus, {}
+        gpus, self.session.gpus = self.session.gpus, {}
         if gpus:
             self._take_gpus(gpus)
 
@@ -115,7 +117,7 @@ class RecipePage(Page):
         draft = self.draft
         if draft is None:
             self.console.say("choose a recipe first; the GPUs go into its nodes")
-            self.desk.gpus = gpus
+            self.session.gpus = gpus
             return
         hosts = [node.get("host") for node in draft.nodes()]
         facts = local_facts([*hosts, *gpus])
@@ -156,14 +158,14 @@ class RecipePage(Page):
         form.go(0)
         if focus:
             form.focus()
-        if self.desk.gpus:
-            gpus, self.desk.gpus = self.desk.gpus, {}
+        if self.session.gpus:
+            gpus, self.session.gpus = self.session.gpus, {}
             self._take_gpus(gpus)
 
     def _called(self, path: Path) -> str:
         """Return a file as messages name it: relative where it is below the folder."""
         try:
-            return str(path.relative_to(self.desk.folder))
+            return str(path.relative_to(self.session.folder))
         except ValueError:
             return str(path)
 
@@ -210,7 +212,7 @@ class RecipePage(Page):
         listing.edited = [path for path, other in self._drafts.items() if other.changes]
         listing.redraw()
 
-    def _found_beside(self, draft: Draft, found: Examined) -> dict[str, Remark]:
+    def _found_beside(self, draft: Draft, found: ValidatedRecipe) -> dict[str, Remark]:
         """Return what was found, by the key of its field; of fields that were changed since, nothing."""
         remarks = remarks_of(self._fields, found.results)
         concerned = field_of(self._fields, found.key)
@@ -261,10 +263,10 @@ class RecipePage(Page):
     @work(thread=True, exclusive=True, group="plan")
     def _look(self, draft: Draft, text: str, name: str, settings: list[str], task: str) -> None:
         found = self._examine(text, name=name, settings=settings, task=task)
-        self.post_message(self.Looked(draft, found))
+        self.post_message(self.Validated(draft, found))
 
-    @on(Looked)
-    def _show_found(self, event: Looked) -> None:
+    @on(Validated)
+    def _show_found(self, event: Validated) -> None:
         draft, found = event.draft, event.found
         if draft is not self.draft:
             return  # of a recipe that is no longer shown
@@ -274,12 +276,12 @@ class RecipePage(Page):
         self._found = found
         if found.schema is not None:
             draft.learn(found.task, found.schema)
-        self.desk.recipe = found.recipe
+        self.session.recipe = found.recipe
         self._show_fields()
         self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))
         self.query_one(Readiness).show(found.results, found.problem.removeprefix("--set "))
 
-    def _show_tried(self, draft: Draft, found: Examined) -> None:
+    def _show_tried(self, draft: Draft, found: ValidatedRecipe) -> None:
         """Show beside the editor what was found about its text, where that is still what was looked at."""
         field = self._asking
         typed = self.query_one("#editor", Input).value

@@ -14,12 +14,12 @@ from textual.geometry import Size
 from textual.widget import Widget
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.charts import CHARTS_S, ChartScreen
-from gputrain_tui.console.stage import PANELS, PanelName, Stage, Wish, arrange
+from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
+from gputrain_tui.console.screens.charts import CHARTS_S, LOG_VIEW, ChartScreen
+from gputrain_tui.console.widgets.arrivals import JoiningView
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.culprit import CulpritCard, culprit_height
 from gputrain_tui.console.widgets.findings import Findings
-from gputrain_tui.console.widgets.joining import JoiningView
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 FOLLOW_S = 0.04
 """How long after the cursor the charts point at another rank."""
-LOG_VIEW = "gputrain_tui.console.widgets.log_view"
 
 
 class RunScreen(ChartScreen):
@@ -47,7 +46,7 @@ class RunScreen(ChartScreen):
         super().__init__(live)
         self.selected_rank: int | None = None
         """The rank that table, charts and log point at."""
-        self.wish = Wish(ranks=live.state.world_size, has=_panels())
+        self.choice = PanelChoice(ranks=live.state.world_size, has=_panels())
         """What is shown, as far as the person chose it."""
         self._painted_at: dict[str | None, float] = {}
         """When each chart was last looked at, monotonic seconds."""
@@ -59,13 +58,13 @@ class RunScreen(ChartScreen):
         """Version of the run at the last painting of charts, and when events had ceased."""
         self._following = False
         """Whether the charts are still to point at the rank under the cursor."""
-        self._arranged: tuple[Size, Wish] | None = None
+        self._arranged: tuple[Size, PanelChoice] | None = None
 
     def compose(self) -> ComposeResult:
-        """Yield the panels; ``stage.arrange`` says where they stand."""
+        """Yield the panels; ``container.arrange`` says where they stand."""
         live = self.live
         yield RunHeader(live, id="header")
-        with Stage(id="stage"):
+        with PanelContainer(id="panels"):
             yield CulpritCard(live, id="culprit")
             yield RankGrid(live, id="ranks")
             yield JoiningView(live, id="joining")
@@ -84,7 +83,7 @@ class RunScreen(ChartScreen):
         """Give the keys to the table."""
         self._arrange()
         self.query_one(RankGrid).focus()
-        if "log" in self.wish.has:
+        if "log" in self.choice.has:
             self.call_after_refresh(self._mount_log)
 
     def on_resize(self, event: Resize) -> None:
@@ -96,7 +95,7 @@ class RunScreen(ChartScreen):
         from gputrain_tui.console.widgets.log_view import LogView
 
         if not self.query(LogView):
-            await self.query_one("#stage").mount(LogView(self.live.run.dir, id="log"))
+            await self.query_one("#panels").mount(LogView(self.live.run.dir, id="log"))
             self._arranged = None
             self._arrange()
 
@@ -141,50 +140,50 @@ class RunScreen(ChartScreen):
         self.tick()
 
     def _shown(self) -> list[Panel | LogView]:
-        return [child for child in self.query_one("#stage").children if child.display]  # type: ignore[misc]
+        return [child for child in self.query_one("#panels").children if child.display]  # type: ignore[misc]
 
     # Where things stand
 
-    def _wished(self, size: Size) -> Wish:
+    def _wished(self, size: Size) -> PanelChoice:
         """Return what is to be shown in an area, which also depends on the run."""
         state = self.live.state
         card = self.query_one(CulpritCard)
         culprit = card.culprit()
         joining = all(view.last is None for view in state.ranks.values()) and not self.live.over
         most = max(size.height // 3, 5) if size.height < 44 else 14
-        return Wish(
+        return PanelChoice(
             ranks=len(state.ranks),
-            panel=self.wish.panel,
+            panel=self.choice.panel,
             right=self._right or ("findings" if state.past_findings or state.failures else "log"),
-            zoomed=self.wish.zoomed,
+            zoomed=self.choice.zoomed,
             joining=joining,
             hosts=len({view.host for view in state.ranks.values()}) if joining else 1,
             card=culprit_height(culprit, size.width, most) if culprit is not None else 0,
-            has=self.wish.has,
+            has=self.choice.has,
         )
 
     def _arrange(self) -> None:
         """Show and hide panels, and lay them out anew, if there is a reason to."""
-        stage = self.query_one(Stage)
+        container = self.query_one(PanelContainer)
         size = Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
-        wish = self._wished(size)
-        if (size, wish) == self._arranged:
+        choice = self._wished(size)
+        if (size, choice) == self._arranged:
             return
-        self._arranged = (size, wish)
-        stage.place(arrange(size.width, size.height, wish))
+        self._arranged = (size, choice)
+        container.place(arrange(size.width, size.height, choice))
 
     def _look(
         self, *, panel: PanelName | None = None, zoomed: bool | None = None, has: frozenset[str] | None = None
     ) -> None:
         """Change what is shown."""
-        panel = self.wish.panel if panel is None else panel
+        panel = self.choice.panel if panel is None else panel
         if panel in ("findings", "log"):
             self._right = panel
-        self.wish = Wish(
-            ranks=self.wish.ranks,
+        self.choice = PanelChoice(
+            ranks=self.choice.ranks,
             panel=panel,
-            zoomed=self.wish.zoomed if zoomed is None else zoomed,
-            has=self.wish.has if has is None else has,
+            zoomed=self.choice.zoomed if zoomed is None else zoomed,
+            has=self.choice.has if has is None else has,
         )
         self._arrange()
 
@@ -201,8 +200,8 @@ class RunScreen(ChartScreen):
         if widget is None:
             return
         visible = widget.display
-        if self.wish.zoomed:
-            self._look(panel=panel, zoomed=self.wish.panel != panel)
+        if self.choice.zoomed:
+            self._look(panel=panel, zoomed=self.choice.panel != panel)
         elif not visible:
             self._look(panel=panel)
         elif not widget.can_focus or widget.has_focus:
@@ -221,25 +220,25 @@ class RunScreen(ChartScreen):
     def action_next_panel(self) -> None:
         """Show the next panel that is not to be seen yet, or zoom the next one."""
         there: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
-        begin = there.index(self.wish.panel) + 1 if self.wish.panel in there else 0
+        begin = there.index(self.choice.panel) + 1 if self.choice.panel in there else 0
         order = there[begin:] + there[:begin]
         hidden = [name for name in order if not self.query_one(f"#{name}").display]
-        name = (order if self.wish.zoomed else hidden or order)[0]
+        name = (order if self.choice.zoomed else hidden or order)[0]
         self._look(panel=name)
         self._focus(self.query_one(f"#{name}"))
 
     def action_zoom(self) -> None:
         """Give everything to the panel that was looked at last, or take it back."""
         focused = self.focused
-        name = focused.id if focused is not None and not self.wish.zoomed else None
-        panel: PanelName = name if name in ("findings", "log") else self.wish.panel  # type: ignore[assignment]
-        self._look(panel=panel, zoomed=not self.wish.zoomed)
+        name = focused.id if focused is not None and not self.choice.zoomed else None
+        panel: PanelName = name if name in ("findings", "log") else self.choice.panel  # type: ignore[assignment]
+        self._look(panel=panel, zoomed=not self.choice.zoomed)
         self._focus(self.query_one(f"#{panel}"))
 
     def action_back(self) -> None:
         """Undo one thing: zoom, filter, selection."""
         grid = self.query_one(RankGrid)
-        if self.wish.zoomed:
+        if self.choice.zoomed:
             self._look(zoomed=False)
             grid.focus()
         elif self.focused is not grid and grid.display:
@@ -248,7 +247,7 @@ class RunScreen(ChartScreen):
             grid.set_filter("")
         elif self.selected_rank is not None:
             self.select(None)
-        elif self.wish.panel == "ranks":
+        elif self.choice.panel == "ranks":
             self._look(panel="loss")
 
     def select(self, rank: int | None) -> None:
@@ -270,8 +269,8 @@ class RunScreen(ChartScreen):
             self._following = False
             self.select(self.selected_rank)
 
-    @on(Findings.Picked)
-    def _pointed(self, message: Findings.Picked) -> None:
+    @on(Findings.RankChosen)
+    def _pointed(self, message: Findings.RankChosen) -> None:
         self.select(message.rank)
 
     @on(RankGrid.Opened)

@@ -21,7 +21,7 @@ from gputrain_tui.console.widgets.drawing import (
     short,
 )
 from gputrain_tui.console.widgets.panel import Live, Panel
-from gputrain_tui.reading.series import BandMetric, Window, smooth
+from gputrain_tui.history.series import BandMetric, Window, smooth
 
 Scale = Literal["linear", "log"]
 
@@ -126,7 +126,7 @@ def _usual_top(curve: Curve, low: float) -> float:
     highs = sorted(value for value in curve.window.high if isfinite(value))
     if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST:
         return inf
-    newest = [v for line in (curve.window.middle, curve.rank_line) for v in line[-NEWEST:] if isfinite(v)]
+    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-NEWEST:] if isfinite(v)]
     top = max([highs[int(USUAL * (len(highs) - 1))], *newest])
     return top + 0.2 * (top - low) if highs[-1] - low > SPIKE * (top - low) > 0 else inf
 
@@ -176,7 +176,7 @@ class Axis:
 
 def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     """Return the rows of the plot with their y labels."""
-    median = braille_line(curve.window.middle, axis, width, height)
+    median = braille_line(curve.window.median, axis, width, height)
     rank = braille_line(curve.rank_line, axis, width, height)
     bottoms, tops = _edges(curve.window, axis, width, height)
     highs = enumerate(curve.window.high)
@@ -327,7 +327,7 @@ class BandChart(Panel):
                 first_step=window.first_step,
                 last_step=window.last_step,
                 low=window.low,
-                middle=smooth(window.middle, self.smoothing),
+                median=smooth(window.median, self.smoothing),
                 high=window.high,
             )
         rank = self.selected_rank
@@ -339,7 +339,7 @@ class BandChart(Panel):
             title=self.title_text,
             unit=self.unit,
             window=window,
-            value=series.latest[self.metric].middle,
+            value=series.latest[self.metric].median,
             ranks=series.world_size,
             rank=rank,
             rank_line=smooth(rank_line, self.smoothing),

@@ -1,4 +1,4 @@
-"""Why a run failed, on top of everything: who, where, what, its last words, and what the others were doing."""
+"""The card of a failed run: rank, host, failure, log tail, and what the other ranks were doing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, cut, headline
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.headless import ranks_text
-from gputrain_tui.running.fate import LOST_PEER, STOPPED
-from gputrain_tui.running.outcome import last_lines
+from gputrain_tui.headless.progress import ranks_text
+from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.state import RunState
+from gputrain_tui.state.rank_outcome import LOST_PEER, STOPPED
 from gputrain_tui.tables import printable
-from trainer.record import Failure
+from trainer.contract.record import Failure
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -57,9 +57,9 @@ def others(state: RunState, culprit: int | None) -> list[str]:
         if rank == culprit:
             continue
         failure = view.failure
-        if view.fate == LOST_PEER:
+        if view.outcome == LOST_PEER:
             doing = "waited for it in a collective"
-        elif view.fate == STOPPED:
+        elif view.outcome == STOPPED:
             before = view.state if view.state != "failed" else "training" if view.last is not None else "spawned"
             doing = f"{DOING[before]}, then were stopped"
         elif failure is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gputrain_tui.compare import LossHistory, resampled
 from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row
-from gputrain_tui.console.widgets.overlay_chart import Line, Overlay, draw_overlay, legend
-from gputrain_tui.reading.series import smooth
-from gputrain_tui.runs import ENDED, Run, RunReader
+from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
+from gputrain_tui.history.compare import LossHistory, resampled
+from gputrain_tui.history.runs import ENDED, Run, RunReader
+from gputrain_tui.history.series import smooth
 
 PORTION_BYTES = 128 << 10
 """What is read at a time, so that a budget is kept."""
@@ -78,7 +78,9 @@ class Curves(Canvas):
         for reader, history in zip(self.readers, histories, strict=True):
             points = history.points(columns, over_time=self.over_time)
             values = smooth(resampled(points, columns, last, first=first), self.smoothing)
-            lines.append(Line(name=reader.run.id, values=values, value=history.loss, best=history.best_validation))
+            lines.append(
+                OverlayLine(name=reader.run.id, values=values, value=history.loss, best=history.best_validation)
+            )
         remarks = [f"smooth {self.smoothing:g}"] if self.smoothing else []
         if any(reader.behind for reader in self.readers):
             remarks.append("reading")

@@ -11,7 +11,7 @@ from textual.containers import Horizontal
 from textual.widgets import Input, Static
 
 from gputrain_tui.console.widgets.rank_grid import RankGrid
-from trainer.errors import RequestError
+from trainer.contract.errors import RequestError
 
 HINT = "5  node3  rank:0-7  state:failed  late>5  !host:node1"
 

@@ -16,10 +16,10 @@ from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, current, cut, headline
 from gputrain_tui.console.widgets.drawing import message as remark
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.console.widgets.verdict import MARKS
+from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
-from trainer.record import Failure, Finding
+from trainer.contract.record import Failure, Finding
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -244,7 +244,7 @@ class Findings(Panel, can_focus=True):
         Binding("enter", "open", "Evidence and advice", show=False),
     ]
 
-    class Picked(Message):
+    class RankChosen(Message):
         """A finding was opened that speaks of a rank."""
 
         def __init__(self, rank: int) -> None:
@@ -294,7 +294,7 @@ class Findings(Panel, can_focus=True):
         self._key, self._opened = entry.key, not self._opened
         self.redraw()
         if self._opened and entry.rank is not None:
-            self.post_message(self.Picked(entry.rank))
+            self.post_message(self.RankChosen(entry.rank))
 
     def on_click(self, event: events.Click) -> None:
         """Take the finding under the pointer; a second click opens it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
-from gputrain_tui.recipes.draft import Field, Remark, shown
+from gputrain_tui.recipe.draft import Field, Remark, shown
 from gputrain_tui.tables import printable
 
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
@@ -18,23 +18,23 @@ NAME_CELLS = (18, 26)
 
 
 @dataclass(frozen=True)
-class Heading:
+class FieldHeading:
     """A line over the fields of one group."""
 
     text: str
 
 
-def lines_of(fields: Sequence[Field], wanted: str = "") -> list[Heading | Field]:
+def lines_of(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | Field]:
     """Return the lines of a form: the fields that hold a text in name or help, each group under its heading."""
     words = wanted.lower().split()
-    lines: list[Heading | Field] = []
+    lines: list[FieldHeading | Field] = []
     group = None
     for field in fields:
         if not all(word in f"{field.key} {field.option.help}".lower() for word in words):
             continue
         if field.group != group:
             group = field.group
-            lines.append(Heading(group))
+            lines.append(FieldHeading(group))
         lines.append(field)
     return lines
 
@@ -80,7 +80,7 @@ class Form(Listing):
         self.wanted = ""
         """Only fields that hold these words are shown."""
         self._fields: Sequence[Field] = ()
-        self._lines: list[Heading | Field] = []
+        self._lines: list[FieldHeading | Field] = []
         self._remarks: Mapping[str, Remark] = {}
 
     def show(self, fields: Sequence[Field], remarks: Mapping[str, Remark]) -> None:
@@ -130,7 +130,7 @@ class Form(Listing):
     def row(self, index: int, width: int) -> Row:
         """Return the line of a field or a heading."""
         line = self._lines[index]
-        if isinstance(line, Heading):
+        if isinstance(line, FieldHeading):
             return cut([("  ", "base"), (line.text, "accent")], width)
         return draw_field(line, width, self._remarks.get(line.key))
 

@@ -1,11 +1,11 @@
-"""Who is on a GPU."""
+"""The processes on a GPU."""
 
 from __future__ import annotations
 
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
 from gputrain_tui.console.widgets.gauges import gib
-from gputrain_tui.inventory import Gpu
+from gputrain_tui.hosts.inventory import Gpu
 from gputrain_tui.tables import printable
 
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from gputrain_tui.console.hosts import Host, Ours
+from gputrain_tui.console.host_choice import Host, Ours
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import Row, cut, headline, length, message
 from gputrain_tui.console.widgets.gauges import bar, gib, whole, wrapped
-from gputrain_tui.inventory import Gpu, is_free, why_busy
+from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
 HOT_CELSIUS = 85
@@ -23,7 +23,7 @@ OLD_S = 30.0
 
 
 @dataclass(frozen=True)
-class Column:
+class GpuColumn:
     """One column of the table."""
 
     title: str
@@ -55,17 +55,17 @@ def _memory_share(gpu: Gpu) -> float | None:
 
 
 COLUMNS = (
-    Column("name", 14, 2, lambda gpu: [(printable(gpu.name).removeprefix("NVIDIA "), "bright")], right=False),
-    Column("memory", 10, 5, lambda gpu: bar(_memory_share(gpu), 10), right=False),
-    Column("GiB", 6, 1, lambda gpu: [(gib(gpu.memory_used_bytes), "bright")]),
-    Column("of", 6, 6, lambda gpu: [(gib(gpu.memory_total_bytes), "dim")]),
-    Column("util %", 6, 1, _percent),
-    Column("°C", 3, 3, _temperature),
-    Column("W", 5, 4, lambda gpu: [(whole(gpu.power_watts), "dim")]),
-    Column("max W", 5, 8, lambda gpu: [(whole(gpu.power_limit_watts), "dim")]),
-    Column("MHz", 5, 7, _clock),
-    Column("max MHz", 7, 9, lambda gpu: [(whole(gpu.max_sm_clock_mhz), "dim")]),
-    Column("PCI", 16, 10, lambda gpu: [(gpu.pci_bus_id, "dim")], right=False),
+    GpuColumn("name", 14, 2, lambda gpu: [(printable(gpu.name).removeprefix("NVIDIA "), "bright")], right=False),
+    GpuColumn("memory", 10, 5, lambda gpu: bar(_memory_share(gpu), 10), right=False),
+    GpuColumn("GiB", 6, 1, lambda gpu: [(gib(gpu.memory_used_bytes), "bright")]),
+    GpuColumn("of", 6, 6, lambda gpu: [(gib(gpu.memory_total_bytes), "dim")]),
+    GpuColumn("util %", 6, 1, _percent),
+    GpuColumn("°C", 3, 3, _temperature),
+    GpuColumn("W", 5, 4, lambda gpu: [(whole(gpu.power_watts), "dim")]),
+    GpuColumn("max W", 5, 8, lambda gpu: [(whole(gpu.power_limit_watts), "dim")]),
+    GpuColumn("MHz", 5, 7, _clock),
+    GpuColumn("max MHz", 7, 9, lambda gpu: [(whole(gpu.max_sm_clock_mhz), "dim")]),
+    GpuColumn("PCI", 16, 10, lambda gpu: [(gpu.pci_bus_id, "dim")], right=False),
 )
 STATE_CELLS = 26
 """What is left at least for why a GPU is slowed and who uses it."""
@@ -83,7 +83,7 @@ WHY_SLOW = {
 MARK_CELLS = 8
 
 
-def columns_for(width: int) -> list[Column]:
+def columns_for(width: int) -> list[GpuColumn]:
     """Return the columns that fit, the most important ones."""
     kept = list(COLUMNS)
     while kept and MARK_CELLS + sum(column.wide + 2 for column in kept) + STATE_CELLS > width:

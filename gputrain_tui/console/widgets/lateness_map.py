@@ -12,7 +12,7 @@ from gputrain_tui.console.ramp import HEAT_LEVELS, Ramp
 from gputrain_tui.console.widgets.band_chart import LABEL, steps_row
 from gputrain_tui.console.widgets.drawing import Row, current, cut, headline, length, merged, message, nice_floor
 from gputrain_tui.console.widgets.panel import Live, Panel
-from gputrain_tui.reading.series import METRICS, Series
+from gputrain_tui.history.series import METRICS, Series
 
 SHAPES = "·:-=+*%#"
 """Heat levels where colours cannot tell."""
@@ -224,7 +224,7 @@ class LatenessMap(Panel):
             group=group,
             first_step=first,
             last_step=end,
-            step_ms=series.latest["step_ms"].middle,
+            step_ms=series.latest["step_ms"].median,
             slowest=state.slowest(),
             selected=self.selected_rank,
             failed={rank for rank, view in state.ranks.items() if view.standing == "failed"} if state.failures else (),

@@ -11,9 +11,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from gputrain_tui.commands.logs import ESCAPES
-from gputrain_tui.reading.log_buffer import Level, Line, level_of
-from gputrain_tui.tables import printable
+from gputrain_tui.history.log_buffer import Level, LogLine, level_of
+from gputrain_tui.tables import ESCAPES, printable
 
 TAB = 8
 NO_STYLE = Style.null()
@@ -81,7 +80,7 @@ def _colour(numbers: Iterator[int]) -> Color | None:
 
 
 def prefix(name: str, wide: int) -> str:
-    """Return whose line it is, ``r3 ``, aligned for the longest: ``n0`` is a node's parent, ``sup`` the supervisor."""
+    """Return whose line it is, ``r3 ``, aligned for the longest: ``n0`` is a node agent, ``sup`` the supervisor."""
     if name.isdecimal():
         short = f"r{name}"
     elif name.startswith("node-"):
@@ -92,7 +91,7 @@ def prefix(name: str, wide: int) -> str:
 
 
 def line_strip(
-    line: Line,
+    line: LogLine,
     styles: Mapping[str, Style],
     *,
     width: int,

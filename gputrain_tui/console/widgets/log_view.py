@@ -19,9 +19,9 @@ from textual.widgets import Input
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
 from gputrain_tui.console.widgets.log_line import line_strip, prefix
-from gputrain_tui.reading.log_buffer import Level, LogBuffer
-from gputrain_tui.reading.tail import Follower
-from trainer.record import RunDir
+from gputrain_tui.history.follow import Follower
+from gputrain_tui.history.log_buffer import Level, LogBuffer
+from trainer.contract.record import RunDir
 
 BUDGET_BYTES = 1 << 20
 """What one tick reads at most, some milliseconds of work."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from gputrain_tui.console.hosts import Host
+from gputrain_tui.console.host_choice import Host
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, cut, headline
 from gputrain_tui.console.widgets.gauges import bar, gib, wrapped
-from gputrain_tui.inventory import Inventory, Network
+from gputrain_tui.hosts.inventory import Inventory, Network
 from gputrain_tui.tables import duration, printable
 
 LABEL = 9

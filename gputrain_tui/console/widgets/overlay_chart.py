@@ -12,7 +12,7 @@ from gputrain_tui.tables import duration, printable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class OverlayLine:
     """One run's curve."""
 
     name: str
@@ -28,7 +28,7 @@ class Line:
 class Overlay:
     """What the chart shows."""
 
-    lines: Sequence[Line]
+    lines: Sequence[OverlayLine]
     last: float
     """The end of the axis: steps or seconds."""
     over_time: bool
@@ -111,7 +111,7 @@ def _ends(overlay: Overlay, width: int) -> Row:
     return [("".join(line), "dim")]
 
 
-def legend(lines: Sequence[Line], width: int) -> list[Row]:
+def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
     """Return one line per run: its colour, its number, its name, its newest and its best validation loss."""
     names = max(width - 7 - 2 * 14, 8)
     rows = []

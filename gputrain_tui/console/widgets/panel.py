@@ -12,10 +12,10 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gputrain_tui.console.ramp import PARTS, Ramp, pair, ramp_for
+from gputrain_tui.console.ramp import PHASE_COLOURS, Ramp, pair, ramp_for
 from gputrain_tui.console.widgets.abstract import Abstract
 from gputrain_tui.console.widgets.drawing import Row
-from gputrain_tui.reading.series import Series
+from gputrain_tui.history.series import Series
 from gputrain_tui.state import RunState
 
 
@@ -178,7 +178,9 @@ class Panel(Widget, metaclass=Abstract):
             style = pair(ramp.heat[int(top)], ramp.heat[int(bottom)] if bottom else None)
         elif kind == "part":
             front, _, back = rest.partition(":")
-            style = pair(ramp.parts[PARTS.index(front)], ramp.parts[PARTS.index(back)] if back else None)
+            style = pair(
+                ramp.parts[PHASE_COLOURS.index(front)], ramp.parts[PHASE_COLOURS.index(back)] if back else None
+            )
         elif role == "base":
             return self.rich_style
         elif role == "band-reversed":

@@ -8,10 +8,10 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 
-from gputrain_tui.commands.plan import devices, span
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
-from gputrain_tui.plan import Plan, PlannedNode
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.plan.shell import devices, span
 from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 

@@ -20,7 +20,7 @@ WIDEST_HOST = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class RankColumn:
     """One column."""
 
     key: str
@@ -75,10 +75,10 @@ def _use(view: RankView, late: Lateness) -> Value:
     return cpu
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column(key="rank", title="rank", wide=4, value=lambda v, late: v.rank, digits=0, order=0, descending=False),
-    Column(key="host", title="host", wide=4, value=lambda v, late: v.host, order=4, descending=False),
-    Column(
+COLUMNS: tuple[RankColumn, ...] = (
+    RankColumn(key="rank", title="rank", wide=4, value=lambda v, late: v.rank, digits=0, order=0, descending=False),
+    RankColumn(key="host", title="host", wide=4, value=lambda v, late: v.host, order=4, descending=False),
+    RankColumn(
         key="device",
         title="device",
         wide=7,
@@ -86,29 +86,31 @@ COLUMNS: tuple[Column, ...] = (
         order=13,
         descending=False,
     ),
-    Column(key="state", title="state", wide=9, value=lambda v, late: v.standing, order=6, descending=False),
-    Column(key="step", title="step", wide=7, value=lambda v, late: v.last.step if v.last else None, digits=0, order=1),
-    Column(key="loss", title="loss", wide=7, value=_of_step("loss"), digits=4, order=2),
-    Column(key="norm", title="g.norm", wide=6, value=_of_step("grad_norm"), digits=3, order=12),
-    Column(key="local", title="g.own", wide=6, value=_of_step("local_grad_norm"), digits=3, order=16),
-    Column(key="rate", title="smp/s", wide=7, value=lambda v, late: v.recent.samples_per_s, digits=1, order=7),
-    Column(key="data", title="data ms", wide=7, value=_of_step("data_ms"), digits=1, order=10),
-    Column(key="forward", title="fwd ms", wide=6, value=_of_step("forward_ms"), digits=1, order=9),
-    Column(key="backward", title="bwd ms", wide=6, value=_of_step("backward_ms"), digits=1, order=8),
-    Column(key="sync", title="sync ms", wide=7, value=_of_step("sync_exposed_ms"), digits=1, order=3),
-    Column(key="optimizer", title="opt ms", wide=6, value=_of_step("optimizer_ms"), digits=1, order=14),
-    Column(key="late", title="late ms", wide=7, value=lambda v, late: late.get(v.rank), digits=1, order=5),
-    Column(key="memory", title="mem GiB", wide=7, value=_memory, digits=1, order=11),
-    Column(key="use", title="use %", wide=5, value=_use, digits=0, order=15),
+    RankColumn(key="state", title="state", wide=9, value=lambda v, late: v.standing, order=6, descending=False),
+    RankColumn(
+        key="step", title="step", wide=7, value=lambda v, late: v.last.step if v.last else None, digits=0, order=1
+    ),
+    RankColumn(key="loss", title="loss", wide=7, value=_of_step("loss"), digits=4, order=2),
+    RankColumn(key="norm", title="g.norm", wide=6, value=_of_step("grad_norm"), digits=3, order=12),
+    RankColumn(key="local", title="g.own", wide=6, value=_of_step("local_grad_norm"), digits=3, order=16),
+    RankColumn(key="rate", title="smp/s", wide=7, value=lambda v, late: v.recent.samples_per_s, digits=1, order=7),
+    RankColumn(key="data", title="data ms", wide=7, value=_of_step("data_ms"), digits=1, order=10),
+    RankColumn(key="forward", title="fwd ms", wide=6, value=_of_step("forward_ms"), digits=1, order=9),
+    RankColumn(key="backward", title="bwd ms", wide=6, value=_of_step("backward_ms"), digits=1, order=8),
+    RankColumn(key="sync", title="sync ms", wide=7, value=_of_step("sync_exposed_ms"), digits=1, order=3),
+    RankColumn(key="optimizer", title="opt ms", wide=6, value=_of_step("optimizer_ms"), digits=1, order=14),
+    RankColumn(key="late", title="late ms", wide=7, value=lambda v, late: late.get(v.rank), digits=1, order=5),
+    RankColumn(key="memory", title="mem GiB", wide=7, value=_memory, digits=1, order=11),
+    RankColumn(key="use", title="use %", wide=5, value=_use, digits=0, order=15),
 )
-BY_KEY: dict[str, Column] = {column.key: column for column in COLUMNS}
+BY_KEY: dict[str, RankColumn] = {column.key: column for column in COLUMNS}
 
 
 @dataclass(frozen=True)
 class Place:
     """A column in a grid of a certain width."""
 
-    column: Column
+    column: RankColumn
     begin: int
     """First cell."""
     wide: int
@@ -123,19 +125,19 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[Place]:
     """Choose the columns that fit and spread them evenly; two cells at the left are left for marks."""
     longest_host = max(map(cells, hosts), default=0)
 
-    def wide(column: Column) -> int:
+    def wide(column: RankColumn) -> int:
         if column.key == "rank":
             return max(column.wide, len(str(max(ranks - 1, 0))))
         if column.key == "host":
             return min(max(column.wide, longest_host), WIDEST_HOST if width >= 120 else 12)
         return column.wide
 
-    def order(column: Column) -> int:
+    def order(column: RankColumn) -> int:
         """A host that all ranks share says little."""
         return len(COLUMNS) if column.key == "host" and len(hosts) < 2 else column.order
 
     room = width - 2
-    chosen: list[Column] = []
+    chosen: list[RankColumn] = []
     for column in sorted(COLUMNS, key=order):
         if wide(column) + (1 if chosen else 0) > room:
             break

@@ -1,4 +1,4 @@
-"""What is known of one rank, in columns of name and value."""
+"""The values of one rank, in columns of name and value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, headline
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.headless import loss_text, percent
+from gputrain_tui.headless.progress import loss_text, percent
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import duration, printable, size
 
@@ -69,7 +69,7 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
 def _state_role(state: RunState, view: RankView) -> str:
     if view.standing == "failed":
         return "error"
-    return "victim" if view.fate is not None and state.root_cause is not None else "bright"
+    return "victim" if view.outcome is not None and state.root_cause is not None else "bright"
 
 
 def whereabouts(view: RankView) -> str:

@@ -6,9 +6,9 @@ import operator
 import re
 from collections.abc import Callable
 
-from gputrain_tui.console.widgets.rank_columns import BY_KEY, Column, Lateness
+from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, RankColumn
 from gputrain_tui.state import RankView
-from trainer.errors import RequestError, nearest
+from trainer.contract.errors import RequestError, nearest
 
 Test = Callable[[RankView, Lateness], bool]
 
@@ -71,7 +71,7 @@ def _anywhere(word: str) -> Test:
     )
 
 
-def _text(column: Column, sign: str, wanted: str) -> Test:
+def _text(column: RankColumn, sign: str, wanted: str) -> Test:
     def test(view: RankView, late: Lateness) -> bool:
         text = str(column.value(view, late) or "").casefold()
         return wanted in text if sign == ":" else (text == wanted) == (sign == "=")
@@ -79,7 +79,7 @@ def _text(column: Column, sign: str, wanted: str) -> Test:
     return test
 
 
-def _numbers(column: Column, word: str, value: str) -> Test:
+def _numbers(column: RankColumn, word: str, value: str) -> Test:
     """A list of numbers and ranges, such as ``0-7,12``."""
     ranges: list[tuple[float, float]] = []
     for part in value.split(","):
@@ -96,7 +96,7 @@ def _numbers(column: Column, word: str, value: str) -> Test:
     return test
 
 
-def _compared(column: Column, word: str, sign: str, value: str) -> Test:
+def _compared(column: RankColumn, word: str, sign: str, value: str) -> Test:
     try:
         limit = float(value)
     except ValueError:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, merged
 from gputrain_tui.console.widgets.drawing import message as remark
 from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, Place, layout
-from gputrain_tui.running.fate import FATES
 from gputrain_tui.state import RankView
+from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
 HEAD = 2
@@ -77,7 +77,7 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
 def _head(grid: GridView, width: int, visible: int) -> Row:
     left: Row = [("ranks", "title"), (" ", "base"), (f"{grid.ranks:,}", "bright")]
     standings = Counter(view.standing for view in grid.rows) if grid.failing else Counter()
-    for standing, role in (("failed", "error"), *((word, "victim") for word in FATES)):
+    for standing, role in (("failed", "error"), *((word, "victim") for word in RANK_OUTCOMES)):
         if standings[standing]:
             left += [("  ", "base"), (f"{standings[standing]:,} {standing}", role)]
     if grid.filter_text:
@@ -120,7 +120,7 @@ def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
     warned = view.rank in grid.warned
     if failed:
         pieces: Row = [("✗ ", "error")]
-    elif view.fate is not None and grid.failing:
+    elif view.outcome is not None and grid.failing:
         pieces = [("╌ ", "victim")]
     elif warned:
         pieces = [("▲ ", "warning")]
@@ -148,7 +148,7 @@ def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
 def _state_role(standing: str | None, *, failing: bool) -> str:
     if standing == "failed":
         return "error"
-    if standing in FATES:
+    if standing in RANK_OUTCOMES:
         return "victim" if failing else "quiet"
     return "quiet" if standing in ("training", "finished") else "bright"
 

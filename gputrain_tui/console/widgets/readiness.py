@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, cut, headline
-from gputrain_tui.preflight import Result, errors, summary, warnings
+from gputrain_tui.preflight import CheckResult, errors, summary, warnings
 from gputrain_tui.tables import printable
 
 
-def draw_readiness(results: Sequence[Result], problem: str, width: int, height: int) -> list[Row]:
+def draw_readiness(results: Sequence[CheckResult], problem: str, width: int, height: int) -> list[Row]:
     """Return the preflight as rows: how it stands, then the gravest of what was found.
 
     Args:
@@ -37,7 +37,7 @@ def draw_readiness(results: Sequence[Result], problem: str, width: int, height: 
     return [headline(width, [title, (said, state[1])], remarks[::-1]), *lines][:height]
 
 
-def _told(result: Result, wide: int) -> str:
+def _told(result: CheckResult, wide: int) -> str:
     host = f"{result.host}: " if result.host else ""
     fix = f" → {result.fix}" if result.fix else ""
     return f"{result.check:<{wide}}  {host}{result.what}{fix}"
@@ -56,10 +56,10 @@ class Readiness(Canvas):
         super().__init__(id=id)
         self.most = 2
         """Lines under the headline."""
-        self._results: Sequence[Result] = ()
+        self._results: Sequence[CheckResult] = ()
         self._problem = ""
 
-    def show(self, results: Sequence[Result], problem: str) -> None:
+    def show(self, results: Sequence[CheckResult], problem: str) -> None:
         """Show what was found.
 
         Args:

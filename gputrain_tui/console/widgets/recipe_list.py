@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import Row, cut, headline
-from gputrain_tui.recipes.files import RecipeFile
+from gputrain_tui.recipe.files import RecipeFile
 from gputrain_tui.tables import printable
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, length
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.console.widgets.verdict import verdict
-from gputrain_tui.headless import loss_text
-from gputrain_tui.runs import ENDED
+from gputrain_tui.console.widgets.run_condition import run_condition
+from gputrain_tui.headless.progress import loss_text
+from gputrain_tui.history.runs import ENDED
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import duration, printable
 
@@ -84,7 +84,7 @@ def summarise(state: RunState) -> Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heading:
+class RunHeading:
     """What the header shows."""
 
     status: str
@@ -109,12 +109,12 @@ class Heading:
     """Such as a message of the supervisor."""
 
 
-def draw_header(head: Heading, width: int, height: int) -> list[Row]:
+def draw_header(head: RunHeading, width: int, height: int) -> list[Row]:
     """Return the header as ``height`` rows of ``width`` cells."""
     return [cut(_names(head, width), width), cut(_figures(head, width), width)][:height]
 
 
-def _names(head: Heading, width: int) -> Row:
+def _names(head: RunHeading, width: int) -> Row:
     mark, role = MARKS.get(head.status, ("·", "bright"))
     left: Row = [(f" {mark} ", role), (head.status, role if role != "bright" else "title")]
     elapsed: Row = []
@@ -152,7 +152,7 @@ def _names(head: Heading, width: int) -> Row:
     return [*left, (" " * max(gap, 1), "base"), *right]
 
 
-def _figures(head: Heading, width: int) -> Row:
+def _figures(head: RunHeading, width: int) -> Row:
     """Return progress bar and figures; what matters least goes first when there is little room."""
     s = head.summary
     if not s.step:
@@ -220,12 +220,12 @@ class RunHeader(Panel):
         return draw_header(heading(self.live), width, height)
 
 
-def heading(live: LiveRun) -> Heading:
+def heading(live: LiveRun) -> RunHeading:
     """Return what is told of a run."""
     state = live.state
     status = live.status
     hosts = {view.host for view in state.ranks.values()} - {None}
-    return Heading(
+    return RunHeading(
         status=status,
         name=state.recipe or live.run.status.recipe,
         id=live.id,
@@ -238,7 +238,7 @@ def heading(live: LiveRun) -> Heading:
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
         reading=live.reading,
-        verdict=verdict(state) if status == "running" else (),
+        verdict=run_condition(state) if status == "running" else (),
         note=_note(live),
     )
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gputrain_tui import tables
-from gputrain_tui.commands.runs import UNREADABLE
-from gputrain_tui.compare import FEWEST, MOST
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cropped, cut, fitted, headline, message
 from gputrain_tui.console.widgets.run_header import MARKS
+from gputrain_tui.history.compare import FEWEST, MOST
+from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.tables import duration, printable
 
 WIDE, WIDEST = 100, 150
@@ -20,7 +20,7 @@ WIDE, WIDEST = 100, 150
 
 
 @dataclass(frozen=True)
-class Column:
+class RunColumn:
     """One column of the list."""
 
     title: str
@@ -28,11 +28,11 @@ class Column:
     right: bool = True
 
 
-RANKS, STEP, LOSS, TOOK = Column("ranks", 5), Column("step", 8), Column("loss", 7), Column("took", 9)
-STARTED, RECIPE = Column("started", 16, right=False), Column("recipe", 20, right=False)
+RANKS, STEP, LOSS, TOOK = RunColumn("ranks", 5), RunColumn("step", 8), RunColumn("loss", 7), RunColumn("took", 9)
+STARTED, RECIPE = RunColumn("started", 16, right=False), RunColumn("recipe", 20, right=False)
 
 
-def columns_for(width: int) -> list[Column]:
+def columns_for(width: int) -> list[RunColumn]:
     """Return the columns at the right of the run's id."""
     columns = [RANKS, STEP, LOSS, TOOK]
     if width < WIDE:
@@ -40,7 +40,7 @@ def columns_for(width: int) -> list[Column]:
     return [RECIPE, *columns, STARTED] if width >= WIDEST else [*columns, STARTED]
 
 
-def cells_of(entry: Mapping[str, Any]) -> dict[Column, str]:
+def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
     """Return the texts of a run's line."""
     if entry["state"] == UNREADABLE:
         return dict.fromkeys((RANKS, STEP, LOSS, TOOK, STARTED, RECIPE), EMPTY)

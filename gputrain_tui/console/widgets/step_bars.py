@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from gputrain_tui.console.ramp import PARTS, Ramp
+from gputrain_tui.console.ramp import PHASE_COLOURS, Ramp
 from gputrain_tui.console.widgets.drawing import EIGHTHS, Row, current, cut, figure, headline, merged, message
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.state import RankView
 
 SHAPES = "▒█▓░▞·"
-"""What tells the parts apart where colours cannot."""
+"""What tells the phases apart where colours cannot."""
 LEGENDS = (
     ("data", "forward", "backward", "sync", "optimizer"),
     ("data", "fwd", "bwd", "sync", "opt"),
@@ -26,37 +26,37 @@ class Bar:
     """One line of the chart."""
 
     label: str
-    parts: tuple[float, ...]
-    """Milliseconds of each part, in their order."""
+    phases: tuple[float, ...]
+    """Milliseconds of each phase, in their order."""
     selected: bool = False
 
     @property
     def total_ms(self) -> float:
         """The whole step."""
-        return sum(self.parts)
+        return sum(self.phases)
 
 
-def parts_of(view: RankView) -> tuple[float, ...] | None:
-    """Return the milliseconds of each part of a rank's newest step; None where they were not measured."""
+def phases_of(view: RankView) -> tuple[float, ...] | None:
+    """Return the milliseconds of each phase of a rank's newest step; None where they were not measured."""
     event = view.last
     if event is None or event.step_ms is None or event.forward_ms is None:
         return None
-    parts = (
+    phases = (
         (event.data_ms or 0.0) + (event.h2d_ms or 0.0),
         event.forward_ms,
         event.backward_ms or 0.0,
         event.sync_exposed_ms or 0.0,
         event.optimizer_ms or 0.0,
     )
-    return (*parts, max(event.step_ms - sum(parts), 0.0))
+    return (*phases, max(event.step_ms - sum(phases), 0.0))
 
 
 def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar]:
     """Return at most ``most`` bars: of each rank, else of each node, else of equal groups; the selected rank on top."""
-    found = [(view, parts) for view in views if (parts := parts_of(view)) is not None]
+    found = [(view, phases) for view in views if (phases := phases_of(view)) is not None]
     if len(found) <= most:
-        return [Bar(label=f"{v.rank}", parts=parts, selected=v.rank == selected) for v, parts in found]
-    chosen = [Bar(label=f"{v.rank}", parts=parts, selected=True) for v, parts in found if v.rank == selected]
+        return [Bar(label=f"{v.rank}", phases=phases, selected=v.rank == selected) for v, phases in found]
+    chosen = [Bar(label=f"{v.rank}", phases=phases, selected=True) for v, phases in found if v.rank == selected]
     size = _group_size(len(found), most - len(chosen))
     groups = [found[begin : begin + size] for begin in range(0, len(found), size)]
     spans = [(group[0][0].rank, group[-1][0].rank) for group in groups]
@@ -64,7 +64,7 @@ def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar
     if max(map(len, labels)) > LABEL:
         labels = [f"{first}{'…' if last > first else ''}" for first, last in spans]
     return chosen + [
-        Bar(label=label, parts=tuple(map(_mean, zip(*(parts for _, parts in group), strict=True))))
+        Bar(label=label, phases=tuple(map(_mean, zip(*(phases for _, phases in group), strict=True))))
         for label, group in zip(labels, groups, strict=True)
     ]
 
@@ -107,7 +107,7 @@ def draw_bars(lines: Sequence[Bar], width: int, height: int, *, symbols: bool = 
     for line in lines[: height - 1]:
         row: Row = [(line.label.rjust(LABEL), "accent" if line.selected else "axis"), ("  ", "base")]
         if cells > 0:
-            row += _bar(line.parts, cells, widest, symbols)
+            row += _bar(line.phases, cells, widest, symbols)
         row.append((figure(line.total_ms, 1, 8), "bright" if line.selected else "dim"))
         rows.append(cut(row, width))
     return rows + [cut([], width) for _ in range(height - len(rows))]
@@ -117,15 +117,15 @@ def _legend(names: Sequence[str], symbols: bool) -> Row:
     row: Row = []
     for index, name in enumerate(names):
         mark = SHAPES[index] if symbols else "■"
-        row += [(f"{' ' if index else ''}{mark}", f"part:{PARTS[index]}"), (f" {name}", "dim")]
+        row += [(f"{' ' if index else ''}{mark}", f"part:{PHASE_COLOURS[index]}"), (f" {name}", "dim")]
     return row
 
 
-def _bar(parts: Sequence[float], cells: int, widest: float, symbols: bool) -> Row:
-    """Return a stacked bar in eighths of a cell; a cell where two parts meet has the colours of both."""
+def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> Row:
+    """Return a stacked bar in eighths of a cell; a cell where two phases meet has the colours of both."""
     ends, done = [], 0.0
-    for part in parts:
-        done += part
+    for phase in phases:
+        done += phase
         ends.append(min(round(done / widest * cells * 8), cells * 8))
     pieces: Row = []
     index = 0
@@ -136,7 +136,7 @@ def _bar(parts: Sequence[float], cells: int, widest: float, symbols: bool) -> Ro
         if index == len(ends):
             pieces.append((" ", "base"))
             continue
-        here = PARTS[index]
+        here = PHASE_COLOURS[index]
         filled = min(ends[index] - begin, 8)
         if symbols:
             pieces.append((SHAPES[index], f"part:{here}"))
@@ -144,7 +144,7 @@ def _bar(parts: Sequence[float], cells: int, widest: float, symbols: bool) -> Ro
             pieces.append(("█", f"part:{here}"))
         else:
             following = next((i for i in range(index + 1, len(ends)) if ends[i] > ends[index]), None)
-            role = f"part:{here}" if following is None else f"part:{here}:{PARTS[following]}"
+            role = f"part:{here}" if following is None else f"part:{here}:{PHASE_COLOURS[following]}"
             pieces.append((EIGHTHS[filled], role))
     return merged(pieces)
 

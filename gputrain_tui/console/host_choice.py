@@ -1,0 +1,181 @@
+"""Pure: the machines of the cluster screen, and the nodes that chosen GPUs make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from gputrain_tui.history.runs import Run, read_plan
+from gputrain_tui.hosts.host_names import THIS_MACHINE
+from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.plan.shell import span
+from gputrain_tui.recipe.model import Node
+from trainer.contract.errors import RecordError
+
+GOING = ("starting", "running", "stopping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """A rank of ours on a GPU."""
+
+    run: str
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine as far as it is known."""
+
+    name: str
+    """As recipes name it; ``localhost`` for this one."""
+    inventory: Inventory | None = None
+    """The newest that it gave."""
+    problem: str = ""
+    """One line: why the last question got no answer."""
+    asking: bool = False
+    """Whether a question is on its way."""
+    tried: float | None = None
+    """When the last question ended, in seconds of a clock that only goes on; None before the first has."""
+    seen: float | None = None
+    """When the inventory came, on the same clock."""
+    ours: Mapping[int, Ours] = field(default_factory=dict)
+    """Ranks of running runs by the index of their GPU."""
+
+    @property
+    def here(self) -> bool:
+        """Whether it is this machine."""
+        return self.name == THIS_MACHINE
+
+    @property
+    def shown(self) -> str:
+        """Its name for people."""
+        return self.inventory.host if self.here and self.inventory is not None else self.name
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Its GPUs in PCI order."""
+        return self.inventory.gpus if self.inventory is not None else ()
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Indices of its free GPUs."""
+        return tuple(gpu.index for gpu in self.gpus if is_free(gpu))
+
+
+def others(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> tuple[str, ...]:
+    """Return the machines of nodes that are not this one, each once."""
+    return tuple(dict.fromkeys(node.host for node in nodes if node.host is not None and not local(node.host)))
+
+
+def plans_of(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
+    """Return the plans of the runs that are going, with their ids."""
+    found = []
+    for run in runs:
+        if run.state in GOING:
+            with suppress(RecordError):
+                found.append((run.id, read_plan(run.dir)))
+    return found
+
+
+def ours_on(inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_it: Callable[[str], bool]) -> dict[int, Ours]:
+    """Return which GPUs of a machine the running runs have.
+
+    Args:
+        inventory: of the machine.
+        plans: of the runs that are going, by id.
+        is_it: whether a host of a plan is this machine.
+    """
+    by_name = {str(gpu.index): gpu.index for gpu in inventory.gpus} | {gpu.uuid: gpu.index for gpu in inventory.gpus}
+    found: dict[int, Ours] = {}
+    for run, plan in plans:
+        for node in plan.nodes:
+            if is_it(node.host):
+                for rank, device in zip(node.ranks, node.devices, strict=False):
+                    index = by_name.get(str(device))
+                    if index is not None:
+                        found.setdefault(index, Ours(run=run, rank=rank))
+    return found
+
+
+def due(hosts: Collection[Host], now: float, *, again_s: float, failed_s: float, at_once: int) -> list[str]:
+    """Return the hosts to ask now: those whose last question is old enough, the longest waiting first.
+
+    Args:
+        hosts: all of them.
+        now: on the clock of the hosts' times.
+        again_s: between a host's answer and the next question.
+        failed_s: the same after a failure, so that nobody is knocked at all the time.
+        at_once: how many may be asked at the same time.
+    """
+    room = at_once - sum(host.asking for host in hosts)
+    waiting = [
+        host
+        for host in hosts
+        if not host.asking and (host.tried is None or now - host.tried >= (failed_s if host.problem else again_s))
+    ]
+    waiting.sort(key=lambda host: -1.0 if host.tried is None else host.tried)
+    return [host.name for host in waiting[: max(room, 0)]]
+
+
+def wants(node: Node) -> str:
+    """Say what a node of a recipe asks for."""
+    if node.cpu_ranks is not None:
+        return f"{node.cpu_ranks} CPU rank{'s' * (node.cpu_ranks != 1)}"
+    if isinstance(node.gpus, int):
+        return f"{node.gpus} GPU{'s' * (node.gpus != 1)}"
+    if node.gpus in ("all", "free"):
+        return f"{node.gpus} GPUs"
+    if isinstance(node.gpus, tuple):
+        ids = [gpu for gpu in node.gpus if isinstance(gpu, int)]
+        consecutive = len(ids) == len(node.gpus) > 1 and ids == list(range(ids[0], ids[0] + len(ids)))
+        return f"GPU {span(ids) if consecutive else ', '.join(str(gpu)[:12] for gpu in node.gpus)}"
+    return f"{node.ranks} ranks" if node.ranks is not None else "its GPUs, or one CPU rank"
+
+
+def gives(node: Node, host: Host | None) -> tuple[str, str]:
+    """Say whether a host has what a node asks for; return it with its role: ``good``, ``warning`` or ``dim``."""
+    if host is None or (host.inventory is None and not host.problem):
+        return "being asked", "dim"
+    if host.inventory is None:
+        return host.problem, "warning"
+    if node.cpu_ranks is not None:
+        cores = host.inventory.cpus.usable
+        return f"{cores} core{'s' * (cores != 1)}", "good" if cores >= node.cpu_ranks else "warning"
+    free, total = len(host.free), len(host.gpus)
+    if not total:
+        return "it has no GPU", "dim" if node.gpus is None else "warning"
+    known = f"{free} of {total} GPUs free"
+    if isinstance(node.gpus, tuple):
+        by_name = {name: gpu for gpu in host.gpus for name in (gpu.index, gpu.uuid)}
+        missing = [str(item) for item in node.gpus if item not in by_name and not str(item).startswith("MIG-")]
+        if missing:
+            return f"it has no GPU {', '.join(missing)}", "warning"
+        busy = [str(item)[:12] for item in node.gpus if item in by_name and not is_free(by_name[item])]
+        return (f"GPU {', '.join(busy)} in use", "warning") if busy else ("free", "good")
+    wanted = node.gpus if isinstance(node.gpus, int) else node.ranks or 1
+    return known, "good" if free >= wanted else "warning"
+
+
+def nodes_of(
+    chosen: Mapping[str, Sequence[int]], nodes: Sequence[Mapping[str, Any]], *, address: str | None
+) -> list[dict[str, Any]]:
+    """Return the nodes of a launch on chosen GPUs: in the order of the recipe's nodes, new hosts after them.
+
+    Args:
+        chosen: indices of GPUs by host; ``localhost`` for this machine.
+        nodes: of the recipe, as they are written.
+        address: under which the others reach this machine; it stays unnamed where it is alone or has none.
+    """
+    alone = len(chosen) == 1
+
+    def written(host: str) -> dict[str, Any]:
+        name = (None if alone else address) if host == THIS_MACHINE else host
+        return {**({"host": name} if name else {}), "gpus": sorted(chosen[host])}
+
+    order = [str(node["host"]) for node in nodes if node.get("host") in chosen]
+    first = [THIS_MACHINE] if THIS_MACHINE in chosen else []
+    return [written(host) for host in dict.fromkeys([*first, *order, *chosen])]

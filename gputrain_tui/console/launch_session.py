@@ -1,0 +1,32 @@
+"""The launch session: what the console's screens hand to each other for the next launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gputrain_tui.hosts.hostfile import HostLine
+    from gputrain_tui.recipe.model import Recipe
+
+
+@dataclass
+class LaunchSession:
+    """One per console."""
+
+    folder: Path = field(default_factory=Path.cwd)
+    """Where recipes are looked for."""
+    source: str | None = None
+    """The recipe file that the launch screen is to open next."""
+    resume: str | None = None
+    """The run whose training the next launch continues."""
+    recipe: Recipe | None = None
+    """The recipe as it stands in the form; None while there is none that is right."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """GPUs that were chosen for the next launch and are not in the form yet: by host, ``localhost`` for this one."""
+    hosts: tuple[HostLine, ...] = ()
+    """Machines that are shown also without a recipe."""
+    hostfile: str = ""
+    """Where they are named."""

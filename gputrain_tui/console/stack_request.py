@@ -1,0 +1,57 @@
+"""Requests a rank's Python stack by SIGUSR1, and reads it from the rank's log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+from gputrain_tui.lifecycle.leftovers import processes_of
+from gputrain_tui.state import RankView
+from trainer.contract.errors import RequestError
+from trainer.contract.record import RunDir
+from trainer.contract.record.regular_file import read_part, size_of
+
+READ_BYTES = 256 << 10
+"""How much of an answer is read: a stack has some kilobytes."""
+
+
+class StackRequest:
+    """One question to one process; ``answer`` is what has come until now."""
+
+    def __init__(self, log: Path, offset: int) -> None:
+        self._log = log
+        self._offset = offset
+
+    def answer(self) -> list[str]:
+        """Return the new lines of the rank's log; none while it has not answered."""
+        try:
+            text = read_part(self._log, self._offset, READ_BYTES).decode("utf-8", "replace")
+        except OSError:
+            return []
+        lines = text.splitlines()
+        begin = next((i for i, line in enumerate(lines) if "(most recent call first)" in line), None)
+        return [] if begin is None else lines[begin:]
+
+
+def ask(run_dir: RunDir, view: RankView) -> StackRequest:
+    """Ask the process of a rank of this machine for its stack.
+
+    Raises:
+        RequestError: the rank is elsewhere, or its process is not there.
+    """
+    if view.pid is None:
+        raise RequestError(f"rank {view.rank} has no process yet")
+    if view.host is not None and view.host not in (socket.gethostname(), "localhost"):
+        raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGUSR1 to process {view.pid} there")
+    # A pid is given to somebody else sooner or later; the mark in its environment says that it is this run's.
+    if view.pid not in processes_of(run_dir.path):
+        raise RequestError(f"rank {view.rank} is not running any more")
+    log = run_dir.rank_log(view.rank)
+    offset = size_of(log)
+    try:
+        os.kill(view.pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        raise RequestError(f"rank {view.rank} is not running any more") from None
+    return StackRequest(log, offset)

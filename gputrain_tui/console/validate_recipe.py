@@ -1,0 +1,101 @@
+"""Validates a recipe while it is edited: is it right, what would it start, could that start now.
+
+The same functions as ``gputrain plan`` and ``gputrain run``; it may look at the driver and ask a user's task, so it
+belongs into a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gputrain_tui.lifecycle import start
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.preflight import CheckResult, NotReadyError
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.draft import Field, Remark, field_of, key_of
+from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.recipe.task_schema import task_schema
+from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.errors import RequestError
+
+if TYPE_CHECKING:
+    from gputrain_tui.preflight import CheckResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidatedRecipe:
+    """What was found out about a recipe."""
+
+    settings: tuple[str, ...]
+    """The changes with which it was looked at."""
+    recipe: Recipe | None = None
+    """None where it says something impossible."""
+    plan: Plan | None = None
+    prepared: start.Prepared | None = None
+    """Ready to be launched; None while something is in the way."""
+    problem: str = ""
+    """One line: what is wrong with the recipe itself."""
+    key: str = ""
+    """The key that it concerns; empty for none."""
+    results: tuple[CheckResult, ...] = ()
+    """What the preflight found; empty where the recipe itself is wrong."""
+    task: str = ""
+    schema: type[Any] | None = None
+    """The options of the user's own task."""
+
+
+def validate_recipe(text: str, *, name: str, settings: Sequence[str], task: str = "") -> ValidatedRecipe:
+    """Look at a recipe and at this machine.
+
+    Args:
+        text: of the recipe.
+        name: what messages call it.
+        settings: changes, as ``--set`` takes them.
+        task: its task, whose options are asked for when it is not built in.
+    """
+    told = tuple(settings)
+    schema: type[Any] | None = None
+    if task and task not in BUILT_IN:
+        try:
+            schema = task_schema(task)
+        except RequestError as error:
+            return ValidatedRecipe(settings=told, problem=f"{name}: train.task is {task!r}: {error}", key="train.task")
+    recipe: Recipe | None = None
+    plan: Plan | None = None
+    try:
+        recipe = recipes.build(text, name=name, overrides=told)
+        planned = start.planned(recipe)
+        plan = planned.plan
+        prepared = start.checked(recipe, planned)
+    except NotReadyError as refused:
+        return ValidatedRecipe(
+            settings=told, recipe=recipe, plan=refused.plan, results=refused.results, task=task, schema=schema
+        )
+    except RequestError as error:
+        message = str(error)
+        return ValidatedRecipe(
+            settings=told, recipe=recipe, plan=plan, problem=message, key=key_of(message), task=task, schema=schema
+        )
+    return ValidatedRecipe(
+        settings=told,
+        recipe=recipe,
+        plan=plan,
+        prepared=prepared,
+        results=prepared.results,
+        task=task,
+        schema=schema,
+    )
+
+
+def remarks_of(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, Remark]:
+    """Return what a preflight found, by the key of the field that it concerns; the gravest of each."""
+    found: dict[str, Remark] = {}
+    for status in ("note", "warning", "error"):
+        for result in reversed(results):
+            concerned = field_of(fields, result.key) if result.status == status and result.key else None
+            if concerned is not None:
+                told = f"{result.what}; {result.fix}" if result.fix else result.what
+                found[concerned.key] = Remark(told, status)
+    return found

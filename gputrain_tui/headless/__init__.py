@@ -1,0 +1,1 @@
+"""A run without the console: progress line, closing table, JSON."""

@@ -1,0 +1,322 @@
+"""Follows a run that this command started: shows it, passes Ctrl-C on, and waits for its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from gputrain_tui.headless import progress
+from gputrain_tui.headless.safe_stream import SafeStream
+from gputrain_tui.history.follow import Follower
+from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, ranks_of, read_status
+from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.interrupts import Interrupts
+from gputrain_tui.output import json_line
+from gputrain_tui.state import RunState
+from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.record import AnyEvent, RunEnded, decode_events
+from trainer.host.process_identity import HELD_S, is_held
+
+POLL_MS = 100
+"""How often the record is looked at while the supervisor runs."""
+GIVEN_UP_S = 30.0
+"""How long a supervisor that was given up may take to end the run at once."""
+LOG_LINES = 12
+"""How much of the culprit's output is shown."""
+
+
+ASKED = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
+ASKED_AGAIN = "not waiting"
+
+
+class EventReader(Protocol):
+    """Gives the events that were appended since it was asked last."""
+
+    def poll(self) -> list[AnyEvent]:
+        """Return the new events in the order of their times."""
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What the last poll left for the next."""
+
+    @property
+    def out(self) -> SafeStream | None:
+        """Where the events are passed on to; None where they are not."""
+
+    @property
+    def refused(self) -> OSError | None:
+        """What the stream answered that no longer takes what is passed on; None while it takes it."""
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+class RecordReader(RunReader):
+    """Reads and passes nothing on."""
+
+    out = None
+    refused = None
+
+
+class JsonStream:
+    """Reads like ``RunReader`` and passes every line on with what was written in it, as long as somebody takes it.
+
+    No faster than that: what is not read yet stays in the record.
+    """
+
+    budget_bytes = 1 << 20
+
+    def __init__(self, run: Run, out: SafeStream) -> None:
+        self.out = out
+        self._follower = Follower(run.dir.events, ".ndjson")
+        self._world_size = ranks_of(run.dir)
+        self._last: tuple[bytes, AnyEvent] | None = None
+
+    def poll(self) -> list[AnyEvent]:
+        """Print the new lines in the order of their times; the end of the run comes last of all."""
+        if not self.out.has_room:
+            return []
+        found: list[tuple[float, bytes, AnyEvent]] = []
+        for _, lines in self._follower.poll(self.budget_bytes):
+            for line in lines.splitlines():
+                for event in decode_events(line, self._world_size):
+                    if isinstance(event, RunEnded):
+                        self._last = (line, event)
+                    else:
+                        found.append((event.time, line, event))
+        found.sort(key=itemgetter(0))
+        lines_out = [line for _, line, _ in found]
+        events = [event for _, _, event in found]
+        if self._last is not None and not self._follower.backlog_bytes:
+            lines_out.append(self._last[0])
+            events.append(self._last[1])
+            self._last = None
+        self.out.pass_on(b"".join(json_line(line) + b"\n" for line in lines_out))
+        return events
+
+    @property
+    def refused(self) -> OSError | None:
+        """What the stream answered that no longer takes what is passed on."""
+        return self.out.trouble
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that are there and that nobody was given yet."""
+        return self._follower.backlog_bytes
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._follower.close()
+
+
+def follow(
+    supervisor: subprocess.Popen[bytes],
+    *,
+    state: RunState,
+    view: progress.Headless | None,
+    reader: EventReader,
+    interrupts: Interrupts,
+    say: Callable[[str], None],
+) -> int:
+    """Show a run until its supervisor has ended; return the supervisor's exit code.
+
+    However this ends, also by an error, the lease is given up and nothing of the run is left.
+
+    Args:
+        supervisor: who answers for the run.
+        state: takes in what is read.
+        view: shows it.
+        reader: reads the record.
+        interrupts: what asks this command to end; it is passed on.
+        say: writes a line that a person is to see.
+    """
+    poll = select.poll()
+    ended = os.pidfd_open(supervisor.pid)
+    poll.register(ended, select.POLLIN)
+    poll.register(interrupts, select.POLLIN)
+    asked: set[int] = set()
+    asked_at = math.inf
+    over = refused = False
+    try:
+        with interrupts.passed_to(ended):
+            while True:
+                if not over and supervisor.poll() is not None:  # asked before reading: what it wrote is read
+                    over = True
+                    poll.unregister(ended)
+                out = reader.out
+                taken = out is None or out.is_settled  # asked before reading, and before asking what was refused
+                events = reader.poll()
+                state.apply_all(events)
+                if view is not None:
+                    view.update(events)
+                for number in interrupts.take():
+                    if number == signal.SIGINT and number in asked:
+                        say(ASKED_AGAIN)
+                    elif not asked or number == signal.SIGINT:
+                        say(ASKED)
+                    asked.add(number)
+                    asked_at = min(asked_at, time.monotonic())
+                if not over and time.monotonic() - asked_at >= HELD_S and is_held(supervisor.pid):
+                    supervisor.kill()  # another one finds out what became of the run, and ends it
+                if over and interrupts.asked and out is not None and out.stands_still():
+                    out.give_up()  # the run has ended as it was asked to, and so does this command
+                if reader.refused is not None and out is not None and not refused:
+                    refused = True
+                    out.give_up()
+                    if isinstance(reader.refused, BrokenPipeError):
+                        supervisor.terminate()  # as at the end of any pipe, but not before the training is saved
+                    else:
+                        why = f"cannot write standard output: {reader.refused.strerror}"
+                        say(f"{why}; the run goes on and is recorded")
+                if (over and events) or (reader.backlog_bytes and (out is None or out.has_room)):
+                    continue
+                if over and taken and not reader.backlog_bytes:
+                    return supervisor.returncode
+                poll.poll(POLL_MS)
+                interrupts.drain()
+    finally:
+        give_up(supervisor)
+        try:
+            supervisor.wait(GIVEN_UP_S)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()
+            supervisor.wait()
+        os.close(ended)
+        if view is not None:
+            view.erase()
+
+
+def catch_up(reader: EventReader, state: RunState) -> None:
+    """Read what was written since the last supervisor ended."""
+    while True:
+        state.apply_all(reader.poll())
+        if not reader.backlog_bytes:
+            return
+
+
+def give_up(supervisor: subprocess.Popen[bytes]) -> None:
+    """End the lease: the supervisor stops every process of the run at once and leaves."""
+    if supervisor.stdin is not None:
+        supervisor.stdin.close()
+    else:
+        supervisor.terminate()
+    supervisor.send_signal(signal.SIGCONT)
+
+
+def conclude(
+    run: Run,
+    returncode: int,
+    state: RunState,
+    *,
+    narrate: bool,
+    environ: Mapping[str, str],
+    out: SafeStream,
+    err: SafeStream,
+    hurried: Callable[[], bool],
+) -> int:
+    """Say how the run ended; return the command's exit code, which no unwritten word of this changes.
+
+    Args:
+        run: the run.
+        returncode: of its supervisor.
+        state: what its record says.
+        narrate: whether standard output is for people.
+        environ: says whether to colour.
+        out: standard output.
+        err: standard error.
+        hurried: whether somebody asked this command to end, so that it waits for nobody who does not read.
+
+    Raises:
+        RequestError: the ranks found the request wrong before they trained; the run directory is removed again.
+    """
+    status = _last_status(run, state)
+    code = returncode if returncode >= 0 else ExitCode.FAILED
+    if code == ExitCode.BAD_REQUEST and not status.restarts and not attempt_outcome.holds_work(run.dir):
+        shutil.rmtree(run.dir.path, ignore_errors=True)
+        err.settle(hurried=hurried)  # before what follows it
+        raise RequestError(status.message or "the request was wrong")
+    if state.ended is None and status.status in ENDED:  # a full disk did not take the event
+        ended = status.ended or state.time
+        how = status.status
+        state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message))  # type: ignore[arg-type]
+    colour = use_colour(sys.stderr.isatty(), environ)
+    if narrate and all(view.last is not None for view in state.ranks.values()):
+        columns = shutil.get_terminal_size().columns
+        for line in progress.closing_lines(state, columns, is_there=lambda path: Path(path).exists()):
+            out.write(progress.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
+    out.settle(hurried=hurried)
+    if narrate and out.trouble is not None and not isinstance(out.trouble, BrokenPipeError):
+        err.line(f"gputrain: cannot write standard output: {out.trouble.strerror}")
+    for line in _log_tail(run, status, state):
+        err.line(progress.paint(line, colour=colour))
+    if narrate:
+        err.line(progress.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
+    err.settle(hurried=hurried)
+    return code
+
+
+def _last_status(run: Run, state: RunState) -> Status:
+    """Return what the run directory says at the end, or that it is gone."""
+    status = read_status(run.dir)
+    if status is not None or not attempt_outcome.is_deleted(run.dir):
+        return status or run.status
+    failure = attempt_outcome.deleted(run.dir, time.time())
+    if state.ended is None:
+        ended = RunEnded(time=failure.time, status="failed", exit_code=ExitCode.FAILED, message=failure.message)
+        state.apply_all([failure, ended])
+    return msgspec.structs.replace(run.status, status="failed", message=failure.message)
+
+
+def _log_tail(run: Run, status: Status, state: RunState) -> list[list[progress.Piece]]:
+    lines: list[list[progress.Piece]] = []
+    failure = state.root_cause
+    if status.status == "failed" and failure is not None:
+        node = next((view.node for view in state.ranks.values() if view.host == failure.host), None) or 0
+        log = run.dir.rank_log(failure.rank) if failure.rank is not None else run.dir.node_log(node)
+        lines += progress.failure_block(failure, attempt_outcome.last_lines(log, LOG_LINES), str(log))
+    if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
+        # What ended the last attempt, where it is not what ended the first; what the record could not take.
+        lines.append([(status.message, "alarm")])
+    lines.append(progress.ending(state))
+    if status.status == "finished" and status.message:
+        lines.append([(status.message, "alarm")])
+    if status.status == "stopped":
+        kept, _, left = (status.message or "").partition("processes left: ")
+        lines.append([(kept.rstrip("; "), "")])
+        lines.append([(f"processes left: {left}", "alarm") if left else ("no process of the run is left", "")])
+    return lines
+
+
+def use_colour(terminal: bool, environ: Mapping[str, str]) -> bool:
+    """Whether to colour: on a terminal that can, unless ``NO_COLOR`` says otherwise (no-color.org)."""
+    return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> progress.Headless:
+    """Return the view that fits this terminal, or the log that stands in its place."""
+    terminal = sys.stderr.isatty()
+    return progress.Headless(
+        state,
+        err,
+        live=terminal and environ.get("TERM") != "dumb",
+        colour=use_colour(terminal, environ),
+        width=lambda: shutil.get_terminal_size().columns,
+        keeps_up=lambda: not err.backlog_bytes,
+    )
+
+
+def reader_of(run: Run, *, out: SafeStream, json: bool) -> EventReader:
+    """Return what reads the run's record, and passes it on where that is asked for."""
+    return JsonStream(run, out) if json else RecordReader(run.dir)

@@ -1,0 +1,441 @@
+"""Progress line, plain lines and closing table of a run. Rendering is pure; one class acts.
+
+Everything here but the closing table is narration and goes to stderr.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
+from gputrain_tui.state import RankView, RunState
+from gputrain_tui.tables import TableColumn, duration, printable, size, table
+from gputrain_tui.tables import width as cells
+from trainer.contract.outcome import NO_UPDATE_LEFT, SEED_ON_RESUME
+from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
+
+if TYPE_CHECKING:
+    from gputrain_tui.plan.planner import Plan
+
+REDRAW_S = 0.1
+"""Shortest time between two drawings of the progress line."""
+PLAIN_S = 5.0
+"""Time between two plain lines."""
+UNTOLD_S = 15.0
+"""How long a start may take before a log tells of it: a refusal that only ranks can give stands alone till then."""
+TABLE_RANKS = 32
+"""Ranks that the closing table lists; of more, those that the others waited for most."""
+FINDINGS = 10
+"""Findings that the closing words tell."""
+BAR = (10, 40)
+"""Least and greatest width of the bar."""
+FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
+    (False, BAR[0], ()),
+    (True, BAR[0], ()),
+    (True, 4, ()),
+    (True, 4, ("slowest",)),
+    (True, 4, ("slowest", "sync")),
+    (True, 4, ("slowest", "sync", "rate")),
+    (True, 4, ("slowest", "sync", "rate", "epoch")),
+    (True, 4, ("slowest", "sync", "rate", "epoch", "eta")),
+)
+"""Forms of the progress line, widest first: short words or not, columns for the bar, measures left out."""
+
+Piece = tuple[str, str]
+"""Text and its style: ``""``, ``dim``, ``bold``, ``accent`` or ``alarm``."""
+
+STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m", "alarm": "\x1b[31m"}
+
+
+def paint(pieces: Iterable[Piece], *, colour: bool) -> str:
+    """Return the text of pieces, printable whatever it quotes, with their styles where colour is wanted."""
+    shown = ((printable(text), style) for text, style in pieces)
+    return "".join(f"{STYLES[style]}{text}\x1b[0m" if colour and style and text else text for text, style in shown)
+
+
+def length(pieces: Iterable[Piece]) -> int:
+    """Return the columns that pieces take."""
+    return sum(len(text) for text, _ in pieces)
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """Return a count or rate for people: ``1,234``, ``12.3``; a dash when it is not known."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def loss_text(value: float | None) -> str:
+    """Return a loss in nats with four decimals."""
+    return "–" if value is None else f"{value:.4f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage."""
+    return "–" if share is None else f"{100 * share:.1f}%"
+
+
+# ------------------------------------------------------------------------------------------- the progress line
+
+
+def progress_line(state: RunState, width: int, *, now: float) -> list[Piece]:
+    """Return one line of at most ``width`` columns: what matters most is dropped last.
+
+    Args:
+        state: the run.
+        width: columns.
+        now: Unix seconds, for the time that passed.
+    """
+    if state.step == 0:
+        return clip(_starting(state, now), width)
+    progress = state.progress
+    for compact, least, dropped in FORMS:
+        parts = [pieces for name, pieces in _measures(state, compact=compact) if name not in dropped]
+        taken = sum(length(pieces) + 2 for pieces in parts) - 2
+        lead = least + 2 if progress is not None else 0
+        if taken + lead <= width:
+            break
+    line: list[Piece] = []
+    if progress is not None:
+        room = width - taken - 2
+        line += bar(progress, min(room, BAR[1])) if room >= BAR[0] else [(f"{progress:>4.0%}", "bold")]
+        line.append(("  ", ""))
+    for index, pieces in enumerate(parts):
+        line += ([("  ", "")] if index else []) + pieces
+    return clip(line, width)
+
+
+def bar(progress: float, width: int) -> list[Piece]:
+    """Return a bar of ``width`` columns that ends with the percentage."""
+    columns = width - 5
+    done = int(progress * columns)
+    return [("━" * done, "accent"), ("─" * (columns - done), "dim"), (f" {progress:>4.0%}", "bold")]
+
+
+def clip(pieces: Sequence[Piece], width: int) -> list[Piece]:
+    """Return the pieces cut to a width, with an ellipsis where something was lost."""
+    if length(pieces) <= width:
+        return list(pieces)
+    cut: list[Piece] = []
+    room = width - 1
+    for text, style in pieces:
+        if room <= 0:
+            break
+        cut.append((text[:room], style))
+        room -= len(text)
+    return [*cut, ("…", "dim")]
+
+
+def _measures(state: RunState, *, compact: bool = False) -> list[tuple[str, list[Piece]]]:
+    """Name and text of each measure in the order of the line."""
+    total = state.updates_total
+    epochs = f"/{state.max_epochs}" if state.max_epochs else ""
+    steps = f"{state.step}/{total}" if total else f"{state.step}"
+    measures: list[tuple[str, list[Piece]]] = [
+        ("epoch", [("ep " if compact else "epoch ", "dim"), (f"{state.epoch}{epochs}", "")]),
+        ("step", [("" if compact else "step ", "dim"), (steps, "")]),
+        ("loss", [("loss ", "dim"), (loss_text(state.loss), "bold")]),
+        ("rate", [(number(state.samples_per_s, 0 if compact else 1), ""), ("/s" if compact else " samples/s", "dim")]),
+    ]
+    slowest = state.slowest()
+    if slowest is not None:
+        rank, late_ms = slowest
+        late = f"r{rank} +{late_ms:.0f} ms" if compact else f"r{rank} +{late_ms:.1f} ms"
+        measures.append(("slowest", [("slow " if compact else "slowest ", "dim"), (late, "")]))
+    if state.sync_share is not None and state.world_size > 1:
+        share = f"{state.sync_share:.0%}" if compact else percent(state.sync_share)
+        measures.append(("sync", [("sync ", "dim"), (share, "")]))
+    if state.eta_s is not None:
+        measures.append(("eta", [("eta ", "dim"), (duration(state.eta_s), "")]))
+    return measures
+
+
+def _starting(state: RunState, now: float) -> list[Piece]:
+    waited = f"  {duration(now - state.started)}" if state.started is not None else ""
+    here, missing = state.joined, state.missing
+    count = f"{state.world_size} rank{'s' * (state.world_size != 1)}"
+    if state.joining is not None and missing:
+        text = f"joined {len(here)} of {state.world_size}, waiting for {ranks_text(missing)}"
+    elif missing or not state.world_size:
+        text = f"starting {count}"
+    else:
+        text = f"{count} ready"
+    return [(text, ""), (waited, "dim")]
+
+
+def placed(plan: Plan) -> str:
+    """Return how many ranks run where: ``2 ranks on localhost (cpu)``."""
+    hosts = list(dict.fromkeys(node.host for node in plan.nodes))
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    kinds = " and ".join(sorted({"cpu" if device == "cpu" else "gpu" for n in plan.nodes for device in n.devices}))
+    return f"{plan.world_size} rank{'s' * (plan.world_size != 1)} on {where} ({kinds}, {plan.backend})"
+
+
+def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
+    """Return ``rank 3`` or ``ranks 1, 2, … (12)``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    names = ", ".join(str(rank) for rank in ranks[:limit])
+    return f"ranks {names}" + (f", … ({len(ranks)})" if len(ranks) > limit else "")
+
+
+# ------------------------------------------------------------------------------------------------- plain lines
+
+
+def plain_line(state: RunState, *, now: float) -> str:
+    """Return the state of a run as one line for a log."""
+    if state.step == 0:
+        return paint(_starting(state, now), colour=False)
+    done = f" ({state.progress:.0%})" if state.progress is not None else ""
+    measures = [
+        paint(pieces, colour=False) + (done if name == "step" else "") for name, pieces in _measures(state) if pieces
+    ]
+    return "  ".join(measures)
+
+
+def event_line(event: AnyEvent) -> list[Piece] | None:
+    """Return a line for an event that deserves one of its own, None for the others."""
+    match event:
+        case Validation():
+            metrics = "".join(f"  {name} {value:.4f}" for name, value in event.metrics.items())
+            text = f"epoch {event.epoch}  step {event.step}  loss {loss_text(event.loss)}{metrics}"
+            return [(f"{event.split} ", "dim"), (text, "")]
+        case Checkpoint():
+            return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
+        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME):
+            return [(event.message or "", "bold")]
+        case Finding() if event.severity != "info":
+            what = event.message or event.kind.replace("_", " ")
+            if event.state == "cleared":
+                return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (what, "")]
+            advice = f"; {event.advice}" if event.advice else ""
+            return [(f"{event.severity}: {what}{advice}", "alarm")]
+        case Lost():
+            return [(f"warning: {event.events} events were not recorded: {event.message}", "alarm")]
+    return None
+
+
+# ------------------------------------------------------------------------------------------- the closing words
+
+
+COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
+    (TableColumn("rank", right=True), 0, lambda view: str(view.rank)),
+    (TableColumn("host"), 2, lambda view: view.host or ""),
+    (TableColumn("device"), 3, lambda view: view.device or ""),
+    (TableColumn("steps", right=True), 0, lambda view: number(view.totals.steps, 0)),
+    (TableColumn("loss", right=True), 0, lambda view: loss_text(view.recent.mean_loss)),
+    (TableColumn("samples/s", right=True), 0, lambda view: number(view.totals.samples_per_s)),
+    (TableColumn("step ms", right=True), 4, lambda view: number(view.totals.mean_step_ms)),
+    (TableColumn("data", right=True), 0, lambda view: percent(view.totals.data_share)),
+    (TableColumn("compute", right=True), 0, lambda view: percent(view.totals.compute_share)),
+    (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.sync_share)),
+    (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.optimizer_share)),
+)
+"""Columns of the closing table, in what order they give way on a narrow terminal (0: never), and their cells.
+
+The loss is the mean of the last events, everything else that of the whole run.
+"""
+
+
+def closing_table(state: RunState, width: int) -> list[list[Piece]]:
+    """Return a title and a row per rank; of very many ranks those that the others waited for most."""
+    views = list(state.ranks.values())
+    hidden = len(views) - TABLE_RANKS
+    if hidden > 0:
+        late = state.lateness()
+        views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:TABLE_RANKS]
+    for dropped in range(5, 0, -1):
+        shown = [column for column in COLUMNS if column[1] < dropped]
+        text = table([title for title, _, _ in shown], [[cell(view) for _, _, cell in shown] for view in views])
+        title, *rows = text.splitlines()
+        if max(map(cells, (title, *rows))) <= width:
+            break
+    lines: list[list[Piece]] = [[(title, "dim")], *([(row, "")] for row in rows)]
+    if hidden > 0:
+        lines.append([(f"… and {hidden} ranks that were waited for less", "dim")])
+    return lines
+
+
+def closing_lines(
+    state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True
+) -> list[list[Piece]]:
+    """Return what a run that trained says at its end: the table, the last evaluation, what was kept.
+
+    Args:
+        state: what the record says.
+        width: columns of the terminal.
+        is_there: whether a checkpoint that was written is still there.
+    """
+    lines = closing_table(state, width)
+    for split in ("valid", "test"):
+        validation = state.last_validation(split)
+        if validation is not None:
+            text = paint((event_line(validation) or [])[1:], colour=False)
+            lines.append([(f"{split:<11}", "dim"), (text, "")])
+    if (agree := state.desync.equal) is not None and state.world_size > 1:
+        text, style = ("equal on all ranks", "") if agree else ("DIFFER between ranks", "alarm")
+        lines.append([("parameters ", "dim"), (text, style)])
+    lines += finding_lines(state)
+    kept = next((saved.path for saved in reversed(state.checkpoints) if is_there(saved.path)), None)
+    if kept is not None:
+        lines.append([("checkpoint ", "dim"), (kept, "")])
+    if state.sample is not None:
+        lines.append([("sample", "dim")])
+        lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
+    return lines
+
+
+def finding_lines(state: RunState) -> list[list[Piece]]:
+    """Return a line per finding, those that stand first; none when nothing was found."""
+    found = [finding for finding in state.past_findings if finding.state == "raised" and finding.severity != "info"]
+    newest = {(finding.kind, finding.rank): finding for finding in found}
+    lines: list[list[Piece]] = []
+    for key, finding in sorted(newest.items(), key=lambda item: item[0] not in state.findings):
+        stands = key in state.findings
+        since = f" since step {finding.step}" if finding.step is not None else ""
+        what = finding.message or finding.kind.replace("_", " ")
+        title = (f"{'finding' if stands else 'was found':<11}", "dim")
+        lines.append([title, (what + (since if stands else ", no longer"), "alarm" if stands else "dim")])
+    hidden = len(lines) - FINDINGS
+    return lines if hidden <= 0 else [*lines[:FINDINGS], [(f"… and {hidden} findings more", "dim")]]
+
+
+def ending(state: RunState) -> list[Piece]:
+    """Return the last line: how it ended and how long it took."""
+    took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
+    samples = sum(view.totals.samples for view in state.ranks.values())
+    status = state.status
+    style = "alarm" if status == "failed" else "bold"
+    steps = f"{state.step} step{'s' * (state.step != 1)}"
+    return [(status, style), (f"{took}, {steps}, {samples:,} samples", "")]
+
+
+def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
+    """Return who failed, why, and the last lines that they printed.
+
+    Args:
+        failure: the root cause.
+        log: last lines of the culprit's output.
+        path: where the rest of it is.
+    """
+    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
+    where = f" on {failure.host}" if failure.host else ""
+    when = f" at step {failure.step}" if failure.step is not None else ""
+    kind = failure.kind.replace("_", " ")
+    lines: list[list[Piece]] = [
+        [(f"{who} failed{where}{when}: {kind}", "alarm")],
+        [("  " + failure.message, "bold")],
+    ]
+    if log:
+        lines.append([(f"  its last output, of {path}:", "dim")])
+        lines += [[("  │ " + line, "dim")] for line in log]
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------- the view
+
+
+class Stream(Protocol):
+    """Takes text for people."""
+
+    def write(self, text: str, /) -> object:
+        """Take it."""
+
+    def flush(self) -> None:
+        """Let it be seen."""
+
+
+class Headless:
+    """Shows a run while it lasts: a line that changes in place on a terminal, a line now and then elsewhere."""
+
+    def __init__(
+        self,
+        state: RunState,
+        stream: Stream,
+        *,
+        live: bool,
+        colour: bool,
+        width: Callable[[], int],
+        keeps_up: Callable[[], bool] = lambda: True,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Show nothing yet.
+
+        Args:
+            state: the run.
+            stream: takes what is shown.
+            live: whether a line may change in place.
+            colour: whether to colour.
+            width: columns.
+            keeps_up: whether the stream is read as fast as it is written; a progress line waits for that.
+            now: Unix seconds.
+        """
+        self._state = state
+        self._stream = stream
+        self._live = live
+        self._colour = colour
+        self._width = width
+        self._keeps_up = keeps_up
+        self._now = now
+        self._drawn_at = float("-inf")
+        self._drawn = ""
+        self._said_at = now()
+        self._lead: Sequence[Piece] | None = None
+        """The first line, while nothing has called for it."""
+
+    def introduce(self, pieces: Sequence[Piece]) -> None:
+        """Keep a line that is to be the first, until there is a second one or the ranks are past what they may refuse.
+
+        A request that only a rank can refuse is then answered with the refusal alone, like any other.
+        """
+        self._lead = pieces
+
+    def open(self) -> None:
+        """Write the line that is to be the first, unless it stands already."""
+        if self._lead is not None:
+            lead, self._lead = self._lead, None
+            self.say(lead)
+
+    def update(self, events: Iterable[AnyEvent]) -> None:
+        """Show what the events, already folded into the state, have changed."""
+        if any(view.state in PAST_REFUSAL for view in self._state.ranks.values()):
+            self.open()
+        for event in events:
+            # On a terminal the last checkpoint is told at the end; a log tells each as it comes.
+            if type(event) is Step or (self._live and type(event) is Checkpoint):
+                continue
+            if (line := event_line(event)) is not None:
+                self.say(line)
+        now = self._now()
+        if self._live:
+            if now - self._drawn_at >= REDRAW_S:
+                self._drawn_at = now
+                self._draw(paint(progress_line(self._state, self._width() - 1, now=now), colour=self._colour))
+        elif now - self._said_at >= (PLAIN_S if self._lead is None else UNTOLD_S):
+            self._said_at = now
+            self.say([(plain_line(self._state, now=now), "")])
+
+    def say(self, pieces: Sequence[Piece]) -> None:
+        """Write one line that stays."""
+        self.open()
+        self.erase()
+        self._stream.write(paint(pieces, colour=self._colour) + "\n")
+        self._stream.flush()
+
+    def erase(self) -> None:
+        """Take the progress line away."""
+        if self._drawn:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._drawn = ""
+
+    def _draw(self, line: str) -> None:
+        if line != self._drawn and self._keeps_up():
+            self._stream.write(f"\r{line}\x1b[K")
+            self._stream.flush()
+            self._drawn = line

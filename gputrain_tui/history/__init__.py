@@ -1,0 +1,1 @@
+"""Run directories read back: list, follow, replay, series at every width, logs."""

@@ -1,0 +1,184 @@
+"""Two to six runs beside each other: how their recipes differ, and their losses over steps or over time. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import msgspec
+
+from gputrain_tui.history.series import Series
+from gputrain_tui.recipe.draft import shown
+from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
+from gputrain_tui.recipe.task_schema import task_schema
+from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.record import AnyEvent, RunStarted, Step, Validation
+from trainer.contract.schema import describe
+
+FEWEST, MOST = 2, 6
+"""Runs that can be compared: more curves on one chart cannot be told apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeDifference:
+    """A key that the recipes do not agree on."""
+
+    key: str
+    """``train.lr``."""
+    values: tuple[str, ...]
+    """One per recipe, as a person writes it; empty where a recipe does not have the key."""
+
+
+def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
+    """Return what the recipes do not agree on, defaults included, in the order of a recipe."""
+    all_values = [values_of(recipe) for recipe in recipes]
+    keys = dict.fromkeys(key for values in all_values for key in values)
+    found = []
+    for key in sorted(keys, key=_place(all_values)):
+        texts = tuple(shown(values.get(key)) for values in all_values)
+        if len(set(texts)) > 1:
+            found.append(RecipeDifference(key=key, values=texts))
+    return found
+
+
+def _place(all_values: Sequence[dict[str, Any]]) -> Any:
+    """Return a sort key: the place of a key in the first recipe that has it, by tables."""
+    tables = ("name", "cluster", "task", "train")
+    order: dict[str, int] = {}
+    for values in all_values:
+        for number, key in enumerate(values):
+            order.setdefault(key, number)
+    return lambda key: (tables.index(key.partition(".")[0]), order[key])
+
+
+def values_of(recipe: Recipe) -> dict[str, Any]:
+    """Return every key of a recipe with its value, defaults included."""
+    values: dict[str, Any] = {"name": recipe.name}
+    cluster = msgspec.to_builtins(recipe.cluster)
+    for index, node in enumerate(cluster.pop("nodes")):
+        for key, value in node.items():
+            if value is not None:
+                values[f"cluster.nodes[{index}].{key}"] = value
+    values |= {f"cluster.{key}": value for key, value in cluster.items()}
+    values["train.task"] = recipe.train.task or None
+    if recipe.script is not None:
+        values |= {f"train.{key}": value for key, value in msgspec.to_builtins(recipe.script).items()}
+    values |= {f"task.{key}": value for key, value in _task_values(recipe).items()}
+    values |= {f"train.{key}": value for key, value in msgspec.to_builtins(recipe.train).items() if key != "task"}
+    values |= {f"train.{key}": getattr(recipe.launch, key) for key in LAUNCH_OPTIONS}
+    return values
+
+
+def _task_values(recipe: Recipe) -> dict[str, Any]:
+    """Return a task's options; the defaults of a user's own task would have to be asked for, so it has none here."""
+    if recipe.train.task not in BUILT_IN:
+        return dict(recipe.task_options)
+    options = describe(task_schema(recipe.train.task))
+    return {option.name: recipe.task_options.get(option.name, option.default) for option in options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """A curve: values over an axis, both of one length."""
+
+    at: Sequence[float]
+    """Steps, or seconds since the start; ascending."""
+    values: Sequence[float]
+
+
+class LossHistory:
+    """The loss of one run as its events come in, median over the ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.series = Series(world_size)
+        self.validations: list[Validation] = []
+        """In the order of their steps."""
+        self._started: float | None = None
+        """Unix seconds."""
+        self._steps = array("q")
+        self._seconds = array("d")
+        """When rank 0 had done a step, since the start."""
+
+    def apply(self, event: AnyEvent) -> None:
+        """Take in an event."""
+        if isinstance(event, Step):
+            self.series.apply(event)
+            if event.rank == 0:
+                if self._started is None:
+                    self._started = event.time - (event.step_ms or 0.0) / 1000 * event.steps
+                if not self._steps or event.step > self._steps[-1]:
+                    self._steps.append(event.step)
+                    self._seconds.append(event.time - self._started)
+        elif isinstance(event, RunStarted) and self._started is None:
+            self._started = event.time
+        elif isinstance(event, Validation):
+            self.validations.append(event)
+
+    @property
+    def first_step(self) -> int:
+        """Oldest step: where a resumed run went on."""
+        return self._steps[0] if self._steps else 0
+
+    @property
+    def last_step(self) -> int:
+        """Newest step."""
+        return self.series.last_step
+
+    @property
+    def last_second(self) -> float:
+        """Time of the newest step since the start, seconds."""
+        return self._seconds[-1] if self._seconds else 0.0
+
+    @property
+    def loss(self) -> float:
+        """Newest median loss, nats; NaN before the first."""
+        return self.series.latest["loss"].median
+
+    @property
+    def best_validation(self) -> float | None:
+        """Least validation loss, nats."""
+        return min((v.loss for v in self.validations if v.split == "valid"), default=None)
+
+    def points(self, columns: int, *, over_time: bool) -> Points:
+        """Return the curve at so many steps."""
+        window = self.series.window("loss", columns)
+        span = window.last_step - window.first_step
+        if not window.last_step:
+            return Points(at=(), values=())
+        steps = [window.first_step + span * (column + 0.5) / columns for column in range(columns)]
+        at = [self.second(step) for step in steps] if over_time else steps
+        return Points(at=at, values=window.median)
+
+    def second(self, step: float) -> float:
+        """Return when a step was done, seconds since the start, on straight lines between what is known."""
+        after = bisect_right(self._steps, step)
+        if after == 0 or not self._steps:
+            return self._seconds[0] if self._seconds else 0.0
+        if after == len(self._steps):
+            return self._seconds[-1]
+        low, high = self._steps[after - 1], self._steps[after]
+        share = (step - low) / (high - low)
+        return self._seconds[after - 1] + share * (self._seconds[after] - self._seconds[after - 1])
+
+
+def resampled(points: Points, columns: int, last: float, *, first: float = 0.0) -> list[float]:
+    """Return a curve in columns over an axis from ``first`` to ``last``; NaN where it has no value."""
+    line = [nan] * columns
+    if last <= first:
+        return line
+    before = -1
+    for at, value in zip(points.at, points.values, strict=True):
+        if value != value:
+            continue
+        here = min(max(int((at - first) / (last - first) * columns), 0), columns - 1)
+        if 0 <= before < here - 1:
+            start = line[before]
+            for column in range(before + 1, here):
+                line[column] = start + (value - start) * (column - before) / (here - before)
+        line[here] = value
+        before = here
+    return line

@@ -1,0 +1,267 @@
+"""Curves of any length in bounded memory: the last points as they came, older ones as ever wider min/max blocks.
+
+A window is drawn from the finest level that covers it, so that a redraw costs by the width and never by the run, and a
+spike is never averaged away. ``RankFrames`` does the same for one value per rank, where a whole curve per rank would
+not fit.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from math import isfinite, nan
+from typing import NamedTuple
+
+FAN_OUT = 4
+"""Points of a level that become one of the next."""
+KEPT = 8192
+"""Points that a level keeps at least, once it had them."""
+FRAME_VALUES = 1 << 18
+"""Values of one metric that a level of frames keeps: frames × ranks."""
+
+
+class Band(NamedTuple):
+    """What the ranks had at one step, or in one block of steps; NaN where nothing was measured."""
+
+    low: float
+    median: float
+    """Median over ranks; over several steps the mean of the medians."""
+    high: float
+
+
+NO_BAND = Band(nan, nan, nan)
+
+
+class Point(NamedTuple):
+    """A band and the step at which it stands."""
+
+    step: int
+    """First step of the block."""
+    band: Band
+
+
+class _Level:
+    """Points of one width; the oldest are forgotten."""
+
+    __slots__ = ("high", "low", "median", "start", "steps")
+
+    def __init__(self) -> None:
+        self.start = 0
+        """Points forgotten or never held, before the first held one."""
+        self.steps = array("q")
+        self.low = array("d")
+        self.median = array("d")
+        self.high = array("d")
+
+    @property
+    def count(self) -> int:
+        """Points there ever were."""
+        return self.start + len(self.steps)
+
+    def append(self, step: int, band: Band) -> None:
+        self.steps.append(step)
+        self.low.append(band.low)
+        self.median.append(band.median)
+        self.high.append(band.high)
+
+    def cut(self, head: int, tail: int) -> None:
+        """Keep the held points ``head`` to ``tail``."""
+        for values in (self.steps, self.low, self.median, self.high):
+            del values[tail:]
+            del values[:head]
+        self.start += head
+
+    def folded(self) -> tuple[int, Band]:
+        """Return the last block as one point."""
+        low = [value for value in self.low[-FAN_OUT:] if value == value]
+        high = [value for value in self.high[-FAN_OUT:] if value == value]
+        median = [value for value in self.median[-FAN_OUT:] if value == value]
+        step = self.steps[-min(FAN_OUT, len(self.steps))]
+        return step, Band(min(low), sum(median) / len(median), max(high)) if low else NO_BAND
+
+    def points(self, begin: int, end: int) -> Iterator[Point]:
+        for index in range(begin, end):
+            yield Point(self.steps[index], Band(self.low[index], self.median[index], self.high[index]))
+
+
+class BandPyramid:
+    """The band of one metric over the steps of a run."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._levels = [_Level()]
+
+    def __len__(self) -> int:
+        """Points there ever were."""
+        return self._levels[0].count
+
+    @property
+    def first_step(self) -> int:
+        """Step of the oldest point; 0 when there is none."""
+        return next((level.steps[0] for level in reversed(self._levels) if level.steps), 0)
+
+    @property
+    def last_step(self) -> int:
+        """Step of the newest point; 0 when there is none."""
+        return self._levels[0].steps[-1] if self._levels[0].steps else self.first_step
+
+    @property
+    def held(self) -> int:
+        """Points in memory, all levels together."""
+        return sum(len(level.steps) for level in self._levels)
+
+    def append(self, step: int, band: Band) -> None:
+        """Add the newest point; steps only rise."""
+        index = 0
+        while True:
+            level = self._levels[index]
+            level.append(step, band)
+            if len(level.steps) > 2 * self._kept:
+                level.cut(self._kept, len(level.steps))
+            if level.count % FAN_OUT:
+                return
+            step, band = level.folded()
+            index += 1
+            if index == len(self._levels):
+                self._levels.append(_Level())
+
+    def truncate(self, step: int) -> None:
+        """Forget the points from ``step`` on, as after a restart from a checkpoint."""
+        points = 0
+        for exponent, level in enumerate(self._levels):
+            index = bisect_left(level.steps, step)
+            if index or not level.start:
+                points = (level.start + index) * FAN_OUT**exponent
+                break
+        for exponent, level in enumerate(self._levels):
+            keep = points // FAN_OUT**exponent - level.start
+            level.cut(0, max(keep, 0))
+            level.start += min(keep, 0)
+
+    def points(self, first: int, last: int, most: int) -> Iterator[Point]:
+        """Yield the points of the steps ``first`` to ``last`` in order, as fine as about ``most`` of them allow."""
+        chosen = len(self._levels) - 1
+        for index, level in enumerate(self._levels):
+            covers = not level.start or (level.steps and level.steps[0] <= first)
+            if covers and bisect_right(level.steps, last) - bisect_left(level.steps, first) <= most:
+                chosen = index
+                break
+        for index in range(chosen, -1, -1):  # what is too young for a block of the chosen level comes from the finer
+            level = self._levels[index]
+            begin = bisect_left(level.steps, first)
+            if index < chosen:
+                begin = max(begin, self._levels[index + 1].count * FAN_OUT - level.start)
+            yield from level.points(begin, bisect_right(level.steps, last))
+
+
+class Frame:
+    """One value per rank and metric, at one step or as the mean over a block of steps."""
+
+    __slots__ = ("cache", "first_step", "last_step", "values")
+
+    def __init__(self, first_step: int, last_step: int, values: tuple[array[float] | None, ...]) -> None:
+        self.first_step = first_step
+        self.last_step = last_step
+        self.values = values
+        """Per metric the ranks' values, NaN where one was not measured; None where none was."""
+        self.cache: tuple[object, list[float]] | None = None
+        """What a view made of it last, with what it depends on; frames never change."""
+
+
+class RankFrames:
+    """Values of every rank over the steps of a run, coarse for what is long ago."""
+
+    def __init__(self, metrics: int) -> None:
+        self._metrics = metrics
+        self._levels: list[deque[Frame]] = [deque()]
+        self._pending = [0]
+        """Per level the newest frames that are in no frame of the next."""
+
+    @property
+    def held(self) -> int:
+        """Frames in memory, all levels together."""
+        return sum(map(len, self._levels))
+
+    @property
+    def newest(self) -> Frame | None:
+        """The last frame added."""
+        return self._levels[0][-1] if self._levels[0] else None
+
+    def append(self, frame: Frame) -> None:
+        """Add the newest frame; steps only rise."""
+        ranks = max((len(values) for values in frame.values if values is not None), default=1)
+        kept = min(max(FRAME_VALUES // ranks, 64), KEPT // 2)
+        index = 0
+        while True:
+            level = self._levels[index]
+            level.append(frame)
+            if len(level) > kept:
+                level.popleft()
+            self._pending[index] += 1
+            if self._pending[index] < FAN_OUT:
+                return
+            self._pending[index] = 0
+            frame = self._folded([level[i] for i in range(-min(FAN_OUT, len(level)), 0)])
+            index += 1
+            if index == len(self._levels):
+                self._levels.append(deque())
+                self._pending.append(0)
+
+    def truncate(self, step: int) -> None:
+        """Forget the frames that reach ``step`` or further."""
+        for level in self._levels:
+            while level and level[-1].last_step >= step:
+                level.pop()
+        for index, level in enumerate(self._levels):
+            above = self._levels[index + 1] if index + 1 < len(self._levels) else None
+            done = above[-1].last_step if above else 0
+            self._pending[index] = sum(frame.first_step > done for frame in level) % FAN_OUT
+
+    def frames(self, first: int, last: int, most: int) -> list[Frame]:
+        """Return the frames of the steps ``first`` to ``last`` in order, at most about ``most``."""
+        chosen = len(self._levels) - 1
+        for index, level in enumerate(self._levels):
+            covers = level and (level[0].first_step <= first or level[0].first_step <= self._first_step)
+            if covers and sum(first <= frame.last_step and frame.first_step <= last for frame in level) <= most:
+                chosen = index
+                break
+        found: list[Frame] = []
+        done = first - 1
+        for index in range(chosen, -1, -1):
+            found += [frame for frame in self._levels[index] if frame.last_step > done and frame.first_step <= last]
+            if found:
+                done = max(done, found[-1].last_step)
+        return found
+
+    @property
+    def _first_step(self) -> int:
+        return next((level[0].first_step for level in reversed(self._levels) if level), 0)
+
+    def _folded(self, frames: Sequence[Frame]) -> Frame:
+        """Return the mean of consecutive frames, of what was measured."""
+        values = tuple(
+            _mean([part for frame in frames if (part := frame.values[metric]) is not None])
+            for metric in range(self._metrics)
+        )
+        return Frame(frames[0].first_step, frames[-1].last_step, values)
+
+
+def _mean(parts: Sequence[array[float]]) -> array[float] | None:
+    """Return the mean of each rank's values, passing over those that are no numbers."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    longest = max(map(len, parts))
+    if any(len(part) < longest for part in parts):  # a rank that was not heard of before
+        parts = [part + array("f", [nan] * (longest - len(part))) for part in parts]
+    count = len(parts)
+    means = [total / count for total in map(sum, zip(*parts, strict=True))]
+    if not isfinite(sum(means)):
+        means = [_finite_mean(values) for values in zip(*parts, strict=True)]
+    return array("f", means)
+
+
+def _finite_mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if isfinite(value)]
+    return sum(finite) / len(finite) if finite else nan

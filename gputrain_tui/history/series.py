@@ -1,0 +1,330 @@
+"""What the charts draw: for every step the band over ranks of loss, step time and exposed synchronisation.
+
+An event is only put beside the others of its step; medians, bands and lateness are computed once per step, when the
+last rank has reported it. Pure: no clock, no I/O, memory bounded however long the run and however many ranks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Literal
+
+from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
+from trainer.contract.record import Step, single_steps
+from trainer.contract.record.downsampled import DownsampledBlock
+
+BandMetric = Literal["loss", "sync_exposed_ms", "step_ms"]
+Metric = Literal["loss", "sync_exposed_ms", "step_ms", "late_ms"]
+BAND_METRICS: tuple[BandMetric, ...] = ("loss", "sync_exposed_ms", "step_ms")
+METRICS: tuple[Metric, ...] = (*BAND_METRICS, "late_ms")
+"""What frames hold per rank; ``late_ms`` is how much later than the first rank one was ready to synchronise."""
+BRIDGED = frozenset({"sync_exposed_ms", "step_ms"})
+"""Metrics that are not measured at every step: a missing one is no gap in the curve."""
+OPEN_EVENTS = 1 << 19
+"""Events of steps that some rank has not reported yet, kept at most."""
+FEWEST_OPEN = 256
+"""Steps that may wait for a rank, however many ranks there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A metric over a range of steps, one value per column; NaN is a gap."""
+
+    first_step: int
+    last_step: int
+    low: list[float]
+    median: list[float]
+    """Median over ranks."""
+    high: list[float]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no number at all."""
+        return all(value != value for value in self.median)
+
+
+class Series:
+    """The curves of a run. ``apply`` changes it; everything else only looks.
+
+    ``version`` moves when a step is complete, so that a chart repaints only when there is something new.
+    """
+
+    def __init__(self, world_size: int = 0) -> None:
+        self.version = 0
+        self.world_size = world_size
+        """Ranks that report a step before it is complete; rises with the ranks heard of."""
+        self.latest: dict[BandMetric, Band] = dict.fromkeys(BAND_METRICS, NO_BAND)
+        """The newest band of each metric that was measured."""
+        self._pyramids = {metric: BandPyramid() for metric in BAND_METRICS}
+        self._frames = RankFrames(len(METRICS))
+        self._open: dict[int, dict[int, Step]] = {}
+        """Events by rank, by row; a row is one step, or ``_width`` of them."""
+        self._width = 1
+        """Steps of a row: a power of two, at least what one event covers."""
+        self._closed = -1
+        """Newest complete row."""
+        self._closed_time = 0.0
+        """Newest event of the complete rows, Unix seconds."""
+
+    def apply(self, event: Step) -> None:
+        """Take in one rank's event, or a block of them with their extremes.
+
+        An event that covers several steps and has their single values is drawn step by step.
+        """
+        if event.step_ms_each is not None and self._width == 1:
+            for each in single_steps(event):
+                self._take_in(each)
+        else:
+            self._take_in(event)
+
+    def _take_in(self, event: Step) -> None:
+        if event.steps > self._width:
+            self._widen(event.steps)
+        width = self._width
+        rank = event.rank
+        key = event.step if width == 1 else (event.step - 1) // width
+        row = self._open.get(key)
+        if row is None:
+            if key <= self._closed:
+                if event.time <= self._closed_time:
+                    return  # too late: its step was drawn without it
+                self._rewind(key)
+            row = self._open[key] = {}
+            if len(self._open) > FEWEST_OPEN and len(self._open) * self.world_size > OPEN_EVENTS:
+                oldest = sorted(self._open)[: len(self._open) // 8 + 1]
+                self._close_until(oldest[-1])
+                row = self._open.setdefault(key, {})
+        elif width > 1 and rank in row:
+            event = _joined(row[rank], event)
+        row[rank] = event
+        if rank >= self.world_size:
+            self.world_size = rank + 1
+        if len(row) >= self.world_size:
+            self._close_until(key if width == 1 else key - 1)
+
+    def flush(self) -> None:
+        """Draw also the last steps that not every rank has reported, when no more will come."""
+        for key in sorted(self._open):
+            self._close(key)
+
+    def coarsen(self, steps: int) -> None:
+        """Put the events of so many steps together until ``refine``.
+
+        For a long history that is read in samples, of which no two ranks' are of the same steps; a rank's next sample
+        must be nearer than ``steps``.
+        """
+        if steps > self._width:
+            self._widen(steps)
+
+    def refine(self) -> None:
+        """Draw every step by itself from here on."""
+        self.flush()
+        self._closed, self._width = self.last_step, 1
+
+    # What views ask
+
+    @property
+    def first_step(self) -> int:
+        """Oldest step that is drawn; 0 when there is none."""
+        return self._pyramids["loss"].first_step
+
+    @property
+    def last_step(self) -> int:
+        """Newest step that is drawn; 0 when there is none."""
+        return self._pyramids["loss"].last_step
+
+    def span(self, last: int | None = None) -> tuple[int, int]:
+        """Return the first and last step of the whole run, or of its last steps."""
+        first, end = self.first_step, self.last_step
+        return (first if last is None else max(first, end - last + 1)), end
+
+    def window(self, metric: BandMetric, columns: int, *, last: int | None = None) -> Window:
+        """Return a metric's band in so many columns, over the whole run or its last steps."""
+        first, end = self.span(last)
+        low, median, high = [nan] * columns, [nan] * columns, [nan] * columns
+        scale = columns / (end - first + 1)
+        bridged = metric in BRIDGED
+        column, parts, before = -1, 0, -1
+        for step, (bottom, mid, top) in self._pyramids[metric].points(first, end, 4 * columns):
+            if mid != mid:
+                if not bridged:
+                    before = -1
+                continue
+            here = min(int((step - first) * scale), columns - 1)
+            if here != column:
+                if parts > 1:
+                    median[column] /= parts
+                column, parts = here, 1
+                low[here], median[here], high[here] = bottom, mid, top
+            else:
+                parts += 1
+                median[here] += mid
+                if bottom < low[here]:
+                    low[here] = bottom
+                if top > high[here]:
+                    high[here] = top
+            if 0 <= before < here - 1:
+                for values, value in ((low, bottom), (median, mid), (high, top)):
+                    _interpolate(values, before, here, value)
+            before = here
+        if parts > 1:
+            median[column] /= parts
+        return Window(first_step=first, last_step=end, low=low, median=median, high=high)
+
+    def rank_line(self, metric: Metric, rank: int, columns: int, *, last: int | None = None) -> list[float]:
+        """Return one rank's values in the columns of ``window``; NaN is a gap."""
+        first, end = self.span(last)
+        line = [nan] * columns
+        index = METRICS.index(metric)
+        scale = columns / (end - first + 1)
+        before = -1
+        bridged = metric != "loss"
+        for frame in self._frames.frames(first, end, 4 * columns):
+            values = frame.values[index]
+            value = values[rank] if values is not None and rank < len(values) else nan
+            if not isfinite(value):
+                if not bridged:
+                    before = -1
+                continue
+            here = min(max(int((frame.first_step - first) * scale), 0), columns - 1)
+            line[here] = value
+            if 0 <= before < here - 1:
+                _interpolate(line, before, here, value)
+            before = here
+        return line
+
+    def rank_value(self, metric: Metric, rank: int) -> float:
+        """Return a rank's newest value, NaN where it has none."""
+        frame = self._frames.newest
+        values = frame.values[METRICS.index(metric)] if frame is not None else None
+        return values[rank] if values is not None and rank < len(values) else nan
+
+    def frames(self, first: int, last: int, most: int) -> list[Frame]:
+        """Return the ranks' values over a range of steps, at most about ``most`` frames."""
+        return self._frames.frames(first, last, most)
+
+    # What events change
+
+    def _widen(self, steps: int) -> None:
+        """Let a row hold as many steps as one event covers: ranks cut their steps at different places."""
+        old, self._width = self._width, 1 << (steps - 1).bit_length()
+        rows, self._open = self._open, {}
+        shift = 0 if old > 1 else 1  # rows of one step are counted from 1
+        self._closed = (self._closed - shift + 1) * old // self._width - 1  # the newest row that is wholly drawn
+        for key, row in rows.items():
+            wide = self._open.setdefault((key - shift) * old // self._width, {})
+            for rank, event in row.items():
+                wide[rank] = _joined(wide[rank], event) if rank in wide else event
+
+    def _rewind(self, key: int) -> None:
+        """Forget what a restarted run does again."""
+        first = key if self._width == 1 else key * self._width + 1
+        for pyramid in self._pyramids.values():
+            pyramid.truncate(first)
+        self._frames.truncate(first)
+        self._open.clear()
+        self._closed = key - 1
+
+    def _close_until(self, key: int) -> None:
+        """Draw the rows up to one; rows were opened in order, or nearly so."""
+        while self._open and (first := next(iter(self._open))) <= key:
+            self._close(first)
+        if key in self._open:
+            self._close(key)
+
+    def _close(self, key: int) -> None:
+        """Take bands and lateness of one row; one that was overtaken is not drawn any more."""
+        row = self._open.pop(key)
+        if key <= self._closed or not row:
+            return
+        ranks = range(self.world_size)
+        try:
+            events: list[Step | None] = [row[rank] for rank in ranks]
+        except KeyError:
+            events = [row.get(rank) for rank in ranks]
+        step = max(event.step for event in row.values())
+        blocks = [event for event in row.values() if type(event) is DownsampledBlock]
+        loss = self._take("loss", step, [None if e is None else e.loss for e in events], blocks)
+        sync = self._take("sync_exposed_ms", step, [None if e is None else e.sync_exposed_ms for e in events], blocks)
+        duration = self._take("step_ms", step, [None if e is None else e.step_ms for e in events], blocks)
+        late: array[float] | None = None
+        if sync is not None and len(row) == self.world_size > 1:
+            longest = self.latest["sync_exposed_ms"].high
+            late = array("f", [longest - value for value in sync])
+        first = key if self._width == 1 else key * self._width + 1
+        self._frames.append(Frame(first, step, (loss, sync, duration, late)))
+        self._closed = key
+        self._closed_time = max(event.time for event in row.values())
+        self.version += 1
+
+    def _take(
+        self, metric: BandMetric, step: int, found: list[float | None], blocks: list[DownsampledBlock]
+    ) -> array[float] | None:
+        """Add one point to a metric's band; return the ranks' values, None where no rank has one."""
+        values = [nan if value is None else value for value in found]
+        ordered = sorted(values)
+        if not isfinite(sum(ordered)):
+            ordered = sorted(value for value in values if isfinite(value))
+        if not ordered:
+            self._pyramids[metric].append(step, NO_BAND)
+            return None
+        half = len(ordered) // 2
+        median = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+        low, high = ordered[0], ordered[-1]
+        for block in blocks:
+            bottom, top = getattr(block, f"{metric}_low"), getattr(block, f"{metric}_high")
+            if bottom is not None and top is not None:
+                low, high = min(low, bottom), max(high, top)
+        band = self.latest[metric] = Band(low, median, high)
+        self._pyramids[metric].append(step, band)
+        return array("f", values)
+
+
+def smooth(values: list[float], amount: float) -> list[float]:
+    """Return the exponential moving mean, unbiased at the start; gaps stay gaps.
+
+    Args:
+        values: One per column.
+        amount: Share of what came before, 0 (as it is) to below 1.
+    """
+    if not amount:
+        return values
+    total = weight = 0.0
+    out = []
+    for value in values:
+        if value != value:
+            out.append(nan)
+            continue
+        total = amount * total + (1 - amount) * value
+        weight = amount * weight + (1 - amount)
+        out.append(total / weight)
+    return out
+
+
+def _interpolate(values: list[float], before: int, here: int, value: float) -> None:
+    """Fill the columns between two points on the straight line that joins them."""
+    start, length = values[before], here - before
+    for column in range(before + 1, here):
+        values[column] = start + (value - start) * (column - before) / length
+
+
+def _joined(earlier: Step, later: Step) -> Step:
+    """Return one event for two of a rank in the same row: means over their steps, of what was measured."""
+    steps = earlier.steps + later.steps
+    joined = DownsampledBlock(
+        time=later.time, rank=later.rank, step=later.step, epoch=later.epoch, steps=steps, samples=later.samples,
+        begin=0, end=0,
+    )  # fmt: skip
+    blocks = [event for event in (earlier, later) if type(event) is DownsampledBlock]
+    for name in BAND_METRICS:
+        one, two = getattr(earlier, name), getattr(later, name)
+        for extreme, of in (("low", min), ("high", max)):
+            ends = [end for block in blocks if (end := getattr(block, f"{name}_{extreme}")) is not None]
+            setattr(joined, f"{name}_{extreme}", of(ends, default=None))
+        if one is not None and two is not None:
+            setattr(joined, name, (one * earlier.steps + two * later.steps) / steps)
+        else:
+            setattr(joined, name, two if one is None else one)
+    return joined

@@ -1,0 +1,140 @@
+"""Hosts as people list them for MPI, Horovod and DeepSpeed, one a line; what is wrong names file and line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gputrain_tui.recipe.model import Gpus, Node, RecipeError, parse_gpus
+from trainer.contract.errors import RequestError, nearest, quoted
+
+MOST_BYTES = 1 << 20
+"""Of a file: forty thousand hosts with their settings."""
+KEYS = ("slots", "max_slots", "gpus", "port")
+HOST = re.compile(r"(?P<host>(?:[\w.+-]+@)?(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w][\w.-]*))(?::(?P<slots>.*))?")
+ADDRESS_6 = re.compile(r"(?:[\w.+-]+@)?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(?:%[\w.-]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLine:
+    """One host of a list."""
+
+    host: str
+    """As ssh and a recipe take it: ``gpu1``, ``ada@gpu1``, ``[fd00::1]``, ``ssh://gpu1:2222``."""
+    slots: int | None = None
+    """Ranks."""
+    gpus: Gpus | None = None
+    """Like a node's in a recipe."""
+
+    @property
+    def node(self) -> Node:
+        """The node that a recipe would have for it; it asks for nothing in particular where the line says nothing."""
+        return Node(host=self.host, gpus=self.gpus, ranks=self.slots)
+
+
+def read_hostfile(path: Path) -> tuple[HostLine, ...]:
+    """Read a file of hosts.
+
+    Raises:
+        RequestError: it cannot be read, names no host, or a line is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise RequestError(f"{path} cannot be read: {reason}; name a file with one host a line") from None
+    if len(content) > MOST_BYTES:
+        raise RequestError(f"{path} is longer than {MOST_BYTES >> 20} MiB; name a file with one host a line")
+    return parse_hosts(text, name=str(path))
+
+
+def parse_hosts(text: str, *, name: str) -> tuple[HostLine, ...]:
+    """Read lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``.
+
+    Raises:
+        RequestError: no host is named, or a line is wrong.
+    """
+    found: dict[str, tuple[int, HostLine]] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        entry = _line(words, f"{name}:{number}")
+        if entry.host in found:
+            raise RequestError(
+                f"{name}:{number}: {entry.host} is on line {found[entry.host][0]} already; write one line for it"
+            )
+        found[entry.host] = number, entry
+    if not found:
+        raise RequestError(f"{name} names no host; write one a line, such as `gpu1` or `gpu1 gpus=0,2`")
+    return tuple(entry for _, entry in found.values())
+
+
+def parse_list(text: str, *, name: str = "--hosts") -> tuple[HostLine, ...]:
+    """Read hosts with commas between them, as ``--hosts`` takes them.
+
+    Raises:
+        RequestError: one of them is none.
+    """
+    found: dict[str, HostLine] = {}
+    for word in text.split(","):
+        if word.strip():
+            entry = _line([word.strip()], name)
+            found[entry.host] = entry
+    if not found:
+        raise RequestError(f"{name} is {quoted(text)}, but must name hosts with commas between them, such as gpu1,gpu2")
+    return tuple(found.values())
+
+
+def _line(words: list[str], where: str) -> HostLine:
+    word, *settings = words
+    port: int | None = None
+    slots: int | None = None
+    gpus: Gpus | None = None
+    match = None
+    if word.startswith("ssh://"):
+        host, colon, number = word.removeprefix("ssh://").rstrip("/").partition("]:")
+        host, colon, number = (f"{host}]", colon, number) if colon else host.partition(":")
+        port = _number(number, where, "port", 65535) if colon else None
+        match = HOST.fullmatch(host)
+    elif ADDRESS_6.fullmatch(word):
+        user, at, address = word.rpartition("@")
+        match = HOST.fullmatch(f"{user}{at}[{address}]")
+    else:
+        match = HOST.fullmatch(word)
+    if match is None:
+        raise RequestError(f"{where}: {quoted(word)} is no host; write a name, an address, user@host or [address]")
+    if match["slots"] is not None:
+        slots = _number(match["slots"], where, f"what follows {match['host']}:, the number of slots,", 4096)
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        key = key.lower().replace("-", "_")
+        if not equals or key not in KEYS:
+            known = f"; known are {', '.join(f'{name}=' for name in KEYS if name != 'max_slots')}"
+            raise RequestError(f"{where}: {quoted(setting)} is not known{nearest(key, KEYS) or known}")
+        if key == "port":
+            port = _number(value, where, "port", 65535)
+        elif key == "slots":
+            slots = _number(value, where, "slots", 4096)
+        elif key == "gpus":
+            gpus = _gpus(value, where)
+    if slots is not None and gpus is not None:
+        raise RequestError(f"{where}: {match['host']} has slots and gpus; keep one of them")
+    host = match["host"] if port is None else f"ssh://{match['host']}:{port}"
+    return HostLine(host=host, slots=slots, gpus=gpus)
+
+
+def _gpus(value: str, where: str) -> Gpus:
+    try:
+        return parse_gpus(value, where=f"{where}: gpus")
+    except RecipeError as error:
+        raise RequestError(str(error)) from None
+
+
+def _number(text: str, where: str, what: str, largest: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= largest:
+        raise RequestError(f"{where}: {what} is {quoted(text)}, but must be a whole number from 1 to {largest}")
+    return int(text)

@@ -1,0 +1,106 @@
+"""One attempt: the launched nodes of a run, and what a successor of the supervisor must know of them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.launchers import NodeProcess
+from gputrain_tui.lifecycle.stop_requests import StopLevel
+from trainer.contract.errors import RecordError
+from trainer.contract.record import Failure, RunDir, write_atomically
+from trainer.contract.record.events import Count, Rank
+from trainer.contract.record.regular_file import read_json
+from trainer.host.process_identity import ProcessIdentity
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptResult:
+    """How a run, or one attempt at it, ended."""
+
+    status: Literal["finished", "failed", "stopped"]
+    reason: str | None = None
+    """Who stopped it, where somebody did."""
+    failure: Failure | None = None
+    recorded: bool = False
+    """Whether the failure stands in the record already."""
+
+
+@dataclass
+class Attempt:
+    """The nodes of one launch."""
+
+    since: Mapping[str, int]
+    """Sizes of the event files when it began."""
+    running: dict[int, NodeProcess] = field(default_factory=dict)
+    """By descriptor."""
+    ended: dict[int, attempt_outcome.NodeEnd] = field(default_factory=dict)
+    """By node, in the order in which they ended."""
+    failure: Failure | None = None
+    """What this process itself saw go wrong."""
+    stopping: StopLevel = 0
+    """What the nodes have been asked."""
+    deadline: float | None = None
+    """When what is still running is killed, monotonic seconds."""
+
+
+class Launched(msgspec.Struct, kw_only=True):
+    """What a supervisor leaves for one that takes over, ``attempt.json``."""
+
+    since: dict[str, Count]
+    """Sizes of the event files when the attempt began."""
+    processes: dict[Rank, ProcessIdentity]
+    """Of each node."""
+    tmp: str
+    """The run's temporary folder; believed only where the folder itself names the run."""
+
+
+def temporary_prefix(run_dir: RunDir) -> str:
+    """Begin the name of a temporary folder outside of a run directory, which tells whose it is."""
+    path = os.fsencode(os.path.realpath(run_dir.path))
+    return f"gputrain-{zlib.crc32(path):08x}-"
+
+
+def is_temporary_of(run_dir: RunDir, path: Path) -> bool:
+    """Whether a folder is a temporary one of this very run, and not somebody else's."""
+    if path == run_dir.tmp:
+        return True
+    try:
+        found = path.lstat()
+    except (OSError, ValueError):
+        return False
+    named = path.is_absolute() and path.name.startswith(temporary_prefix(run_dir))
+    return named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+_decode = msgspec.json.Decoder(Launched)
+
+
+def write_launched(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
+    """Write down what a supervisor needs that takes over from this one; a full disk costs it only that."""
+    processes = {process.node: process.identity for process in attempt.running.values()}
+    launched = Launched(since=dict(attempt.since), processes=processes, tmp=tmp)
+    try:
+        write_atomically(run_dir.attempt, msgspec.json.encode(launched))
+    except OSError as error:
+        print(f"cannot write {run_dir.attempt}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def read_launched(run_dir: RunDir) -> Launched:
+    """Read what a supervisor that was killed has left; nothing where it was killed before: what it started is swept."""
+    try:
+        launched = read_json(run_dir.attempt, _decode)
+    except RecordError:
+        return Launched(since={}, processes={}, tmp=str(run_dir.tmp))
+    if not is_temporary_of(run_dir, Path(launched.tmp)):
+        launched.tmp = str(run_dir.tmp)
+    return launched

@@ -1,0 +1,242 @@
+"""What the record says about how an attempt to train ended; success is read here, not from exit codes.
+
+A rank may still abort or hang while its interpreter shuts down after a successful run, so what it wrote before
+counts, and an exit code of 0 without it does not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.contract.errors import ExitCode
+from trainer.contract.outcome import node_outcome, root_cause, signal_name
+from trainer.contract.record import AnyEvent, Failure, RankState, RunDir, decode_events
+from trainer.contract.record.regular_file import read_part, read_tail, size_of
+
+TAIL_BYTES = 1 << 20
+"""How much of the end of a file is searched; how a rank ended is among its log tail."""
+LOG_BYTES = 64 << 10
+ROOM_BYTES = 16 << 10
+"""Less room than this may have kept ranks from writing their log tail."""
+PAST_REFUSAL = ("training", "validating", "saving", "finished")
+"""States of a rank that has found nothing wrong with the request."""
+STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
+"""Exit codes of a node agent that somebody stopped, the negative ones before it could answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEnd:
+    """How a node agent ended."""
+
+    host: str
+    exit_code: int
+    """A signal's number negated."""
+    unfinished: list[int]
+    """Its ranks that did not record that they finished."""
+
+
+def sizes(run_dir: RunDir) -> dict[str, int]:
+    """Return the size of every event file, which marks the beginning of an attempt."""
+    return {path.name: size_of(path) for path in run_dir.events.glob("*.ndjson")}
+
+
+def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
+    """Return the ranks of a node that ended without having finished in this attempt.
+
+    A rank that could not record its end, on a full disk or beyond the limit of a file's size, has told its node's
+    parent all the same.
+    """
+    missing = [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
+    told = node_outcome(run_dir, node) if missing else None
+    return [rank for rank in missing if told is None or rank not in told.ranks or not told.ranks[rank].finished]
+
+
+def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
+    """Say what of the record is missing and why; empty when it is whole."""
+    why = next((told.not_recorded for node in nodes if (told := node_outcome(run_dir, node)) and told.not_recorded), "")
+    if is_full(run_dir):
+        return "the disk of the run directory is full: the end of the record is missing"
+    return f"the end of the record is missing: {why}" if why else ""
+
+
+def holds_work(run_dir: RunDir) -> bool:
+    """Whether a rank came to train, a checkpoint is kept, or a full disk leaves that open."""
+    if any(not path.name.startswith(".") for path in run_dir.checkpoints.glob("*")) or is_full(run_dir):
+        return True
+    return any(_trained(path) for path in run_dir.events.glob("*.ndjson"))
+
+
+def is_full(run_dir: RunDir) -> bool:
+    """Whether the disk takes no more."""
+    probe = run_dir.path / f".room-{os.getpid()}"
+    try:
+        probe.write_bytes(b"\0" * ROOM_BYTES)
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return False
+
+
+def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
+    """Return the failures that ranks and nodes recorded in this attempt."""
+    found: list[Failure] = []
+    for path in run_dir.events.glob("*.ndjson"):
+        found += [event for event in _tail(path, since, b'"failure"') if isinstance(event, Failure)]
+    return found
+
+
+def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:
+    """Return the one failure that explains how the attempt ended.
+
+    Args:
+        run_dir: the record.
+        since: sizes of the event files when the attempt began.
+        ended: per node, in the order in which they ended.
+        now: Unix seconds, for a failure that nobody recorded.
+    """
+    told = [*failures(run_dir, since), *_from_results(run_dir, ended)]
+    recorded = root_cause((int(failure.time * 1e9), failure) for failure in told)
+    first = next((node for node, end in ended.items() if end.unfinished), None)
+    killed = first is not None and ended[first].exit_code < 0
+    if recorded is not None and not (killed and recorded.kind == "lost_peer"):
+        return recorded
+    for node, end in ended.items():
+        if end.unfinished:
+            return _from_exit(run_dir, node, end, now)
+    return Failure(time=now, kind="exit", message="the run ended and no rank says why")
+
+
+def exit_code(run_dir: RunDir, node: int, code: int) -> int:
+    """Return a node's exit code, and SIGINT's where it came while Python itself was starting.
+
+    Then Python, which cannot import what it is to run, ends with 1 as if it had failed, and only its last word tells.
+    """
+    silent = code == ExitCode.FAILED and node_outcome(run_dir, node) is None
+    return -signal.SIGINT if silent and last_lines(run_dir.node_log(node), 1) == ["KeyboardInterrupt"] else code
+
+
+def is_deleted(run_dir: RunDir) -> bool:
+    """Whether a run directory is gone; ranks that save may have made its folders again."""
+    try:
+        return not (run_dir.lock.exists() or run_dir.plan.exists())
+    except OSError:
+        return False  # the file system does not answer, and may do so again
+
+
+def deleted(run_dir: RunDir, now: float) -> Failure:
+    """Return the failure of a run whose directory was deleted while it went on.
+
+    Args:
+        run_dir: where it was.
+        now: Unix seconds.
+    """
+    what = f"the run directory {run_dir.path} was deleted while the run went on"
+    return Failure(time=now, kind="run_directory", message=what)
+
+
+def stopped_first(ended: Mapping[int, NodeEnd]) -> int | None:
+    """Return the node that somebody stopped on its own machine before anything had failed; None when none was.
+
+    Args:
+        ended: per node, in the order in which they ended; nobody had asked the supervisor to end the run.
+    """
+    first = next(((node, end) for node, end in ended.items() if end.unfinished), None)
+    return first[0] if first is not None and first[1].exit_code in STOPPED else None
+
+
+def clear_unfinished(run_dir: RunDir) -> None:
+    """Delete what ranks that were killed while they saved have left of a checkpoint; nobody can use it."""
+    for path in run_dir.checkpoints.glob(".*.pt.tmp"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
+    """Say in a few words where ranks that were stopped are and what they have saved; empty when they just ended."""
+    told = [result for node in nodes if (result := node_outcome(run_dir, node)) is not None]
+    parts = []
+    stopped = [result.stopped_at for result in told if result.stopped_at is not None]
+    not_kept = next((result.not_kept for result in told if result.not_kept), "")
+    if not stopped and not_kept:  # all updates were made, and somebody asked for the end while the last was saved
+        parts.append(f"but {not_kept}")
+    if stopped:
+        saved = next((result.saved for result in told if result.saved), None)
+        words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
+        parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
+    silent = sorted(rank for result in told for rank in result.unanswered)
+    if silent:
+        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        parts.append(f"without saving, because {who} did not answer")
+    return "; ".join(parts)
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last lines of a text file that are not blank; none when it cannot be read."""
+    try:
+        text = read_tail(path, LOG_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def _trained(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            events = (event for line in file if b'"rank_state"' in line for event in decode_events(line))
+            return any(isinstance(event, RankState) and event.state in PAST_REFUSAL for event in events)
+    except OSError:
+        return True  # it cannot be told
+
+
+def _finished(path: Path, since: Mapping[str, int]) -> bool:
+    events = _tail(path, since, b'"finished"')
+    return any(isinstance(event, RankState) and event.state == "finished" for event in events)
+
+
+def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEvent]:
+    """Yield the events near the end of a file whose line holds the mark, from this attempt only."""
+    try:
+        begin = since.get(path.name, 0)
+        start = max(begin, size_of(path) - TAIL_BYTES)
+        lines = read_part(path, start, TAIL_BYTES).split(b"\n")
+    except OSError:
+        return
+    for line in lines[1:] if start > begin else lines:  # the first is torn when the cut is not a line's beginning
+        if mark in line:
+            yield from decode_events(line)
+
+
+def _from_results(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Failure]:
+    """Yield what the node agents report where an event could not be written, on a full disk for instance."""
+    for node, end in ended.items():
+        result = node_outcome(run_dir, node) if end.unfinished else None
+        if result is not None and result.failure is not None:
+            yield result.failure
+
+
+def _from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
+    """Tell from a node's exit code and log tail what happened, where nothing else does."""
+    host, code, ranks = end.host, end.exit_code, end.unfinished
+    # Nobody has a last word on SIGKILL: what was said before it is about something else.
+    words = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
+    said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
+    if code == ExitCode.BAD_REQUEST:
+        return Failure(time=now, kind="request", host=host, message=said.removeprefix(": ") or "the request was wrong")
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if code < 0:
+        what = f"node {node} was killed by {signal_name(-code)} before {who} finished{said}"
+        return Failure(time=now, kind="signal", host=host, message=what)
+    return Failure(
+        time=now,
+        kind="exit",
+        host=host,
+        message=f"node {node} ended with exit code {code} and {who} did not finish{said}",
+    )

@@ -1,0 +1,72 @@
+"""Diagnoses a run while it lasts, from its record alone and at a bounded share of a core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gputrain_tui.diagnosis import HISTORY, Diagnosis
+from gputrain_tui.history.runs import RunReader
+from gputrain_tui.state import RunState
+from trainer.contract.record import Finding, RunDir
+
+INTERVAL_S = 0.1
+"""Least time between two looks, as often as a rank writes."""
+DUTY = 0.03
+"""Share of a core that looking may take; with very many ranks the looks become rarer."""
+RISES, FALLS = 1 / 8, 1 / 2
+"""Shares by which what a look is taken to cost follows a dearer one, and a cheaper one.
+
+On a busy machine one look in a hundred is charged for twenty, and a long pause after it would miss what is short.
+"""
+
+
+class LiveDiagnosis:
+    """Reads a run's record and says what is wrong with it."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        *,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        cost: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._reader = RunReader(run_dir, now=now)
+        self._state = RunState(history=HISTORY)
+        self._diagnosis = Diagnosis()
+        self._now = now
+        self._clock = clock
+        self._cost = cost
+        self._due = clock() + INTERVAL_S
+        self._usual_s: float | None = None
+        """What a look costs; None before the first."""
+
+    def due_in_s(self) -> float:
+        """Return the seconds until the next look."""
+        return max(0.0, self._due - self._clock())
+
+    def look(self) -> list[Finding]:
+        """Return what is to be recorded now; nothing when the next look is not due yet."""
+        if self.due_in_s() > 0.0:
+            return []
+        began = self._cost()
+        self._state.apply_all(self._reader.poll())
+        behind = self._reader.backlog_bytes > 0
+        found = [] if behind else self._diagnosis.look(self._state, self._now())
+        pause_s = 0.0 if behind else INTERVAL_S
+        spent_s = self._cost() - began
+        usual_s = spent_s if self._usual_s is None else self._usual_s
+        self._usual_s = usual_s + (RISES if spent_s > usual_s else FALLS) * (spent_s - usual_s)
+        self._due = self._clock() + max(pause_s, self._usual_s / DUTY)
+        return found
+
+    def state_at_end(self) -> RunState:
+        """Return the run as all of its record tells it, once nothing more is written."""
+        while events := self._reader.poll():
+            self._state.apply_all(events)
+        return self._state
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._reader.close()

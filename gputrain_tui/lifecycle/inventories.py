@@ -1,0 +1,94 @@
+"""Takes the inventories that a plan needs, and plans with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from gputrain_tui.hosts.addresses import local_facts
+from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.plan.planner import Plan, plan
+from gputrain_tui.recipe.model import Node, Recipe
+from trainer.contract.errors import RequestError
+
+if TYPE_CHECKING:
+    from gputrain_tui.hosts.inventory import Inventory
+    from gputrain_tui.hosts.survey import HostReport
+
+
+def plan_here(
+    recipe: Recipe,
+    *,
+    ask: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
+    remark: Callable[[str], None] = lambda line: None,
+) -> tuple[Plan, LocalFacts]:
+    """Plan a recipe with the machines as they are now.
+
+    This machine is looked at when ranks may use its GPUs. Another one is asked over ssh when its node says ``all``,
+    ``free``, ``ranks`` or a list of GPUs; a count is believed, and so is a list where the host does not answer.
+
+    Args:
+        recipe: what was asked for.
+        ask: asks hosts for their inventories; over ssh where it is not given.
+        remark: takes a line about a host that was believed because it did not answer.
+
+    Raises:
+        RequestError: the machines cannot do what the recipe asks for, it contradicts itself, or a host whose GPUs must
+            be known does not answer.
+    """
+    local = local_facts(node.host for node in recipe.cluster.nodes)
+    return plan(recipe, inventories_for(recipe, local, ask=ask, remark=remark), local=local), local
+
+
+def inventories_for(
+    recipe: Recipe,
+    local: LocalFacts,
+    *,
+    ask: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
+    remark: Callable[[str], None] = lambda line: None,
+) -> dict[str, Inventory]:
+    """Return what a plan must know of its machines, by host as the plan names it; arguments as of ``plan_here``.
+
+    Raises:
+        RequestError: a host whose GPUs must be known does not answer.
+    """
+    inventories: dict[str, Inventory] = {}
+    nodes = recipe.cluster.nodes
+    # Asking the driver takes longer than everything else here, so only for ranks that may use it.
+    if any(node.cpu_ranks is None and is_local(node.host, local) for node in nodes):
+        from gputrain_tui.hosts.inventory import take_inventory
+
+        inventories[THIS_MACHINE] = take_inventory()
+    away = {index: node for index, node in enumerate(nodes) if must_ask(node) and not is_local(node.host, local)}
+    if not away:
+        return inventories
+    if ask is None:
+        from gputrain_tui.hosts.survey import ask_hosts
+
+        ask = ask_hosts
+    answers = {found.host: found for found in ask(list(dict.fromkeys(str(node.host) for node in away.values())))}
+    for index, node in away.items():
+        found = answers[str(node.host)]
+        if found.inventory is not None:
+            inventories[found.host] = found.inventory
+        else:
+            _without(recipe, index, node, found.problem, remark)
+    return inventories
+
+
+def must_ask(node: Node) -> bool:
+    """Whether a node's devices depend on what its machine has."""
+    return node.cpu_ranks is None and not isinstance(node.gpus, int)
+
+
+def _without(recipe: Recipe, index: int, node: Node, problem: str, remark: Callable[[str], None]) -> None:
+    """Go on without a host's inventory where that can be."""
+    if isinstance(node.gpus, tuple):
+        remark(f"{node.host}: {problem}; its list of GPUs is believed")
+        return
+    key = "gpus" if node.gpus is not None else "ranks"
+    said: Mapping[str, object] = {"gpus": node.gpus, "ranks": node.ranks}
+    raise RequestError(
+        f"{recipe.where('cluster', 'nodes', index, key)} is {said[key]!r}, but the GPUs of {node.host} are not known: "
+        f"{problem}; a count or a list of GPUs is believed"
+    )

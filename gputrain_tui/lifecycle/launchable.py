@@ -1,0 +1,42 @@
+"""Checks whether the nodes of a plan can be launched from here, and names the way where they cannot."""
+
+from __future__ import annotations
+
+import shlex
+
+from gputrain_tui.hosts.host_names import LocalFacts, is_local
+from gputrain_tui.lifecycle.launchers import LAUNCHERS
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.preflight.result import CheckResult
+from gputrain_tui.recipe.model import Recipe
+
+
+def launching(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[CheckResult]:
+    """Say nothing where the plan's launcher is there, else what is possible instead.
+
+    Args:
+        recipe: what was asked for; the launcher it names, or its first host elsewhere, is what is told of.
+        plan: what it would start.
+        local: which hosts are this machine.
+    """
+    if plan.launcher in LAUNCHERS:
+        return []
+    away = next((node for node in plan.nodes if not is_local(node.host, local)), None)
+    file = shlex.quote(recipe.source)
+    if plan.launcher == "slurm":
+        what = "ranks are not started through Slurm from here"
+        fix = f"submit what `gputrain plan {file} --sbatch` prints"
+    else:
+        what = "ranks are started from here on this machine only"
+        fix = f"start each node by its command: `gputrain plan {file} --shell` prints them, c in the form copies them"
+    if away is None:
+        fix = "all nodes are this machine: use local or auto"
+    if away is None or recipe.cluster.launcher != "auto":
+        return [_told(what, fix, key="cluster.launcher", where=recipe.where("cluster", "launcher"))]
+    where = recipe.where("cluster", "nodes", away.node, "host")
+    what = f"{away.host} is another machine, and {what}"
+    return [_told(what, fix, key=f"cluster.nodes[{away.node}].host", where=where)]
+
+
+def _told(what: str, fix: str, *, key: str, where: str) -> CheckResult:
+    return CheckResult(status="error", check="launcher", what=what, fix=fix, key=key, where=where)

@@ -1,0 +1,83 @@
+"""How a node's command becomes a process: one small protocol, one module per way."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, cast
+
+from trainer.contract.errors import RequestError, nearest
+
+if TYPE_CHECKING:
+    from gputrain_tui.plan.planner import PlannedNode
+    from trainer.contract.record import RunDir
+    from trainer.host.process_identity import ProcessIdentity
+
+LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher")}
+"""Name to module and class."""
+
+
+class NodeProcess(Protocol):
+    """The process of one node, seen from the supervisor."""
+
+    node: int
+    """Index of the node in the plan."""
+    host: str
+    identity: ProcessIdentity
+    """Of the process on this machine: the node agent, or what holds the connection to it."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+
+    def poll(self) -> int | None:
+        """Exit code, a signal's number negated, or None while it runs."""
+
+    def stop(self, *, at_once: bool) -> None:
+        """Ask the node agent to end its ranks and leave; returns immediately.
+
+        Args:
+            at_once: the ranks are not given the time to save.
+        """
+
+    def kill(self) -> None:
+        """End it without asking; its ranks die with it."""
+
+    def close(self) -> None:
+        """Let go of the descriptors of a process that has ended."""
+
+
+class Launcher(Protocol):
+    """A way to start a node."""
+
+    def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
+        """Start a node's command.
+
+        Args:
+            node: what to start, and where.
+            run_dir: where its output goes.
+            env: environment of the run, besides the node's own.
+            leased: the node ends itself when this process is gone.
+
+        Raises:
+            OSError: the command cannot be started.
+        """
+
+    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> NodeProcess | None:
+        """Take over a node that a killed supervisor started; None when it is gone.
+
+        Its exit code is what the node's result says, for only its parent process is told.
+        """
+
+
+def launcher(name: str) -> Launcher:
+    """Return the launcher of a plan.
+
+    Raises:
+        RequestError: this installation has no such launcher.
+    """
+    if name not in LAUNCHERS:
+        raise RequestError(
+            f"launcher {name!r} is not known; it is one of {', '.join(LAUNCHERS)}{nearest(name, LAUNCHERS)}"
+        )
+    module, attribute = LAUNCHERS[name]
+    return cast(Launcher, getattr(importlib.import_module(module), attribute)())

@@ -1,0 +1,145 @@
+"""Starts a node's command as a process of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gputrain_tui.lifecycle.leftovers import open_process
+from trainer.contract.errors import ExitCode
+from trainer.contract.outcome import node_outcome
+from trainer.contract.record import RunDir
+from trainer.contract.record.regular_file import open_to_append
+from trainer.host.process_identity import ProcessIdentity, identify, is_alive
+from trainer.host.stop_signals import AT_ONCE
+
+if TYPE_CHECKING:
+    from gputrain_tui.plan.planner import PlannedNode
+
+
+class LocalProcess:
+    """A node agent that this process started."""
+
+    def __init__(self, node: int, host: str, process: subprocess.Popen[bytes]) -> None:
+        self.node = node
+        self.host = host
+        self.pid = process.pid
+        self.identity = identify(process.pid)
+        self._process = process
+        self._pidfd = os.pidfd_open(process.pid)
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+        return self._pidfd
+
+    def poll(self) -> int | None:
+        """Exit code, a signal's number negated, or None while it runs."""
+        return self._process.poll()
+
+    def stop(self, *, at_once: bool) -> None:
+        """Ask it to end; the end of its lease leaves no time to save."""
+        for number in (AT_ONCE if at_once else signal.SIGTERM, signal.SIGCONT):  # a stopped process hears only then
+            self._process.send_signal(number)
+        if at_once:
+            self._end_lease()
+
+    def kill(self) -> None:
+        """Kill it and whatever shares its session's process group."""
+        with suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self.pid, signal.SIGKILL)
+        self._end_lease()
+
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        self._end_lease()
+        os.close(self._pidfd)
+
+    def _end_lease(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+class AdoptedProcess:
+    """A node agent that a killed supervisor started."""
+
+    def __init__(self, node: int, host: str, identity: ProcessIdentity, pidfd: int, run_dir: RunDir) -> None:
+        self.node = node
+        self.host = host
+        self.identity = identity
+        self._pidfd = pidfd
+        self._run_dir = run_dir
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+        return self._pidfd
+
+    def poll(self) -> int | None:
+        """What the node's result says once it has ended, 1 where it left none; None while it runs."""
+        if is_alive(self.identity):
+            return None
+        result = node_outcome(self._run_dir, self.node)
+        return ExitCode.FAILED if result is None else result.exit_code
+
+    def wake(self) -> None:
+        """Let it go on if a signal has stopped it: its supervisor waits for what it does, or for its end."""
+        self._signal(signal.SIGCONT)
+
+    def stop(self, *, at_once: bool) -> None:
+        """Ask it to end."""
+        self._signal(AT_ONCE if at_once else signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self._signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        os.close(self._pidfd)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
+class LocalLauncher:
+    """This machine."""
+
+    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
+        """Take over a node that a killed supervisor started; None when it is gone."""
+        pidfd = open_process(identity.pid, run_dir.path)
+        if pidfd is None:
+            return None
+        if not is_alive(identity):  # asked after it was opened: the descriptor means this very process
+            os.close(pidfd)
+            return None
+        adopted = AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
+        adopted.wake()
+        return adopted
+
+    def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
+        """Start a node's command in a session of its own, so that no terminal's signal reaches it.
+
+        Raises:
+            OSError: the command cannot be started.
+        """
+        environment = {**os.environ, **env, **node.env}
+        environment.pop("GPUTRAIN_LEASE", None)
+        if leased:
+            environment["GPUTRAIN_LEASE"] = "stdin"
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
+            process = subprocess.Popen(
+                node.argv,
+                env=environment,
+                stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return LocalProcess(node.node, node.host, process)

@@ -1,0 +1,104 @@
+"""Finds and ends the processes that are left of a run, by the mark in their environment.
+
+Nothing that stands in a run directory is asked for that: files may be damaged, copied or forged, and a process is
+signalled only when its own environment names this very run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.host.proc_environ import RUN
+from trainer.host.process_identity import ancestors
+
+MARK = RUN
+"""Environment variable of every process of a run, supervisors excepted: its run directory."""
+SUPERVISOR = "GPUTRAIN_SUPERVISOR"
+"""Environment variable of a supervisor alone: the run directory for which it answers."""
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Return the living processes of a run, supervisors excepted; never this one or one that led to it."""
+    return _naming(run_dir, MARK)
+
+
+def supervisors_of(run_dir: Path) -> list[int]:
+    """Return the living processes that answer for a run: one, or two for the moment in which one is refused."""
+    return _naming(run_dir, SUPERVISOR)
+
+
+def living_runs(folder: Path) -> dict[str, Path]:
+    """Return the runs of a folder that have a living process, by their ids, also where the directory is gone."""
+    found = {}
+    for _, named in _named([MARK, SUPERVISOR]):
+        path = Path(named)
+        if _same(path.parent, folder):
+            found[path.name] = path
+    return found
+
+
+def open_process(pid: int, run_dir: Path, mark: str = MARK) -> int | None:
+    """Open a pidfd of a process whose environment names a run; None when it does not."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (OSError, OverflowError):
+        return None
+    # Asked after it was opened: the descriptor means the process that was asked, or one that has ended.
+    named = _value(pid, mark)
+    if named is not None and _same(Path(named), run_dir):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def end(run_dir: Path, patience_s: float = 5.0) -> list[int]:
+    """Kill every process of a run; return those that would not go."""
+    deadline = time.monotonic() + patience_s
+    while left := processes_of(run_dir):
+        if time.monotonic() > deadline:
+            break
+        for pid in left:
+            descriptor = open_process(pid, run_dir)
+            if descriptor is not None:
+                with suppress(OSError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                os.close(descriptor)
+        time.sleep(0.02)
+    return left
+
+
+def _naming(run_dir: Path, mark: str) -> list[int]:
+    return sorted(pid for pid, named in _named([mark]) if _same(Path(named), run_dir))
+
+
+def _named(marks: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield the processes that have a mark, and what it names."""
+    spared = {1, os.getpid(), *ancestors()}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, of which few are looked at
+        if name.isdecimal() and int(name) not in spared:
+            for mark in marks:
+                if (named := _value(int(name), mark)) is not None:
+                    yield int(name), named
+
+
+def _value(pid: int, mark: str) -> str | None:
+    """Return the absolute path that a process's environment gives for a mark; None where there is none."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty of a zombie
+    except OSError:
+        return None  # gone meanwhile, or another user's
+    prefix = f"{mark}=".encode()
+    if prefix not in environ:
+        return None
+    value = next((entry[len(prefix) :] for entry in environ.split(b"\0") if entry.startswith(prefix)), b"")
+    return os.fsdecode(value) if value.startswith(b"/") else None
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two paths name one directory, which may be gone."""
+    return one == other or os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,126 @@
+"""Writes ``status.json`` and the run's own events; a full disk ends no run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from gputrain_tui.history.runs import Status, last_step, read_status, write_status
+from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.plan.planner import Plan
+from trainer.contract.errors import ExitCode
+from trainer.contract.outcome import exit_code_of
+from trainer.contract.record import Event, RunDir, RunEnded, RunStarted, encode_event
+from trainer.contract.record.regular_file import open_to_append
+from trainer.host.process_identity import identify
+
+
+class RunStatusWriter:
+    """Kept by the one process that answers for the run."""
+
+    def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float]) -> None:
+        """Go on from what the directory says.
+
+        Args:
+            run_dir: the run's.
+            plan: how many ranks there are.
+            now: Unix seconds.
+        """
+        self._dir = run_dir
+        self._plan = plan
+        self._now = now
+        self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
+        self._events = -1
+        """Descriptor of the run's own events; negative while nothing has been recorded."""
+        self.remark = ""
+        """What is to be known of the record besides how the run ended."""
+
+    def answer(self) -> None:
+        """Become the one who answers for the run."""
+        self._status.status = "running"
+        self._status.supervisor = identify()
+        self._write_status()
+
+    def started(self) -> None:
+        """Say that the nodes are on their way."""
+        self.answer()
+        self.record(
+            RunStarted(
+                time=self._now(),
+                run=self._status.run,
+                recipe=self._status.recipe,
+                world_size=self._plan.world_size,
+                run_dir=str(self._dir.path),
+            )
+        )
+
+    def restarting(self) -> None:
+        """Say that an attempt has failed and another one follows."""
+        self._status.restarts += 1
+        self._write_status()
+
+    def stopping(self) -> None:
+        """Say that somebody has asked for the end."""
+        self._status.status = "stopping"
+        self._write_status()
+
+    def record(self, event: Event) -> None:
+        """Append to the run's own events."""
+        line = encode_event(event)
+        try:
+            # Held open: whoever follows the run reads its end also when the directory was deleted meanwhile.
+            if self._events < 0:
+                self._events = open_to_append(self._dir.run_events)
+            while line:
+                line = line[os.write(self._events, line) :]
+        except OSError as error:
+            print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def close(self, ended: AttemptResult, *, left: list[int]) -> ExitCode:
+        """Write how the run ended, which readers take as its log tail; return its exit code.
+
+        Args:
+            ended: how.
+            left: processes that would not go.
+        """
+        message = None
+        if ended.status == "stopped":
+            kept = attempt_outcome.kept(self._dir, [node.node for node in self._plan.nodes])
+            message = " ".join(filter(None, [ended.reason, kept]))
+        code = ExitCode.STOPPED if ended.status == "stopped" else ExitCode.FINISHED
+        if ended.failure is not None:
+            if not ended.recorded:
+                self.record(ended.failure)
+            message, code = ended.failure.message, exit_code_of(ended.failure)
+        message = "; ".join(filter(None, [message, self.remark])) or None
+        if left:
+            message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))
+        status = self._status
+        status.status, status.exit_code, status.message = ended.status, int(code), message
+        status.ended = self._now()
+        last = [step for rank in range(self._plan.world_size) if (step := last_step(self._dir, rank)) is not None]
+        if last:
+            status.step = min(step.step for step in last)
+            losses = [step.loss for step in last if step.loss is not None]
+            status.loss = sum(losses) / len(losses) if losses else None
+        self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
+        self._write_status()
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
+        return code
+
+    def confirm(self, ended: RunEnded) -> None:
+        """Write the status to the last word of the record, after which somebody was killed."""
+        status = self._status
+        status.status, status.exit_code, status.message = ended.status, ended.exit_code, ended.message
+        status.ended = ended.time
+        self._write_status()
+
+    def _write_status(self) -> None:
+        try:
+            write_status(self._dir, self._status)
+        except OSError as error:
+            print(f"cannot write {self._dir.status}: {error.strerror}", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""Sees to it that a run's status says how it ended, also where its supervisor was killed before it could.
+
+Written by the supervisor; where that was killed, by a successor; where that was killed too, by the command itself. The
+lock of the run directory is held by whoever writes, so that no ended status is ever followed by another one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import IO
+
+from gputrain_tui.history.runs import ENDED, read_status
+from gputrain_tui.lifecycle import attempt_outcome, leftovers
+from gputrain_tui.lifecycle.attempt import AttemptResult, read_launched
+from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.plan.planner import Plan
+from trainer.contract.errors import ExitCode
+from trainer.contract.record import Failure, RunDir, RunEnded, decode_events
+
+LOCK_POLL_S = 0.02
+"""How often a lock is tried that somebody else holds."""
+TAIL_BYTES = 1 << 16
+"""Where the last of the run's own events is searched."""
+
+
+def locked(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
+    """Take the lock of a run directory; False when somebody else holds it.
+
+    Args:
+        lock: the open file.
+        patience_s: how long to wait: a process that a killed supervisor was just starting holds it until it executes.
+        give_up: ends the wait.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline or give_up():
+                return False
+            time.sleep(LOCK_POLL_S)
+        else:
+            return True
+
+
+def is_settled(run_dir: RunDir) -> bool:
+    """Whether the status says how the run ended, or the run directory is gone with it."""
+    status = read_status(run_dir)
+    return not run_dir.path.is_dir() if status is None else status.status in ENDED
+
+
+def ended_already(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = time.time) -> int | None:
+    """Return the exit code of a run that has ended, None of any other; to be called by the holder of the lock.
+
+    A supervisor that was killed between its last event and the status has said how the run ended: the status follows.
+    """
+    status = read_status(run_dir)
+    if status is not None and status.status in ENDED:
+        return ExitCode.FAILED if status.exit_code is None else status.exit_code
+    try:
+        with run_dir.run_events.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            events = list(decode_events(file.read().rpartition(b"\n")[0] + b"\n"))
+    except OSError:
+        return None
+    if not events or not isinstance(events[-1], RunEnded):
+        return None
+    RunStatusWriter(run_dir, plan, now=now).confirm(events[-1])
+    return events[-1].exit_code
+
+
+def settle(
+    run_dir: RunDir,
+    plan: Plan,
+    returncode: int,
+    *,
+    give_up: Callable[[], bool],
+    now: Callable[[], float] = time.time,
+) -> int:
+    """End a run for which no supervisor answers any more, and write how it ended; return the run's exit code.
+
+    Args:
+        run_dir: the run's.
+        plan: what was launched.
+        returncode: of the last supervisor, negative for the signal that killed it.
+        give_up: whether not to wait for somebody else, who has adopted the run and answers for it, to end it.
+        now: Unix seconds.
+    """
+    try:
+        lock = run_dir.lock.open("ab")
+    except OSError as error:
+        print(f"gputrain: cannot open {run_dir.lock}: {error.strerror}", file=sys.stderr)
+        return returncode if returncode >= 0 else ExitCode.FAILED
+    with lock:
+        if not locked(lock, patience_s=float("inf"), give_up=lambda: is_settled(run_dir) or give_up()):
+            status = read_status(run_dir)
+            return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
+        if (code := ended_already(run_dir, plan, now=now)) is not None:
+            return code
+        launched = read_launched(run_dir)
+        left = leftovers.end(run_dir.path)
+        shutil.rmtree(launched.tmp, ignore_errors=True)
+        if not left:
+            attempt_outcome.clear_unfinished(run_dir)
+        ended = _ended(run_dir, plan, returncode, launched.since, now())
+        return RunStatusWriter(run_dir, plan, now=now).close(ended, left=left)
+
+
+def _ended(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int], now: float) -> AttemptResult:
+    if not any(attempt_outcome.unfinished(run_dir, node.node, node.ranks, since) for node in plan.nodes):
+        return AttemptResult(status="finished")
+    if returncode == ExitCode.STOPPED:
+        return AttemptResult(status="stopped", reason="its supervisor was stopped")
+    if returncode < 0:
+        failure = Failure(time=now, kind="signal", message="the run's supervisor was killed, and its ranks with it")
+    else:
+        where = run_dir.logs / "supervisor.log"
+        failure = Failure(time=now, kind="exit", message=f"the run's supervisor failed: the end of {where} says why")
+    return AttemptResult(status="failed", failure=failure)

@@ -1,0 +1,277 @@
+"""The one way to start a run, for the command and the console: check, plan, write the run directory, hand over.
+
+What can be known to be wrong is found here, before there is a run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from gputrain_tui.history.runs import ENDED, Run, create, find, open_run, read_status
+from gputrain_tui.hosts.addresses import local_facts
+from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.lifecycle import checkpoints
+from gputrain_tui.lifecycle.inventories import inventories_for
+from gputrain_tui.lifecycle.launchable import launching
+from gputrain_tui.lifecycle.leftovers import SUPERVISOR
+from gputrain_tui.lifecycle.stop_requests import HELD_BACK
+from gputrain_tui.plan.planner import Plan, plan, with_run_dir
+from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import Recipe
+from trainer.contract.errors import RecordError, RequestError
+from trainer.contract.options import require_an_end
+from trainer.contract.record import RunDir, recorded_checkpoints
+from trainer.contract.record.regular_file import open_regular, open_to_append
+from trainer.host.process_identity import ProcessIdentity
+
+if TYPE_CHECKING:
+    from gputrain_tui.hosts.inventory import Inventory
+    from gputrain_tui.lifecycle.warm_pool import WarmPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A checked recipe and its plan; nothing is started yet."""
+
+    recipe: Recipe
+    plan: Plan
+    results: tuple[CheckResult, ...] = ()
+    """What the preflight found; none of it is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    plan: Plan
+    local: LocalFacts
+    inventories: Mapping[str, Inventory]
+    """Of the machines that were asked, by host, ``localhost`` for this one."""
+    remarks: tuple[str, ...] = ()
+    """A line for each host that was believed because it did not answer."""
+
+
+def load(source: str | None, *, overrides: Sequence[str], resume: str | None, stdin: IO[str] | None) -> Recipe:
+    """Read the recipe of a new run, or of one that continues another.
+
+    Args:
+        source: file, ``-``, or None for the recipe of the run that is continued.
+        overrides: ``KEY=VALUE`` settings.
+        resume: the run to continue: an id, a prefix of one, or ``last``.
+        stdin: what ``-`` reads.
+
+    Raises:
+        RequestError: the recipe is wrong, or the run has nothing to continue from.
+    """
+    settings = list(overrides)
+    if resume is not None:
+        run = find(resume)
+        if run.state in ("starting", "running", "stopping"):
+            raise RequestError(
+                f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
+            )
+        found = checkpoints.to_resume(run.dir)
+        if found is None:
+            gone = recorded_checkpoints(run.dir)[-1:]
+            where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""
+            raise RequestError(f"--resume {resume}: {run.id} has no checkpoint in {run.dir.checkpoints}{where}")
+        if run.state == "finished" and source is None and not overrides:
+            raise RequestError(
+                f"--resume {resume}: {run.id} has finished, nothing is left to train; "
+                "to train it further raise what ended it, such as --set train.max_updates=N"
+            )
+        settings.append(f"train.resume={found}")
+        source = source or recipe_of(run)
+    if source is None:
+        raise RequestError(
+            "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
+        )
+    return recipes.load(source, overrides=settings, stdin=stdin)
+
+
+def recipe_of(run: Run) -> str:
+    """Return the file of a run's recipe; unlike a person's own recipe it must not be a pipe.
+
+    Raises:
+        RecordError: it cannot be read.
+    """
+    try:
+        os.close(open_regular(run.dir.recipe))
+    except OSError as error:
+        raise RecordError(f"{run.dir.recipe} cannot be read: {error.strerror}") from None
+    return str(run.dir.recipe)
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Plan a run and refuse what cannot work on this machine.
+
+    Raises:
+        NotReadyError: the recipe is right, but the machines are not ready for it.
+        RequestError: the recipe contradicts itself, or would never end.
+    """
+    return checked(recipe, planned(recipe))
+
+
+def planned(recipe: Recipe) -> Planned:
+    """Look at the machines' devices and plan a run.
+
+    Raises:
+        NotReadyError: a machine does not have the devices.
+        RequestError: the recipe contradicts itself.
+    """
+    from gputrain_tui.hosts.devices import LackingError
+
+    facts, remarks = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
+    inventories = inventories_for(recipe, facts, remark=remarks.append)
+    try:
+        found = plan(recipe, inventories, local=facts)
+    except LackingError as error:
+        what, _, fix = error.told.partition("; ")
+        key = error.where.rpartition(" ")[2]
+        raise NotReadyError(
+            [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
+        ) from None
+    return Planned(plan=found, local=facts, inventories=inventories, remarks=tuple(remarks))
+
+
+def checked(recipe: Recipe, planned: Planned) -> Prepared:
+    """Refuse what cannot work on this machine.
+
+    Raises:
+        NotReadyError: a check says that the machines are not ready.
+        RequestError: nothing would end the training.
+    """
+    if problem := endless(recipe):
+        raise RequestError(problem)
+    found = collect_facts(recipe, planned.plan, planned.local, inventories=planned.inventories)
+    results = launching(recipe, planned.plan, planned.local)
+    results += run_checks(recipe, planned.plan, found, local=planned.local)
+    results += [CheckResult(status="warning", check="other hosts", what=remark) for remark in planned.remarks]
+    if errors(results):
+        raise NotReadyError(results, plan=planned.plan)
+    return Prepared(recipe=recipe, plan=planned.plan, results=tuple(results))
+
+
+def endless(recipe: Recipe) -> str:
+    """Say in one line that nothing would ever end a training; empty when something does, or a script does it."""
+    if recipe.script is not None:
+        return ""
+    try:
+        require_an_end(recipe.train)
+    except RequestError as error:
+        return f"{recipe.where('train', 'max_updates')} is {recipe.train.max_updates}, and {error}"
+    return ""
+
+
+def launch(prepared: Prepared, *, leased: bool, warm: WarmPool | None = None) -> tuple[Run, subprocess.Popen[bytes]]:
+    """Write the run directory and start its supervisor in a session of its own.
+
+    Args:
+        prepared: what to run.
+        leased: the run ends with the pipe that is the supervisor's standard input.
+        warm: takes the run over if it has somebody who waits for one.
+
+    Raises:
+        NotReadyError: the run directory cannot be written.
+    """
+    recipe = prepared.recipe
+
+    def planned(run_dir: RunDir) -> bytes:
+        return msgspec.json.encode(with_run_dir(prepared.plan, str(run_dir.path)))
+
+    try:
+        run = create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_kept(recipe), plan=planned)
+    except RequestError as error:
+        what, _, fix = str(error).partition("; ")
+        raise NotReadyError([CheckResult(status="error", check="run folder", what=what, fix=fix)]) from None
+    return run, start_supervisor(run.dir, leased=leased, warm=warm)
+
+
+def start_supervisor(
+    run_dir: RunDir, *, leased: bool, adopting: bool = False, warm: WarmPool | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the process that answers for a run, or takes over one whose supervisor was killed."""
+    words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
+    if warm is not None and (waiting := warm.launch(words)) is not None:
+        return waiting
+    # It inherits the mask and lifts it once it has handlers: a Ctrl-C while its modules load waits, and kills nobody.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        with _supervisor_log(run_dir) as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "gputrain_tui.lifecycle.supervisor", *words],
+                env={**os.environ, SUPERVISOR: str(run_dir.path.absolute())},
+                stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
+    """Open what a supervisor's own words are appended to; nothing where it is no file: a run is not lost for that."""
+    try:
+        return os.fdopen(open_to_append(run_dir.logs / "supervisor.log"), "ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
+
+
+def adopt(run: Run) -> Run:
+    """Give a run whose supervisor was killed a new one, and return once that answers for it or has ended it."""
+    status = read_status(run.dir) or run.status
+    supervisor = start_supervisor(run.dir, leased=False, adopting=True)
+    await_supervisor(run, supervisor, was=status.supervisor)
+    return open_run(run.dir.path) or run
+
+
+def await_supervisor(
+    run: Run, supervisor: subprocess.Popen[bytes], *, was: ProcessIdentity | None, patience_s: float = 30.0
+) -> None:
+    """Return once a supervisor answers for the run, so that nobody takes it for lost.
+
+    Args:
+        run: the run.
+        supervisor: the process that was started for it.
+        was: who answered before.
+        patience_s: how long it may take.
+
+    Raises:
+        RequestError: it did not start.
+    """
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        status = read_status(run.dir)
+        if status is not None and (status.supervisor != was or status.status in ENDED):
+            return
+        try:
+            supervisor.wait(0.01)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    status = read_status(run.dir)
+    if status is None or (status.supervisor == was and status.status not in ENDED):
+        raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
+
+
+def _kept(recipe: Recipe) -> str:
+    """The recipe as the run keeps it: loading it again gives the same run."""
+    source = recipe.origin
+    as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data
+    if as_written:
+        return recipe.text
+    from gputrain_tui.recipe.toml_writer import dump_toml  # tomlkit is needed only by what writes recipes
+
+    return dump_toml(recipe)

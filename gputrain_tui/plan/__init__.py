@@ -1,0 +1,1 @@
+"""Pure: a recipe and inventories become one command per node."""

@@ -1,0 +1,122 @@
+"""A plan as a batch script for Slurm: pure text, one step of one task for each node.
+
+Steps are started one by one because their GPU counts may differ; a plan whose nodes have no names that Slurm knows
+takes its nodes from the allocation instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gputrain_tui.hosts.host_names import address_of, is_loopback
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.shell_words import shell_joined, shell_quoted
+from trainer.contract.errors import RequestError, printable
+
+SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""Which GPUs a step gets is Slurm's decision."""
+
+
+def script(plan: Plan, *, name: str) -> str:
+    """Return the text of a script for ``sbatch``.
+
+    Args:
+        plan: the plan; its interpreter, folder and data must be there on every node.
+        name: names the job.
+
+    Raises:
+        RequestError: nodes without Slurm names that need different numbers of GPUs.
+    """
+    counts = [_gpus(node) for node in plan.nodes]
+    hosts = [address_of(node.host) for node in plan.nodes]
+    nameless = [host for host in hosts if is_loopback(host) or _is_address(host)]
+    named = not nameless
+    if len(set(hosts)) < len(hosts) and named:
+        raise RequestError("--sbatch needs a machine per node, but two nodes of the recipe have the same host")
+    if not named and len(set(counts)) > 1:
+        raise RequestError(
+            "--sbatch needs Slurm's node names in the recipe: the nodes have different numbers of GPUs, "
+            f"and {nameless[0]} is no name"
+        )
+    head = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={_job_name(name)}",
+        f"#SBATCH --nodes={len(plan.nodes)}",
+        "#SBATCH --ntasks-per-node=1",
+        "# Whole nodes: all cores and GPUs, also where the nodes have different numbers of them.",
+        "#SBATCH --exclusive",
+    ]
+    if named:
+        head.append(f"#SBATCH --nodelist={printable(','.join(hosts))}")  # a line break would begin a line of its own
+    if counts[0] and len(set(counts)) == 1:
+        head.append(f"#SBATCH --gpus-per-node={counts[0]}")
+    lines = [*head, "", "set -u"]
+    lines.append('[ -n "${SLURM_JOB_NODELIST:-}" ] || { echo "gputrain: submit this script with sbatch" >&2; exit 2; }')
+    if not named:
+        count = len(plan.nodes)
+        lines.append('nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))')
+        lines.append(f'if [ "${{#nodes[@]}}" -ne {count} ]; then')
+        lines.append(f'  echo "gputrain: this plan is for {count} nodes, but the job has ${{#nodes[@]}}" >&2')
+        lines += ["  exit 2", "fi"]
+    lines += ["", *_steps(plan, counts, named), ""]
+    lines += [
+        "# When a step fails, the ranks of the others miss it, say so and end; what has not ended then is ended. When",
+        "# Slurm ends the job it tells the ranks itself, and gives them the time to save.",
+        "code=0",
+        "tries=50",
+        "trap tries=100000 TERM",
+        'for _ in "${steps[@]}"; do',
+        "  wait -n || { code=$?; break; }",
+        "done",
+        'if [ "$code" -ne 0 ]; then',
+        '  while [ "$((tries--))" -gt 0 ] && kill -0 "${steps[@]}" 2>/dev/null; do sleep 0.2; done',
+        '  kill "${steps[@]}" 2>/dev/null',
+        "  wait",
+        "fi",
+        'exit "$code"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
+    lines = ["steps=()"]
+    for node, gpus in zip(plan.nodes, counts, strict=True):
+        place = shell_quoted(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
+        step = f"srun --nodes=1 --ntasks=1 --nodelist={place} --cpu-bind=none"
+        if gpus:
+            # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
+            step += f" --gpus={gpus}"
+        env = {key: value for key, value in node.env.items() if key not in SET_BY_SLURM}
+        words = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
+        lines.append(f"# node {node.node}: ranks {node.ranks[0]} to {node.ranks[-1]} of {plan.world_size}")
+        lines.append(f"{step} {_command(words, plan, named)} &")
+        lines.append("steps+=($!)")
+    return lines
+
+
+def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
+    """Join words for the shell; without names, the first node of the allocation is where the ranks meet."""
+    if named or len(plan.nodes) == 1:
+        return shell_joined(words)
+    first = address_of(plan.nodes[0].host)
+    texts = []
+    for word in words:
+        match = re.fullmatch(r"(tcp://|MASTER_ADDR=)(.+?)(:\d+)?", word)
+        if match and (match[2].strip("[]") == first or is_loopback(match[2])):
+            texts.append(f'{match[1]}"${{nodes[0]}}"{match[3] or ""}')
+        else:
+            texts.append(shell_quoted(word))
+    return " ".join(texts)
+
+
+def _gpus(node: PlannedNode) -> int:
+    return 0 if "cpu" in node.devices else len(set(node.devices))
+
+
+def _is_address(host: str) -> bool:
+    return ":" in host or re.fullmatch(r"[\d.]+", host) is not None
+
+
+def _job_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-") or "gputrain"

@@ -1,0 +1,390 @@
+"""Pure: checks a plan against machines as they are, each with its result and its fix.
+
+A check that cannot be judged says nothing: better silent than wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.preflight.facts import Folder, MissingInput, PreflightFacts
+from gputrain_tui.preflight.result import CheckResult, Status
+from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.recipe.source import dotted
+from gputrain_tui.tables import size
+from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.host.resource_limits import RANK_BYTES, SCRIPT_BYTES
+
+if TYPE_CHECKING:
+    from gputrain_tui.hosts.inventory import Gpu, Inventory
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+CPU_RANK_BYTES = 90 * MIB
+"""What a rank on the CPU holds for itself while it trains a small model: 92 MiB measured, torch 2.13 from the fork
+server. Others hold more, so that less memory than this is worth a warning."""
+RECORD_BYTES = 4 * MIB
+"""Less room than this takes no record of a run."""
+RECORD_FILES = 24
+"""Files and folders of a run without those of its ranks."""
+FILES_OF_RANK = 4
+"""Its events, their digest, its log and a temporary file."""
+SCARCE_BYTES = GIB
+"""Less room than this is used up by a few checkpoints."""
+SHM_PER_WORKER_BYTES = 64 * MIB
+"""What a data loader's worker may have in flight: two batches of some tens of MiB."""
+SHM_PER_GPU_BYTES = 32 * MIB
+"""What NCCL takes of shared memory for a rank that reaches its neighbours through it."""
+FILES_PER_RANK = 16
+"""Pipes and sockets that a rank costs its parent process and itself at most, measured: 11 to 29 in all."""
+FILES_FOR_ITSELF = 64
+"""What a process has open besides."""
+
+
+def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: LocalFacts) -> list[CheckResult]:
+    """Say of every check how it went.
+
+    Args:
+        recipe: what was asked for.
+        plan: what it would start.
+        facts: what is known of this machine, and the inventories of others.
+        local: which nodes are this machine.
+
+    Returns:
+        The results in the order of a recipe: what to train, where, with what.
+    """
+    here = [node for node in plan.nodes if is_local(node.host, local)]
+    found = [
+        *_inputs(recipe, facts, here),
+        *_rendezvous_file(recipe, facts),
+        *_devices(recipe, plan, facts, local),
+        *_torch(facts, here),
+        *_processors(recipe, facts, here),
+        *_shared_memory(recipe, plan, facts, here),
+        *_open_files(recipe, facts, here),
+        *_folders(recipe, plan, facts),
+        *_others(plan, facts, local),
+    ]
+    return [_placed(result, recipe) for result in found]
+
+
+def _placed(result: CheckResult, recipe: Recipe) -> CheckResult:
+    """Return a result with the place of its key in the recipe's text."""
+    if not result.key:
+        return result
+    parts: list[str | int] = []
+    for part in result.key.replace("[", ".").replace("]", "").split("."):
+        parts.append(int(part) if part.isdigit() else part)
+    return msgspec.structs.replace(result, where=recipe.where(*parts))
+
+
+# --- what to train ---------------------------------------------------------------------------------------------------
+
+
+def _inputs(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    if not here:
+        return
+    task = recipe.train.task
+    if recipe.script is not None:
+        yield _wrong("script", facts.script) or CheckResult(
+            status="ok", check="script", what=f"{recipe.script.script} is there and is Python", key="train.script"
+        )
+    elif task in BUILT_IN:
+        yield CheckResult(status="ok", check="task", what=f"{task} is built in", key="train.task")
+    else:
+        yield CheckResult(status="ok", check="task", what=f"{task} is found", key="train.task")
+    if facts.data_seen:
+        yield _wrong("data", facts.data) or CheckResult(status="ok", check="data", what="all of it can be read")
+    elif recipe.script is None:
+        yield CheckResult(status="note", check="data", what="the task's own ranks look for its data")
+    if recipe.train.resume:
+        yield _wrong("resume", facts.resume) or CheckResult(
+            status="ok", check="resume", what=f"{recipe.train.resume} is there", key="train.resume"
+        )
+
+
+def _wrong(check: str, wrong: MissingInput | None) -> CheckResult | None:
+    if wrong is None:
+        return None
+    return CheckResult(status="error", check=check, what=wrong.what, fix=wrong.fix, key=wrong.key)
+
+
+# --- where the ranks meet --------------------------------------------------------------------------------------------
+
+
+def _rendezvous_file(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
+    if facts.rendezvous is not None:
+        bad = bool(facts.rendezvous.problem)
+        yield CheckResult(
+            status="error" if bad else "ok",
+            check="meeting file",
+            what=facts.rendezvous.problem or f"{facts.rendezvous.path} can be made",
+            fix=facts.rendezvous.fix,
+            key="cluster.init_method",
+        )
+    port = facts.port
+    if port is None:
+        return
+    named = recipe.cluster.init_method.startswith("tcp://")
+    key = "cluster.init_method" if named else "cluster.port"
+    other = "name another one" if named else "set cluster.port to another one"
+    if port.state == "root":
+        fix = f"{other}, above 1023"
+        yield CheckResult(status="error", check="port", what=f"port {port.number} needs root", fix=fix, key=key)
+    elif port.state == "busy":
+        what = f"port {port.number} is in use by {port.holder}"
+        yield CheckResult(status="error", check="port", what=what, fix=f"{other}, or end that process", key=key)
+    else:
+        yield CheckResult(status="ok", check="port", what=f"port {port.number} is free", key=key)
+    if not port.ours:
+        yield CheckResult(
+            status="warning",
+            check="address",
+            what=f"{port.address} is no address of this machine, on which rank 0 listens",
+            fix="name an address that `gputrain gpus` shows, unless another machine forwards this one",
+            key="cluster.init_method" if named else "cluster.nodes[0].host",
+        )
+
+
+# --- with what -------------------------------------------------------------------------------------------------------
+
+
+def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
+    """The GPUs of every node whose machine was asked."""
+    for node in plan.nodes:
+        machine = THIS_MACHINE if is_local(node.host, local) else node.host
+        inventory = facts.inventories.get(machine)
+        if inventory is None or "cpu" in node.devices:
+            continue
+        host = "" if machine == THIS_MACHINE else machine
+        key = _ranks_key(recipe, node)
+        troubles = [result for gpu in _gpus_of(node, inventory) for result in _gpu(gpu, recipe, key, host)]
+        count = len(set(node.devices))
+        free = CheckResult(
+            status="ok",
+            check="GPUs",
+            what=f"{count} free GPU{'s' * (count != 1)} for node {node.node}",
+            key=key,
+            host=host,
+        )
+        yield from troubles or [free]
+
+
+def _gpus_of(node: PlannedNode, inventory: Inventory) -> list[Gpu]:
+    return [gpu for gpu in inventory.gpus if gpu.uuid in node.devices or gpu.index in node.devices]
+
+
+def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]:
+    from gputrain_tui.hosts.inventory import why_busy  # at run time only where ranks use GPUs
+
+    why = why_busy(gpu)
+    if not why:
+        return
+    working = [process for process in gpu.processes or () if process.kind == "compute"]
+    if working:
+        who = ", ".join(
+            f"{process.name or 'a process'} (pid {process.pid}{f' of {process.user}' if process.user else ''})"
+            for process in working[:3]
+        )
+        more = f" and {len(working) - 3} more" if len(working) > 3 else ""
+        yield CheckResult(
+            status="warning" if recipe.launch.share_devices else "error",
+            check="GPUs",
+            what=f"GPU {gpu.index} is in use by {who}{more}",
+            fix='gpus = "free" takes others; train.share_devices = true uses it all the same',
+            key=key,
+            host=host,
+        )
+        return
+    status: Status = "error" if gpu.mig or gpu.prohibited else "warning"
+    fix = "name an instance by its UUID" if gpu.mig else 'gpus = "free" takes others'
+    state = f"is {why}" if gpu.mig else f"cannot be used: {why}" if gpu.prohibited else f"is not free: {why}"
+    yield CheckResult(status=status, check="GPUs", what=f"GPU {gpu.index} {state}", fix=fix, key=key, host=host)
+
+
+def _torch(facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    torch, on_gpus = facts.torch, [node for node in here if "cpu" not in node.devices]
+    if torch is None or not on_gpus:
+        return
+    key = f"cluster.nodes[{on_gpus[0].node}].gpus"
+    if not torch.version:
+        what = "the interpreter that would run the ranks has no torch"
+        yield CheckResult(status="error", check="torch", what=what, fix="pip install torch")
+    elif torch.cuda is None and torch.hip is None:
+        what = f"torch {torch.version} is built for CPUs only"
+        fix = "install a CUDA build of torch, or use cpu_ranks"
+        yield CheckResult(status="error", check="torch", what=what, fix=fix, key=key)
+    elif torch.cuda is not None and (driver := _driver_cuda(facts)) and _major(driver) < _major(torch.cuda):
+        what = f"torch {torch.version} wants CUDA {torch.cuda}, but the driver runs CUDA up to {driver}"
+        fix = f"install a torch for CUDA {_major(driver)}, or a newer driver"
+        yield CheckResult(status="warning", check="torch", what=what, fix=fix, key=key)
+    else:
+        yield CheckResult(status="ok", check="torch", what=f"{torch.version}, built for GPUs")
+
+
+def _driver_cuda(facts: PreflightFacts) -> str | None:
+    inventory = facts.inventories.get(THIS_MACHINE)
+    return inventory.cuda if inventory is not None else None
+
+
+def _major(version: str) -> int:
+    first = version.partition(".")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    """Whether all ranks can be here, and memory and cores for those that run on the CPU."""
+    all_here = sum(len(node.ranks) for node in here)
+    rank_bytes = RANK_BYTES if recipe.script is None else SCRIPT_BYTES
+    if facts.limits is not None and (refusal := facts.limits.refusal(all_here, rank_bytes=rank_bytes)):
+        key = _ranks_key(recipe, max(here, key=lambda node: len(node.ranks)))
+        yield CheckResult(status="error", check="room", what=refusal, fix="ask for fewer ranks", key=key)
+        return
+    on_cpu = [node for node in here if "cpu" in node.devices]
+    ranks = sum(len(node.ranks) for node in on_cpu)
+    if not ranks:
+        return
+    key = _ranks_key(recipe, max(on_cpu, key=lambda node: len(node.ranks)))
+    said = f"{ranks} CPU rank{'s' * (ranks != 1)}"
+    total, available = facts.memory_total_bytes, facts.memory_available_bytes
+    need = ranks * (CPU_RANK_BYTES if recipe.script is None else SCRIPT_BYTES)
+    if available is not None and need > available:
+        yield CheckResult(
+            status="warning",
+            check="memory",
+            what=f"{said} need {size(need)} or more, but {size(available)} of {size(total)} are available",
+            fix="use fewer ranks, or end what holds the memory",
+            key=key,
+        )
+    elif available is not None:
+        yield CheckResult(status="ok", check="memory", what=f"{size(available)} available for {said}")
+    if facts.cores is not None and ranks > facts.cores:
+        cores = f"{facts.cores} core{'s' * (facts.cores != 1)}"
+        what = f"{said} share {cores}: each step takes longer than with {facts.cores}"
+        yield CheckResult(status="note", check="cores", what=what, key=key)
+    elif facts.cores is not None:
+        yield CheckResult(status="ok", check="cores", what=f"{facts.cores} for {said}")
+
+
+def _shared_memory(
+    recipe: Recipe, plan: Plan, facts: PreflightFacts, here: Sequence[PlannedNode]
+) -> Iterator[CheckResult]:
+    free, ranks = facts.shm_free_bytes, sum(len(node.ranks) for node in here)
+    workers = ranks * recipe.train.num_workers
+    on_gpus = ranks if plan.backend == "nccl" and ranks > 1 else 0
+    need = max(workers * SHM_PER_WORKER_BYTES, on_gpus * SHM_PER_GPU_BYTES)
+    if free is None or not need:
+        return
+    if free >= need:
+        yield CheckResult(status="ok", check="/dev/shm", what=f"{size(free)} free")
+        return
+    for_whom = f"{workers} data loading processes" if workers else f"{on_gpus} ranks on GPUs"
+    yield CheckResult(
+        status="warning",
+        check="/dev/shm",
+        what=f"/dev/shm has {size(free)} free for {for_whom}, which die of a bus error when it is full",
+        fix="start the container with --shm-size=2g" + (", or set train.num_workers = 0" if workers else ""),
+        key="train.num_workers" if workers else "",
+    )
+
+
+def _open_files(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    ranks = max((len(node.ranks) for node in here), default=0)
+    if facts.open_files is None or not ranks:
+        return
+    need = FILES_FOR_ITSELF + ranks * FILES_PER_RANK + 4 * recipe.train.num_workers
+    if facts.open_files >= need:
+        yield CheckResult(status="ok", check="open files", what=f"{facts.open_files} per process")
+        return
+    yield CheckResult(
+        status="warning",
+        check="open files",
+        what=f"a process may have {facts.open_files} files open, but {ranks} ranks on a node may need {need}",
+        fix=f"ulimit -n {max(need, 4096)}",
+    )
+
+
+# --- where it is kept ------------------------------------------------------------------------------------------------
+
+
+def _folders(recipe: Recipe, plan: Plan, facts: PreflightFacts) -> Iterator[CheckResult]:
+    if facts.save_dir is not None:
+        yield from _save_dir(recipe, facts.save_dir)
+    home = facts.home
+    if home is None:
+        return
+    elsewhere = "choose another folder with GPUTRAIN_HOME=FOLDER"
+    if home.problem:
+        what = f"cannot make a run directory in {home.path}: {home.problem}"
+        yield CheckResult(status="error", check="run folder", what=what, fix=elsewhere)
+    elif home.free_files is not None and home.free_files < (need := RECORD_FILES + FILES_OF_RANK * plan.world_size):
+        what = f"the file system of {home.path} takes {home.free_files} more files, but this run needs about {need}"
+        yield CheckResult(status="error", check="run folder", what=what, fix=f"delete files, or {elsewhere}")
+    elif home.free_bytes is not None and home.free_bytes < RECORD_BYTES:
+        what = f"the disk of {home.path} is full: {size(home.free_bytes)} free"
+        yield CheckResult(status="error", check="run folder", what=what, fix=f"make room, or {elsewhere}")
+    elif home.free_bytes is not None and home.free_bytes < SCARCE_BYTES:
+        what = f"only {size(home.free_bytes)} free for records and checkpoints in {home.path}"
+        yield CheckResult(status="warning", check="run folder", what=what, fix=f"make room, or {elsewhere}")
+    else:
+        limits = f", {size(home.free_bytes)} free" if home.free_bytes is not None else ""
+        yield CheckResult(status="ok", check="run folder", what=f"{home.path}{limits}")
+
+
+def _save_dir(recipe: Recipe, folder: Folder) -> Iterator[CheckResult]:
+    key, check = "train.save_dir", "save folder"
+    if folder.problem:
+        what = f"no checkpoint can be written: {folder.problem}"
+        yield CheckResult(status="error", check=check, what=what, fix="name a folder that takes files", key=key)
+        return
+    if folder.free_bytes is not None and folder.free_bytes < RECORD_BYTES:
+        what = f"the disk of {folder.path} is full: {size(folder.free_bytes)} free"
+        yield CheckResult(status="error", check=check, what=what, fix="make room, or name another folder", key=key)
+        return
+    scarce = folder.free_bytes is not None and folder.free_bytes < SCARCE_BYTES
+    if scarce:
+        what = f"only {size(folder.free_bytes)} free for checkpoints"
+        yield CheckResult(status="warning", check=check, what=what, fix="make room, or name another folder", key=key)
+    taken = folder.checkpoints and not _same(recipe.train.resume, folder.path)
+    if taken:
+        # The trainer keeps the newest few of a folder, whoever wrote them.
+        files = f"{folder.checkpoints} checkpoint{'s' * (folder.checkpoints != 1)}"
+        what = f"{folder.path} holds {files} of another training; only the newest {recipe.train.keep_last} would stay"
+        fix = "name a new folder, or continue that training with train.resume"
+        yield CheckResult(status="warning", check=check, what=what, fix=fix, key=key)
+    if not scarce and not taken:
+        limits = f", {size(folder.free_bytes)} free" if folder.free_bytes is not None else ""
+        yield CheckResult(status="ok", check=check, what=f"{folder.path}{limits}", key=key)
+
+
+def _same(resume: str | None, folder: str) -> bool:
+    """Whether a training continues from a folder, or from a file in it."""
+    return resume is not None and (resume.rstrip("/") == folder.rstrip("/") or resume.rpartition("/")[0] == folder)
+
+
+# --- other machines --------------------------------------------------------------------------------------------------
+
+
+def _others(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
+    """Machines that nobody asked are believed to have what the recipe says, which is worth saying."""
+    unknown = dict.fromkeys(
+        node.host for node in plan.nodes if not is_local(node.host, local) and node.host not in facts.inventories
+    )
+    if unknown:
+        names = list(unknown)
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        what = f"not looked at: {shown}; the recipe is believed"
+        yield CheckResult(status="note", check="other hosts", what=what)
+
+
+def _ranks_key(recipe: Recipe, node: PlannedNode) -> str:
+    """Return the key by which a node says how many ranks it has."""
+    asked = recipe.cluster.nodes[node.node]
+    name = next((name for name in ("gpus", "cpu_ranks", "ranks") if getattr(asked, name) is not None), "gpus")
+    return dotted(("cluster", "nodes", node.node, name))

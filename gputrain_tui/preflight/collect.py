@@ -1,0 +1,279 @@
+"""Collects the preflight's facts of this machine: files, the port, memory and limits, in milliseconds.
+
+Nothing is imported that the start of a run does not need anyway: figures come from ``/proc`` and the file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gputrain_tui import paths
+from gputrain_tui.hosts.addresses import is_port_free, port_holder
+from gputrain_tui.hosts.host_names import LocalFacts, address_of, is_local
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.preflight.facts import Folder, MissingInput, Port, PreflightFacts, RendezvousFile, Torch
+from gputrain_tui.recipe.model import Recipe
+from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
+from trainer.contract.errors import RequestError
+from trainer.contract.home_folder import expanded
+from trainer.host import resource_limits
+
+if TYPE_CHECKING:
+    from gputrain_tui.hosts.inventory import Inventory
+
+SHM = Path("/dev/shm")
+CHECKPOINTS = "step_*.pt"
+"""How ``trainer.checkpoint`` names its files."""
+
+
+def collect_facts(
+    recipe: Recipe, plan: Plan, local: LocalFacts, *, inventories: Mapping[str, Inventory]
+) -> PreflightFacts:
+    """Look at this machine as far as a plan concerns it.
+
+    Args:
+        recipe: what was asked for.
+        plan: what it would start.
+        local: which nodes are this machine.
+        inventories: machines that were asked already, by host, ``localhost`` for this one.
+    """
+    here = [node for node in plan.nodes if is_local(node.host, local)]
+    if not here:
+        return PreflightFacts(home=_folder(paths.runs_folder()), inventories=inventories)
+    rendezvous, port = rendezvous_facts(plan, local)
+    meminfo = _read("/proc/meminfo")
+    first = plan.nodes[0] is here[0]
+    save_dir = recipe.train.save_dir
+    return PreflightFacts(
+        data=_data(recipe),
+        data_seen=recipe.train.task in BUILT_IN,
+        script=_script(recipe),
+        resume=_resume(recipe),
+        port=port,
+        rendezvous=rendezvous,
+        home=_folder(paths.runs_folder()),
+        save_dir=_folder(Path(save_dir), count=True) if save_dir and first else None,
+        limits=resource_limits.read_limits(),
+        shm_free_bytes=_free_bytes(SHM) if SHM.is_dir() else None,
+        memory_total_bytes=_meminfo_bytes(meminfo, "MemTotal"),
+        memory_available_bytes=_meminfo_bytes(meminfo, "MemAvailable"),
+        cores=_cores(),
+        open_files=_open_files(),
+        torch=torch_here() if any("cpu" not in node.devices for node in here) else None,
+        inventories=inventories,
+    )
+
+
+# --- what the recipe names -------------------------------------------------------------------------------------------
+
+
+def _data(recipe: Recipe) -> MissingInput | None:
+    if recipe.train.task not in BUILT_IN:
+        return None
+    schema: Any = options_schema(recipe.train.task)
+    options = msgspec.convert(dict(recipe.task_options), schema)
+    message = _refused(options)
+    if not message:
+        return None
+    what, _, fix = message.partition("; ")
+    key = f"task.{_blamed(options, message)}"
+    return MissingInput(key=key, what=what, fix=fix or f"set {key} to where it lies")
+
+
+def _refused(options: Any) -> str:
+    try:
+        check_data(options)
+    except RequestError as error:
+        return str(error)
+    except OSError as error:  # a folder on the way that this person cannot enter, a name that is too long
+        return f"{error.filename} cannot be read: {error.strerror}; see its rights"
+    return ""
+
+
+def _blamed(options: Any, message: str) -> str:
+    """Return the option whose data is refused: the optional one without which the refusal goes away, else the first."""
+    fields = msgspec.structs.fields(options)
+    for field in fields:
+        if field.default is None and getattr(options, field.name) is not None:
+            without = msgspec.structs.replace(options, **{field.name: None})
+            if _refused(without) != message:
+                return field.name
+    return next(field.name for field in fields if field.required)
+
+
+def _script(recipe: Recipe) -> MissingInput | None:
+    """Say why a script cannot run; every node of a run sees it under the same path."""
+    if recipe.script is None:
+        return None
+    path = Path(recipe.script.script)
+    try:
+        if not path.is_file():
+            what = "is no file" if path.exists() else f"does not exist in {Path.cwd()}"
+            return MissingInput(key="train.script", what=f"{path} {what}", fix="name a Python file")
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        return MissingInput(key="train.script", what=f"{path} cannot be read: {error.strerror}", fix="see its rights")
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        return MissingInput(key="train.script", what=f"{path}{line} is not Python: {said}", fix="mend the script")
+    return None
+
+
+def _resume(recipe: Recipe) -> MissingInput | None:
+    if not recipe.train.resume:
+        return None
+    path = Path(recipe.train.resume)
+    try:
+        if not path.exists():
+            return MissingInput(
+                key="train.resume", what=f"{path} does not exist", fix="name a checkpoint or a folder of them"
+            )
+        if path.is_dir() and not any(path.glob("*.pt")):
+            return MissingInput(key="train.resume", what=f"{path} holds no checkpoint", fix="name another folder")
+    except OSError as error:
+        return MissingInput(key="train.resume", what=f"{path} cannot be read: {error.strerror}", fix="see its rights")
+    return None
+
+
+# --- where the ranks meet --------------------------------------------------------------------------------------------
+
+
+def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
+    """Look at the file or the port at which the ranks of a plan meet, where that is on this machine."""
+    method = plan.init_method or ""
+    if method.startswith("file://"):
+        return _rendezvous_file(Path(method.removeprefix("file://"))), None
+    host, number = "", 0
+    if method.startswith("tcp://"):
+        parts = urlsplit(method)
+        host, number = parts.hostname or "", parts.port or 0
+    elif method == "env://":
+        env = plan.nodes[0].env
+        host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
+    if not number or not is_local(plan.nodes[0].host, local):
+        return None, None
+    ours = is_local(host, local) or _is_ours(host)
+    if number < 1024 and os.geteuid() != 0:
+        return None, Port(number=number, state="root", address=host, ours=ours)
+    free = is_port_free(number)
+    holder = "" if free else port_holder(number)
+    return None, Port(number=number, state="free" if free else "busy", holder=holder, address=host, ours=ours)
+
+
+def _is_ours(host: str) -> bool:
+    """Whether this machine has an address; a name is believed, for asking a name server may take seconds."""
+    address = address_of(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.inet_pton(family, address)
+    except OSError:
+        return True
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+def _rendezvous_file(path: Path) -> RendezvousFile:
+    folder = path.parent
+    problem, fix = "", ""
+    try:
+        if path.is_dir():
+            problem, fix = f"{path} is a folder", "file:// names a file that the ranks create"
+        elif path.exists() and path.stat().st_size > 0:
+            problem = f"{path} is left from an earlier run, and ranks would wait for it in vain"
+            fix = "remove it or name a new one"
+        elif not folder.is_dir():
+            problem, fix = f"{path} cannot be created: there is no folder {folder}", "make the folder, on every node"
+        elif not os.access(folder, os.W_OK):
+            problem, fix = f"{path} cannot be created: {folder} is not writable", "name a folder that is"
+    except OSError as error:
+        problem, fix = f"{path} cannot be used: {error.strerror}", "name another file"
+    return RendezvousFile(path=str(path), problem=problem, fix=fix)
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
+def _folder(path: Path, *, count: bool = False) -> Folder:
+    """Look whether something can be written below a folder, which need not exist yet."""
+    path = expanded(path)
+    try:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            return Folder(path=str(path), problem=f"{there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            return Folder(path=str(path), problem=f"{there} is not writable")
+        checkpoints = len(list(path.glob(CHECKPOINTS))) if count and there == path else 0
+    except OSError as error:
+        return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
+    return Folder(path=str(path), free_bytes=_free_bytes(there), free_files=_free_files(there), checkpoints=checkpoints)
+
+
+def _free_bytes(path: Path) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    # Some network file systems answer zero for their size; that says nothing about room.
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def _free_files(path: Path) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    # File systems that make room for files as they come, btrfs among them, answer zero for their number.
+    return found.f_favail if found.f_files else None
+
+
+def _meminfo_bytes(meminfo: str, name: str) -> int | None:
+    found = re.search(rf"(?m)^{name}:\s*(\d+) kB", meminfo)
+    return int(found[1]) * 1024 if found else None
+
+
+def _cores() -> int:
+    """Cores that this process gets; the inventory's module is asked only where a container has a quota."""
+    affinity, quota = len(os.sched_getaffinity(0)), _read("/sys/fs/cgroup/cpu.max")
+    if not quota or quota.startswith("max"):
+        return affinity
+    from gputrain_tui.hosts.inventory import usable_cores
+
+    return usable_cores(affinity, quota)
+
+
+def _open_files() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def torch_here() -> Torch:
+    """Read of the torch of this interpreter what it was built for, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return Torch()
+    text = _read(str(Path(spec.origin).with_name("version.py")))
+    found = dict(re.findall(r"(?m)^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text))
+    return Torch(version=found.get("__version__", "?"), cuda=found.get("cuda"), hip=found.get("hip"))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,1 +1,0 @@
-"""Reading what runs leave behind: following files, the past in short, curves at every width, logs."""

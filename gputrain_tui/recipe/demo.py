@@ -1,0 +1,16 @@
+"""Finds the demo's recipe: in the repository beside this package, or where the installed package keeps its copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PLACES = (
+    Path(__file__).with_name("demo.toml"),
+    Path(__file__).parents[2] / "recipes" / "demo.toml",
+)
+"""The copy of an installed package, and the file of the repository."""
+
+
+def recipe_path() -> Path:
+    """Return the recipe that the console offers on its first start."""
+    return next((place for place in PLACES if place.is_file()), PLACES[0])

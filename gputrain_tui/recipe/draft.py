@@ -1,0 +1,393 @@
+"""A recipe while somebody edits it: fields with their values, changes that are not saved, and what is wrong where.
+
+A change is what ``--set`` says, so a form, the command line and a file are checked by the same functions. Pure: the
+options of a user's own task are told to it, because asking for them takes a process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script, whole_number
+from gputrain_tui.recipe.source import override, parse
+from gputrain_tui.recipe.task_schema import task_schema
+from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Distributed, Training
+from trainer.contract.schema import Option, check, describe
+
+if TYPE_CHECKING:
+    pass
+
+NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
+SAID_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
+"""The first key that a message names."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What stands beside a field besides its help."""
+
+    text: str
+    status: Literal["note", "warning", "error"] = "error"
+
+
+@cache
+def _options(schema: Hashable) -> list[Option]:
+    assert isinstance(schema, type)
+    return describe(schema)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One thing that a recipe can say."""
+
+    key: str
+    """As ``--set`` names it: ``train.lr``, ``cluster.nodes[0].gpus``."""
+    group: str
+    """Heading in a form."""
+    option: Option
+    value: Any
+    """What the recipe says, as it is written; the default where it says nothing."""
+    written: bool
+    """Whether the recipe says it."""
+    changed: bool
+    """Whether that is not saved yet."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its key."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def text(self) -> str:
+        """The value as a person writes it; empty for none."""
+        return shown(self.value)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """What it can be, where that is a choice."""
+        if self.key == "train.task":
+            return tuple(BUILT_IN)
+        if self.option.kind == "bool":
+            return ("true", "false")
+        return tuple(map(str, self.option.choices))
+
+
+def shown(value: Any) -> str:
+    """Return a value as a person writes it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        if any(isinstance(item, str) and set(item) & set(', []"') for item in value):
+            return json.dumps(list(value))
+        return ", ".join(map(shown, value))
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+class Draft:
+    """A recipe's text and the changes to it."""
+
+    def __init__(self, text: str, *, name: str) -> None:
+        """Begin with a recipe as it is.
+
+        Args:
+            text: TOML or JSON.
+            name: what messages call it: the file.
+
+        Raises:
+            RecipeError: the text is neither.
+        """
+        self.text = text
+        self.name = name
+        self.changes: dict[str, Any] = {}
+        """Values by key, not saved yet."""
+        self._source = parse(text, name=name)
+        self._schemas: dict[str, type[Any]] = {}
+        """Of users' own tasks, as far as they were asked."""
+
+    @property
+    def settings(self) -> list[str]:
+        """The changes as ``--set`` takes them."""
+        return [f"{key}={_toml(value)}" for key, value in self.changes.items()]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The values, changes included, unchecked."""
+        return override(self._source.data, self.settings)[0]
+
+    @property
+    def task(self) -> str:
+        """The task's name; empty for none."""
+        train = self.data.get("train")
+        task = train.get("task", "") if isinstance(train, dict) else ""
+        return task if isinstance(task, str) else ""
+
+    def learn(self, task: str, schema: type[Any]) -> None:
+        """Take in the options of a user's own task."""
+        self._schemas[task] = schema
+
+    # Fields
+
+    def fields(self) -> list[Field]:
+        """Return every field in the order of a form."""
+        data = self.data
+        name = Option(name="name", kind="str", help="names the run", default=self._source.default_name)
+        found = [self._field(data, "name", "Recipe", name)]
+        found += self._task_fields(data)
+        found += self._node_fields(data)
+        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in _options(ClusterOptions)]
+        launch = {option.name: option for option in _options(Distributed)}
+        found += [self._field(data, f"train.{name}", "Cluster", launch[name]) for name in LAUNCH_OPTIONS]
+        for option in _options(Training):
+            if option.name != "task":
+                found.append(self._field(data, f"train.{option.name}", option.group, option))
+        return found
+
+    def _field(self, data: Any, key: str, group: str, option: Option) -> Field:
+        value: Any = data
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        written = value is not None
+        return Field(
+            key=key,
+            group=group,
+            option=option,
+            value=value if written else option.default,
+            written=written,
+            changed=key in self.changes,
+        )
+
+    def _task_fields(self, data: Any) -> list[Field]:
+        task = next(option for option in _options(Training) if option.name == "task")
+        found = [self._field(data, "train.task", "Task", task)]
+        train = data.get("train")
+        if isinstance(train, dict) and "script" in train:
+            return [self._field(data, f"train.{option.name}", "Script", option) for option in _options(Script)]
+        schema: Any = self._task_schema()
+        if schema is not None:
+            found += [self._field(data, f"task.{option.name}", "Task", option) for option in _options(schema)]
+        return found
+
+    def _task_schema(self) -> type[Any] | None:
+        return task_schema(self.task) if self.task in BUILT_IN else self._schemas.get(self.task)
+
+    def _node_fields(self, data: Any) -> list[Field]:
+        options = {option.name: option for option in _options(Node)}
+        saved = self.nodes(self._source.data)
+        found = []
+        for index, node in enumerate(self.nodes(data)):
+            before = saved[index] if index < len(saved) else {}
+            for name, option in options.items():
+                value = node.get(name)
+                found.append(
+                    Field(
+                        key=f"cluster.nodes[{index}].{name}",
+                        group=f"Node {index}",
+                        option=option,
+                        value=value,
+                        written=value is not None,
+                        changed=value != before.get(name),
+                    )
+                )
+        return found
+
+    def nodes(self, data: Any = None) -> list[dict[str, Any]]:
+        """Return the nodes as they are written; one that is this machine where there are none."""
+        cluster = (self.data if data is None else data).get("cluster")
+        nodes = cluster.get("nodes") if isinstance(cluster, dict) else None
+        if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
+            return [{}]
+        return [dict(node) for node in nodes]
+
+    # Changes
+
+    def set(self, key: str, text: str) -> None:
+        """Let a field say what a person typed, which is not checked here; nothing typed means the default."""
+        if not text:
+            self.reset(key)
+            self.reset(key)
+            return
+        node = NODE_KEY.fullmatch(key)
+        if node is None:
+            self.changes[key] = text
+            return
+        nodes = self.nodes()
+        entry = nodes[int(node[1])]
+        if node[2] in RANK_KEYS:
+            for other in RANK_KEYS:
+                entry.pop(other, None)
+        entry.pop(node[2], None)
+        if text:
+            entry[node[2]] = _plain(node[2], text)
+        self.changes["cluster.nodes"] = nodes
+
+    def settings_with(self, key: str, text: str) -> list[str]:
+        """Return the changes as they would be with one more, which is not made; ``text`` is not empty."""
+        before = dict(self.changes)
+        try:
+            self.set(key, text)
+            return self.settings
+        finally:
+            self.changes = before
+
+    def reset(self, key: str) -> None:
+        """Take a change back; where there is none, let the recipe not say it, which means the default."""
+        node = NODE_KEY.fullmatch(key)
+        if node is not None:
+            nodes = self.nodes()
+            written = self._source.data.get("cluster", {}).get("nodes", [])
+            index, name = int(node[1]), node[2]
+            before = written[index] if index < len(written) else {}
+            if nodes[index] != before and index < len(written):
+                nodes[index] = dict(before)
+            else:
+                nodes[index].pop(name, None)
+            if nodes == written:
+                self.changes.pop("cluster.nodes", None)
+            else:
+                self.changes["cluster.nodes"] = nodes
+        elif key in self.changes:
+            del self.changes[key]
+        elif self._source.format == "toml":
+            self._remove(key.split("."))
+
+    def _remove(self, path: Sequence[str]) -> None:
+        import tomlkit  # only what writes recipes needs it
+
+        document = tomlkit.parse(self.text)
+        table: Any = document
+        for part in path[:-1]:
+            table = table.get(part, {})
+        if path[-1] in table:
+            del table[path[-1]]
+            self.text = tomlkit.dumps(document)
+            self._source = parse(self.text, name=self.name)
+
+    def add_node(self) -> int:
+        """Add a node like the last one; return its index."""
+        nodes = self.nodes()
+        last = {key: value for key, value in nodes[-1].items() if key != "host"}
+        nodes = [node or {"ranks": 1} for node in nodes]
+        self.changes["cluster.nodes"] = [*nodes, last or {"ranks": 1}]
+        return len(nodes)
+
+    def remove_node(self, index: int) -> bool:
+        """Remove a node; return False for the only one, which stays."""
+        nodes = self.nodes()
+        if len(nodes) < 2:
+            return False
+        del nodes[index]
+        self.changes["cluster.nodes"] = nodes
+        return True
+
+    def take_gpus(self, index: int, gpus: Sequence[int]) -> None:
+        """Let a node use these GPUs."""
+        nodes = self.nodes()
+        nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS}
+        nodes[index]["gpus"] = list(gpus)
+        self.changes["cluster.nodes"] = nodes
+
+    def take_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Let the run have these nodes and no others."""
+        self.changes["cluster.nodes"] = [dict(node) for node in nodes]
+
+    def saved(self, text: str, *, name: str) -> None:
+        """Go on from a text that was saved."""
+        self.text, self.name = text, name
+        self._source = parse(text, name=name)
+        self.changes.clear()
+
+    # What is wrong
+
+    def problem(self, field: Field, text: str) -> str:
+        """Return what is wrong with a value for a field, on its own; empty when it may be."""
+        node = NODE_KEY.fullmatch(field.key)
+        try:
+            if node is not None and not text:
+                return ""
+            if field.name == "gpus" and node is not None:
+                recipes.parse_gpus(_plain("gpus", text), where=field.name)
+            else:
+                check(self._schema(field), {field.option.name: text}, where=lambda name: name)
+        except RequestError as error:
+            message = str(error)
+            # A single field may leave out others that its schema requires.
+            return "" if " is missing" in message and not message.startswith(f"{field.name} ") else message
+        return ""
+
+    def _schema(self, field: Field) -> type[Any]:
+        table = field.key.partition(".")[0]
+        if NODE_KEY.fullmatch(field.key):
+            return Node
+        if table == "cluster":
+            return ClusterOptions
+        if table == "task":
+            return self._task_schema() or Script
+        if field.name in LAUNCH_OPTIONS:
+            return Distributed
+        if field.group == "Script":
+            return Script
+        return Training if table == "train" else _Named
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """The only key at the top of a recipe."""
+
+    name: str = ""
+
+
+def key_of(message: str) -> str:
+    """Return the key that a message is about; empty when it names none."""
+    match = SAID_KEY.search(message)
+    return match[1] if match else ""
+
+
+def without_place(message: str) -> str:
+    """Return a message without the file, line and key that it begins with: for a place beside the field."""
+    key = key_of(message)
+    return message.partition(key)[2].strip() if key else message
+
+
+def field_of(fields: Sequence[Field], key: str) -> Field | None:
+    """Return the field of a key: itself, or the first below it."""
+    exact = next((field for field in fields if field.key == key), None)
+    if exact is not None or not key:
+        return exact
+    below = (field for field in fields if field.key.startswith((f"{key}.", f"{key}[")))
+    return next(below, None)
+
+
+def _plain(name: str, text: str) -> Any:
+    """Return what a node's field says: a number or a list where it looks like one."""
+    text = text.strip()
+    number = whole_number(text)
+    if number is not None and name != "host":
+        return number
+    if name == "gpus" and ("," in text or text.startswith("[")):
+        words = [word.strip(" \"'") for word in text.strip("[]").split(",")]
+        ids = ((word, whole_number(word)) for word in words if word)
+        return [word if index is None else index for word, index in ids]
+    return text
+
+
+def _toml(value: Any) -> str:
+    """Write a value as TOML on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=True)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,437 @@
+"""The recipe: what to train and where, checked before anything starts.
+
+One schema serves the file, ``--set`` and the console's form; what is wrong is one line with file, line and key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from gputrain_tui.recipe.pytext import is_pytext, translate
+from gputrain_tui.recipe.source import Key, RecipeError, Source, override, parse, read
+from trainer.contract.errors import RequestError, nearest, quoted
+from trainer.contract.options import Distributed, Script, Training
+from trainer.contract.schema import Option, check, describe
+
+__all__ = [
+    "LAUNCH_OPTIONS",
+    "Cluster",
+    "ClusterOptions",
+    "Gpus",
+    "Node",
+    "Recipe",
+    "RecipeError",
+    "Script",
+    "build",
+    "load",
+    "parse_gpus",
+    "train_options",
+]
+
+Gpus = int | tuple[int | str, ...] | Literal["all", "free"]
+"""A count, device ids (indices or UUIDs), all of the machine, or those that nobody uses."""
+
+LAUNCH_OPTIONS = ("distributed_timeout", "join_timeout", "stop_grace", "start_method", "share_devices")
+"""Options of ``trainer.contract.options.Distributed`` that a person chooses; the others are computed from
+``[cluster]``."""
+
+COMPUTED = {
+    "distributed_init_method": "set cluster.init_method",
+    "distributed_backend": "set cluster.backend",
+    "distributed_port": "set cluster.port",
+    "distributed_gpus": "set gpus of a node in [[cluster.nodes]]",
+    "device_id": "list the device ids in gpus of a node in [[cluster.nodes]]",
+    "cpu": "set cpu_ranks of a node in [[cluster.nodes]]",
+}
+"""Flags that ``[train]`` does not hold, and what says the same in a recipe."""
+
+TABLES = ("name", "cluster", "train", "task")
+"""What a recipe holds at its top level."""
+
+LONGEST_NAME = 100
+"""Characters of a name: more makes lists of runs unreadable."""
+
+RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
+"""What says how many ranks a node has; one of them."""
+
+MOST_RANKS = 1024
+"""Ranks on one machine: more than the cores or GPUs of any, so a larger number is a slip of the finger."""
+
+UUID_STARTS = ("GPU-", "MIG-")
+"""How the driver begins the UUID of a device."""
+UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/_-]*")
+"""A UUID or its beginning, also of an instance as older drivers name it: ``MIG-GPU-…/1/0``."""
+
+S = TypeVar("S")
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine: ``[[cluster.nodes]]``. Of ``gpus``, ``cpu_ranks`` and ``ranks`` it has at most one."""
+
+    host: Annotated[str, Meta(min_length=1, description="name or address; default: this machine")] | None = None
+    gpus: (
+        Annotated[
+            int | tuple[int | str, ...] | Literal["all", "free"],
+            Meta(description="one rank per GPU: a count, a list of device ids, all, or free (those nobody uses)"),
+        ]
+        | None
+    ) = None
+    cpu_ranks: (
+        Annotated[int, Meta(ge=1, le=MOST_RANKS, description="ranks on the CPU, with gloo, instead of GPUs")] | None
+    ) = None
+    ranks: (
+        Annotated[
+            int, Meta(ge=1, le=MOST_RANKS, description="ranks on GPUs where the machine has any, else on its CPU")
+        ]
+        | None
+    ) = None
+
+
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of ``[cluster]`` besides its nodes."""
+
+    init_method: Annotated[
+        str, Meta(description="where ranks meet: auto, tcp://HOST:PORT, file:///SHARED/PATH or env://")
+    ] = "auto"
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo"],
+        Meta(description="auto is nccl on GPUs and gloo as soon as one rank is on a CPU"),
+    ] = "auto"
+    launcher: Annotated[
+        Literal["auto", "local", "ssh", "slurm"],
+        Meta(description="auto is local for this machine, slurm inside an allocation, ssh otherwise"),
+    ] = "auto"
+    max_restarts: Annotated[int, Meta(ge=0, description="start again so often after a failure")] = 0
+    port: (
+        Annotated[
+            int,
+            Meta(ge=1, le=65535, description="port on the first node; default: a free one here, 29600 elsewhere"),
+        ]
+        | None
+    ) = None
+
+
+class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the ranks run; without nodes, on this machine."""
+
+    nodes: tuple[Node, ...] = (Node(),)
+
+
+CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "nodes")
+"""The keys of ``[cluster]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A checked recipe."""
+
+    name: str
+    """Names the run; the file's name when the recipe has none."""
+    cluster: Cluster
+    train: Training
+    """Options of ``python -m trainer``."""
+    launch: Distributed
+    """Only ``LAUNCH_OPTIONS`` differ from their defaults."""
+    script: Script | None
+    task_options: Mapping[str, Any]
+    """The ``[task]`` table: the options that the recipe names, as the task's schema types them."""
+    source: str
+    """The file as the person named it, or ``stdin``."""
+    text: str
+    """The recipe as it was written, comments and all."""
+    notes: tuple[str, ...]
+    """What was understood but has no effect here, a line each."""
+    origin: Source
+    """Where each key stands, for messages."""
+
+    def where(self, *key: str | int) -> str:
+        """Return ``FILE:LINE: key`` for a message about a key."""
+        return self.origin.where(key)
+
+
+def train_options() -> list[Option]:
+    """Return every option of ``[train]``, for messages and forms."""
+    launch = {option.name: option for option in describe(Distributed)}
+    return [*describe(Training), *(launch[name] for name in LAUNCH_OPTIONS), *describe(Script)]
+
+
+def load(source: str, *, overrides: Sequence[str] = (), stdin: IO[str] | None = None) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        source: a TOML or JSON file, or ``-`` for standard input.
+        overrides: ``KEY=VALUE`` settings, applied in order.
+        stdin: what ``-`` reads.
+
+    Raises:
+        RecipeError: the recipe cannot be read or says something impossible.
+    """
+    return _build(read(source, stdin=stdin), overrides)
+
+
+def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Check a recipe that is at hand as text; ``name`` is what messages call it.
+
+    Raises:
+        RecipeError: the recipe says something impossible.
+    """
+    return _build(parse(text, name=name), overrides)
+
+
+def _build(source: Source, overrides: Sequence[str]) -> Recipe:
+    notes: tuple[str, ...] = ()
+    if is_pytext(source.data):
+        inside = [setting for setting in overrides if setting.strip().startswith("config.")]
+        data, keys = override(source.data, inside)
+        source, notes = translate(replace(source, data=data, overridden=keys))
+        overrides = [setting for setting in overrides if setting not in inside]
+    data, keys = override(source.data, overrides)
+    source = replace(source, data=data, overridden=source.overridden | keys)
+    for key in data:
+        if key not in TABLES:
+            raise RecipeError(f"{source.where((key,))} is not known{_belongs(key)}")
+    _refuse_unusable(source, data, ())
+    train, launch, script = _train(source)
+    return Recipe(
+        name=_name(source),
+        cluster=_cluster(source),
+        train=train,
+        launch=launch,
+        script=script,
+        task_options=_task_options(source, train.task),
+        source=source.name,
+        text=source.text,
+        notes=notes,
+        origin=source,
+    )
+
+
+def _belongs(key: str) -> str:
+    """Say which table a stray key belongs to, or which known key it resembles."""
+    if key in {option.name for option in train_options()}:
+        return "; it belongs in [train]"
+    if key in CLUSTER_KEYS:
+        return "; it belongs in [cluster]"
+    return nearest(key, TABLES) or f"; known are {', '.join(TABLES)}"
+
+
+def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
+    """Refuse what no option takes and no command line can carry."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
+    if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
+        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be text in UTF-8 without a zero character")
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for part, item in items:
+            _refuse_unusable(source, item, (*key, part))
+
+
+def _name(source: Source) -> str:
+    name = source.data.get("name", source.default_name[:LONGEST_NAME])
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise RecipeError(f"{source.where(('name',))} is {quoted(name)}, but must be one line of text")
+    if len(name) > LONGEST_NAME:
+        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {LONGEST_NAME} fit a list")
+    return name.strip()
+
+
+def _table(source: Source, *key: str) -> dict[str, Any]:
+    value: Any = source.data
+    for part in key:
+        value = value.get(part, {})
+    if not isinstance(value, dict):
+        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be a table")
+    return value
+
+
+def _check(schema: type[S], values: Mapping[str, Any], source: Source, *table: str | int) -> S:
+    try:
+        return check(schema, values, where=lambda name: source.where((*table, name)))
+    except RequestError as error:
+        raise RecipeError(str(error)) from None
+
+
+def _cluster(source: Source) -> Cluster:
+    table = _table(source, "cluster")
+    for key in table:
+        if key not in CLUSTER_KEYS:
+            raise RecipeError(f"{source.where(('cluster', key))} is not known{nearest(key, CLUSTER_KEYS)}")
+    options = _check(ClusterOptions, {key: table[key] for key in table if key != "nodes"}, source, "cluster")
+    _check_init_method(options, source)
+    scalars = {key: getattr(options, key) for key in CLUSTER_KEYS if key != "nodes"}
+    if "nodes" not in table:
+        return Cluster(**scalars)
+    where, nodes = source.where(("cluster", "nodes")), table["nodes"]
+    if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
+        raise RecipeError(f"{where} must be a list of tables: write [[cluster.nodes]] before each node")
+    if not nodes:
+        raise RecipeError(f"{where} is empty: name at least one node, or leave it out to use this machine")
+    return Cluster(**scalars, nodes=tuple(_node(source, index, node) for index, node in enumerate(nodes)))
+
+
+def _check_init_method(options: ClusterOptions, source: Source) -> None:
+    method, where = options.init_method, source.where(("cluster", "init_method"))
+    if method in ("auto", "env://") or (re.fullmatch(r"file:///.*[^/]", method) and "%00" not in method):
+        return
+    match = re.fullmatch(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|[\w.%-]+):([0-9]+)/?", method)
+    if not match or (match[1] and not _is_address_6(match[1])):
+        raise RecipeError(
+            f"{where} is {quoted(method)}, but must be auto, tcp://HOST:PORT, file:///SHARED/PATH (absolute) or env://"
+        )
+    port = whole_number(match[2])
+    if port is None or not 1 <= port <= 65535:
+        raise RecipeError(f"{where} names port {match[2]}, but a port is 1 to 65535")
+    if options.port not in (None, port):
+        raise RecipeError(
+            f"{source.where(('cluster', 'port'))} is {options.port}, but init_method names port {port}; keep one"
+        )
+
+
+def _is_address_6(text: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6, text)
+    except OSError:
+        return False
+    return True
+
+
+def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
+    rest = {key: value for key, value in values.items() if key != "gpus" or value is None}
+    node = _check(Node, rest, source, "cluster", "nodes", index)
+    if values.get("gpus") is not None:
+        node = msgspec.structs.replace(
+            node, gpus=parse_gpus(values["gpus"], where=source.where(("cluster", "nodes", index, "gpus")))
+        )
+    # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
+    if node.host is not None and not re.fullmatch(r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", node.host):
+        where = source.where(("cluster", "nodes", index, "host"))
+        raise RecipeError(
+            f"{where} is {quoted(node.host)}, but must be a host name or an address, user@host or ssh://host:port"
+        )
+    given = [key for key in RANK_KEYS if getattr(node, key) is not None]
+    if len(given) != 1:
+        what = f"has {' and '.join(given)}" if given else "does not say what it runs"
+        raise RecipeError(f"{source.where(('cluster', 'nodes', index))} {what}; give one of {', '.join(RANK_KEYS)}")
+    return node
+
+
+def parse_gpus(value: Any, *, where: str) -> Gpus:
+    """Read what a person may write for ``gpus``: ``4``, ``[0, 2]``, ``"all"``, ``"free"``, also as text from a form.
+
+    Raises:
+        RecipeError: anything else, no GPU at all, or one twice.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text in ("all", "free"):
+            return "all" if text == "all" else "free"
+        if (count := whole_number(text)) is not None:
+            value = count
+        elif "," in text or text.startswith("[") or text.startswith(UUID_STARTS):
+            words = (word.strip(" \"'") for word in text.strip("[]").split(","))
+            ids = ((word, whole_number(word)) for word in words if word)
+            value = [word if index is None else index for word, index in ids]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if value > MOST_RANKS:
+            raise RecipeError(f"{where} is {value}, but one machine has at most {MOST_RANKS} ranks")
+        return value
+    if isinstance(value, list) and value and all(_is_device(item) for item in value):
+        return tuple(value)
+    guess = nearest(value, ("all", "free")) if isinstance(value, str) else ""
+    if value == 0:
+        guess = "; a node without GPUs has cpu_ranks"
+    raise RecipeError(
+        f'{where} is {quoted(value)}, but must be a count >= 1, a list of device ids, "all" or "free"{guess}'
+    )
+
+
+def whole_number(text: str) -> int | None:
+    """Read a number of as many digits as a count, an index or a port can have; None when it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def _is_device(item: Any) -> bool:
+    if isinstance(item, str):
+        return UUID.fullmatch(item) is not None
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+
+def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
+    table = _table(source, "train")
+    known = {option.name for option in train_options()}
+    of_script = {option.name for option in describe(Script)}
+    for key in table:
+        where = source.where(("train", key))
+        if key in known:
+            continue
+        if key in COMPUTED:
+            raise RecipeError(f"{where} is computed; {COMPUTED[key]}")
+        if key in Distributed.__struct_fields__:
+            raise RecipeError(f"{where} is computed for every node; remove it")
+        raise RecipeError(f"{where} is not known{_belongs_in_task(source, key) or nearest(key, known)}")
+    own = known - of_script - set(LAUNCH_OPTIONS)
+    train = _check(Training, {key: table[key] for key in table if key in own}, source, "train")
+    launch = _check(Distributed, {key: table[key] for key in table if key in LAUNCH_OPTIONS}, source, "train")
+    script: Script | None = None
+    if of_script & set(table):
+        script = _check(Script, {key: table[key] for key in table if key in of_script}, source, "train")
+    if script is not None and train.task:
+        raise RecipeError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
+    if script is not None:
+        _refuse_options_of_tasks(source, own)
+    if script is None and not train.task:
+        from trainer.contract.builtin_tasks import BUILT_IN
+
+        missing = source.where(("train", "task"))
+        raise RecipeError(f"{missing} is missing: {', '.join(BUILT_IN)}, or your own as module:Class or path.py:Class")
+    return train, launch, script
+
+
+def _refuse_options_of_tasks(source: Source, own: set[str]) -> None:
+    """A script brings its own loop: what ``[train]`` says of batches and optimizers would reach nobody."""
+    for key in source.data["train"]:
+        if key == "resume":
+            raise RecipeError(f"{source.where(('train', key))} is for tasks: a script resumes by its own train.args")
+        if key in own and key != "task":
+            raise RecipeError(
+                f"{source.where(('train', key))} is for tasks, but train.script runs a script; use train.args"
+            )
+
+
+def _belongs_in_task(source: Source, key: str) -> str:
+    """Say so when a key of ``[train]`` is an option of the built-in task."""
+    from trainer.contract.builtin_tasks import BUILT_IN, options_schema
+
+    task = source.data["train"].get("task")
+    schema = options_schema(task) if isinstance(task, str) and task in BUILT_IN else None
+    known = {option.name for option in describe(schema)} if schema is not None else set()
+    return "; it belongs in [task]" if key in known else ""
+
+
+def _task_options(source: Source, task: str) -> dict[str, Any]:
+    values = _table(source, "task")
+    if not task:
+        if values:
+            raise RecipeError(
+                f"{source.where(('task',))} is for a task, but train.script runs a script; use train.args"
+            )
+        return {}
+    from gputrain_tui.recipe.task_schema import task_schema
+
+    try:
+        schema = task_schema(task)
+    except RequestError as error:
+        raise RecipeError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
+    options = _check(schema, values, source, "task")
+    typed = {name: getattr(options, name) for name in values}
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(typed))
+    return plain

@@ -1,0 +1,243 @@
+"""PyText's JSON configuration as a recipe: its wrapper, its world size, and its document classification task.
+
+Whatever would change the training and has no counterpart here is refused by name, so that nothing is ignored unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gputrain_tui.recipe.source import Key, RecipeError, Source
+from trainer.contract.errors import nearest, quoted
+
+OWN_TABLES = ("name", "cluster", "train", "task")
+
+TASKS = ("DocClassificationTask", "DocumentClassificationTask")
+"""PyText's names for the task that ``docnn`` does."""
+
+OPTIMIZERS = {"Adam": "adam", "AdamW": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}
+
+CLASS_NAMES = {
+    *("Data", "TSVDataSource", "Batcher", "PoolingBatcher", "DocModel", "DocNNRepresentation"),
+    *("Trainer", "TaskTrainer", *OPTIMIZERS),
+}
+"""Keys that only name the class of what they hold, as newer versions of PyText write it."""
+
+DEFAULTS: dict[Key, Any] = {
+    ("train", "batch_size"): 16,
+    ("train", "max_epochs"): 10,
+    ("train", "optimizer"): "adam",
+    ("train", "lr"): 1e-3,
+    ("train", "weight_decay"): 1e-5,
+    ("train", "seed"): 0,
+    ("train", "best_metric"): "accuracy",
+}
+"""What PyText does where its configuration says nothing."""
+
+COLUMNS = {
+    ("text", "doc_label"): "text_label",
+    ("text", "label"): "text_label",
+    ("doc_label", "text"): "label_text",
+    ("label", "text"): "label_text",
+}
+"""Columns of a TSV file that ``docnn`` reads, and its name for them."""
+
+RULES: dict[Key, Key] = {
+    ("data_handler", "train_path"): ("task", "train_path"),
+    ("data_handler", "eval_path"): ("task", "eval_path"),
+    ("data_handler", "test_path"): ("task", "test_path"),
+    ("data_handler", "columns_to_read"): ("task", "format"),
+    ("data_handler", "train_batch_size"): ("train", "batch_size"),
+    ("data_handler", "eval_batch_size"): ("train", "valid_batch_size"),
+    ("data_handler", "shuffle"): ("train", "shuffle"),
+    ("data", "source", "train_filename"): ("task", "train_path"),
+    ("data", "source", "eval_filename"): ("task", "eval_path"),
+    ("data", "source", "test_filename"): ("task", "test_path"),
+    ("data", "source", "field_names"): ("task", "format"),
+    ("data", "batcher", "train_batch_size"): ("train", "batch_size"),
+    ("data", "batcher", "eval_batch_size"): ("train", "valid_batch_size"),
+    ("trainer", "epochs"): ("train", "max_epochs"),
+    ("trainer", "early_stop_after"): ("train", "patience"),
+    ("trainer", "max_clip_norm"): ("train", "clip_norm"),
+    ("trainer", "num_accumulated_batches"): ("train", "update_freq"),
+    ("trainer", "optimizer", "lr"): ("train", "lr"),
+    ("trainer", "optimizer", "weight_decay"): ("train", "weight_decay"),
+    ("trainer", "optimizer", "eps"): ("train", "adam_eps"),
+    ("trainer", "optimizer", "momentum"): ("train", "momentum"),
+    ("optimizer", "type"): ("train", "optimizer"),
+    ("optimizer", "lr"): ("train", "lr"),
+    ("optimizer", "weight_decay"): ("train", "weight_decay"),
+    ("optimizer", "momentum"): ("train", "momentum"),
+    ("model", "representation", "dropout"): ("task", "dropout"),
+    ("model", "representation", "cnn", "kernel_num"): ("task", "kernel_num"),
+    ("model", "representation", "cnn", "kernel_sizes"): ("task", "kernel_sizes"),
+}
+"""Path within PyText's task, without class names, and the recipe key that says the same."""
+
+WITHOUT_EFFECT = {
+    "version": "every version's keys are read alike",
+    "use_tensorboard": "`gputrain export` writes TensorBoard from the record",
+    "gpu_streams_for_distributed_training": "the gradients' reduction has a stream of its own",
+    "save_snapshot_path": "checkpoints go to the run directory",
+    "modules_save_dir": "checkpoints hold the whole model",
+    "report_eval_results": "every validation is in the record",
+}
+"""Keys beside the task that change nothing here, and why."""
+
+
+def is_pytext(data: Mapping[str, Any]) -> bool:
+    """Whether a recipe has PyText's wrapper, or its keys without the wrapper, which PyText reads as well."""
+    if "config" in data or "distributed_world_size" in data or "use_cuda_if_available" in data:
+        return True
+    task = data.get("task")
+    return isinstance(task, dict) and _class_of(task) is not None and "train" not in data
+
+
+def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
+    """Return the configuration as a recipe's values, and notes about keys without effect.
+
+    Raises:
+        RecipeError: something that has no counterpart here.
+    """
+    prefix: Key = ("config",) if "config" in source.data else ()
+    config = source.data["config"] if prefix else source.data
+    if not isinstance(config, dict):
+        raise RecipeError(f"{source.where(prefix)} is {quoted(config)}, but must be a table")
+    if prefix:
+        for key in source.data:
+            if key != "config":
+                raise RecipeError(f"{source.where((key,))} stands beside config, but PyText's wrapper holds all of it")
+    values: dict[Key, Any] = {}
+    origins: dict[Key, Key] = {}
+    notes: list[str] = []
+    own: dict[str, Any] = {}
+    task = config.get("task")
+    named = _class_of(task) if isinstance(task, dict) else None
+    for key, value in config.items():
+        written = (*prefix, key)
+        where = source.where(written)
+        if key in ("distributed_world_size", "use_cuda_if_available"):
+            continue
+        if key == "task" and named is not None:
+            _doc_classification(source, named, value[named], (*written, named), values, origins)
+        elif key in OWN_TABLES:
+            if key != "name" and not isinstance(value, dict):
+                raise RecipeError(f"{where} is {quoted(value)}, but must be a table")
+            own[key] = value
+            for inner in _paths(value, (key,)):
+                origins[inner] = (*prefix, *inner)
+        elif key == "random_seed":
+            values[("train", "seed")], origins[("train", "seed")] = value, written
+        elif key == "use_fp16":
+            if not isinstance(value, bool):
+                raise RecipeError(f"{where} is {quoted(value)}, but must be true or false")
+            values[("train", "precision")] = "fp16" if value else "fp32"
+            origins[("train", "precision")] = written
+        elif key in WITHOUT_EFFECT:
+            notes.append(f"{where} has no effect: {WITHOUT_EFFECT[key]}")
+        elif value not in (None, False, "", [], {}):
+            known = [*OWN_TABLES, *WITHOUT_EFFECT, "distributed_world_size", "use_cuda_if_available", "random_seed"]
+            raise RecipeError(f"{where} is not understood{nearest(key, known)}")
+    _nodes(source, config, prefix, own, values, origins, by_class=named is not None)
+    data = {key: dict(value) if isinstance(value, dict) else value for key, value in own.items()}
+    for path, value in values.items():
+        _put(data, path, value)
+    return replace(source, data=data, origins=origins), tuple(notes)
+
+
+def _nodes(
+    source: Source,
+    config: Mapping[str, Any],
+    prefix: Key,
+    own: Mapping[str, Any],
+    values: dict[Key, Any],
+    origins: dict[Key, Key],
+    *,
+    by_class: bool,
+) -> None:
+    """Turn world size and ``use_cuda_if_available`` into one node: this machine."""
+    cuda = config.get("use_cuda_if_available", True)
+    if not isinstance(cuda, bool):
+        where = source.where((*prefix, "use_cuda_if_available"))
+        raise RecipeError(f"{where} is {quoted(cuda)}, but must be true or false")
+    cluster = own.get("cluster")
+    if isinstance(cluster, dict) and "nodes" in cluster:
+        for key in ("distributed_world_size", "use_cuda_if_available"):
+            if key in config:
+                raise RecipeError(
+                    f"{source.where((*prefix, key))} and cluster.nodes both say where ranks run; keep one of them"
+                )
+        return
+    if not by_class and "distributed_world_size" not in config and cuda:
+        return
+    key = "ranks" if cuda else "cpu_ranks"
+    values[("cluster", "nodes")] = [{key: config.get("distributed_world_size", 1)}]
+    for path in (("cluster", "nodes"), ("cluster", "nodes", 0), ("cluster", "nodes", 0, key)):
+        origins[path] = (*prefix, "distributed_world_size")
+
+
+def _doc_classification(
+    source: Source, name: str, table: Any, written: Key, values: dict[Key, Any], origins: dict[Key, Key]
+) -> None:
+    if name not in TASKS:
+        raise RecipeError(
+            f"{source.where(written)} has no counterpart here{nearest(name, TASKS)}; "
+            f"of PyText's tasks {TASKS[0]} is understood, as docnn"
+        )
+    if not isinstance(table, dict):
+        raise RecipeError(f"{source.where(written)} is {quoted(table)}, but must be a table")
+    values[("train", "task")], origins[("train", "task")] = "docnn", written
+    values |= {path: value for path, value in DEFAULTS.items() if path not in values}
+    for path, value in _leaves(table, ()):
+        place = (*written, *path)
+        where = source.where(place)
+        for part in path:
+            if part in OPTIMIZERS:
+                values[("train", "optimizer")], origins[("train", "optimizer")] = OPTIMIZERS[str(part)], place
+        plain = tuple(part for part in path if part not in CLASS_NAMES)
+        if value is None or value == {}:
+            continue
+        target = RULES.get(plain)
+        if target is None:
+            known = [".".join(map(str, rule)) for rule in RULES]
+            raise RecipeError(f"{where} is not understood{nearest('.'.join(map(str, plain)), known)}")
+        if target == ("task", "format"):
+            columns = tuple(value) if isinstance(value, list) else (value,)
+            if not all(isinstance(column, str) for column in columns) or columns not in COLUMNS:
+                raise RecipeError(f'{where} is {quoted(value)}, but must be ["text", "doc_label"] in either order')
+            value = COLUMNS[columns]
+        if target == ("train", "optimizer") and isinstance(value, str):
+            value = value.lower()
+        values[target], origins[target] = value, place
+
+
+def _class_of(task: Mapping[str, Any]) -> str | None:
+    """Return the class that a PyText task names: its only key, written as classes are."""
+    if len(task) != 1:
+        return None
+    name, table = next(iter(task.items()))
+    return name if name[:1].isupper() and isinstance(table, dict) else None
+
+
+def _leaves(table: Mapping[str, Any], path: Key) -> Iterator[tuple[Key, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _paths(value: Any, path: Key) -> Iterator[Key]:
+    yield path
+    if isinstance(value, dict | list):
+        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths(item, (*path, part))
+
+
+def _put(data: dict[str, Any], path: Key, value: Any) -> None:
+    node: Any = data
+    for part in path[:-1]:
+        node = node.setdefault(part, {})
+    node[path[-1]] = value

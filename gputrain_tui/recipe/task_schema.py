@@ -1,0 +1,159 @@
+"""The options of a task without torch: declared beside a built-in task, asked of a user's own task once.
+
+A user's task is a class in a file that imports torch, so a short-lived process describes it; the answer is kept by
+file and modification time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gputrain_tui.paths import cache_folder
+from trainer.contract.builtin_tasks import BUILT_IN, options_schema
+from trainer.contract.errors import RequestError, nearest
+from trainer.contract.home_folder import expanded
+from trainer.contract.schema import Option
+
+DESCRIBE_SECONDS = 120.0
+"""How long a task may take to import before it counts as broken."""
+
+
+class Described(msgspec.Struct, kw_only=True):
+    """What is kept of a user's task."""
+
+    mtime_ns: int
+    """Modification time of the task's file."""
+    options: list[Option]
+
+
+def task_schema(task: str) -> type[Any]:
+    """Return the options of a task as a schema.
+
+    Args:
+        task: a built-in task's name, or ``module:Class`` or ``path.py:Class``.
+
+    Raises:
+        RequestError: there is no such task, or it cannot be imported.
+    """
+    if task in BUILT_IN:
+        schema = options_schema(task)
+        assert schema is not None, f"the built-in task {task} declares no options"
+        return schema
+    if ":" not in task:
+        guess = nearest(task, BUILT_IN) or f"; built in are {', '.join(BUILT_IN)}"
+        raise RequestError(f"there is no such task{guess}; your own is module:Class or path.py:Class")
+    return schema_of(_described(task))
+
+
+def schema_of(options: Sequence[Option]) -> type[Any]:
+    """Build a schema from a description of it."""
+    fields: list[Any] = [
+        (option.name, _type(option)) if option.required else (option.name, _type(option), _default(option))
+        for option in options
+    ]
+    return msgspec.defstruct("TaskOptions", fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def _default(option: Option) -> Any:
+    return tuple(option.default) if isinstance(option.default, list) else option.default
+
+
+def _type(option: Option) -> Any:
+    scalars: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str}
+    item = scalars.get(option.item_kind or option.kind, str)
+    if option.choices:
+        item = Literal[option.choices]
+    bounds: dict[str, Any] = {}
+    if item in (int, float):
+        if option.minimum is not None:
+            bounds["gt" if option.exclusive_minimum else "ge"] = item(option.minimum)
+        if option.maximum is not None:
+            bounds["lt" if option.exclusive_maximum else "le"] = item(option.maximum)
+    told: dict[str, Any] = {
+        "description": option.help,
+        "extra": {"group": option.group, "aliases": list(option.aliases)},
+    }
+    # Types made at run time, from values that mypy cannot read as types.
+    annotated: Any = Annotated
+    many: Any = tuple
+    if option.kind == "list":
+        lengths: dict[str, Any] = {"min_length": option.min_items or None, "max_length": option.max_items}
+        one = annotated[item, Meta(**bounds)] if bounds else item
+        whole = annotated[many[one, ...], Meta(**told, **{key: value for key, value in lengths.items() if value})]
+    else:
+        whole = annotated[item, Meta(**told, **bounds)]
+    return whole | None if option.optional else whole
+
+
+def _described(task: str) -> list[Option]:
+    file = task_file(task)
+    if file is None:
+        return _ask(task)
+    import hashlib  # loads OpenSSL, which a built-in task does without
+
+    mtime_ns = file.stat().st_mtime_ns
+    digest = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
+    kept = cache_folder() / "tasks" / f"{digest}.json"
+    try:
+        known = msgspec.json.decode(kept.read_bytes(), type=Described)
+        if known.mtime_ns == mtime_ns:
+            return known.options
+    except (OSError, msgspec.DecodeError):
+        pass  # never asked, or kept by another version: ask again
+    options = _ask(task)
+    _keep(kept, Described(mtime_ns=mtime_ns, options=options))
+    return options
+
+
+def _keep(path: Path, described: Described) -> None:
+    """Keep a description; a cache that cannot be written only costs asking again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.urandom(4).hex()}.tmp")
+        draft.write_bytes(msgspec.json.encode(described))
+        draft.replace(path)
+    except OSError:
+        return
+
+
+def task_file(task: str) -> Path | None:
+    """Return the file that defines ``module:Class`` or ``path.py:Class``, found without importing anything."""
+    module = task.rpartition(":")[0]
+    if module.endswith(".py"):
+        path = expanded(module)
+        return path if os.path.isfile(path) else None  # noqa: PTH113 - also where the name is too long to ask
+    if not re.fullmatch(r"\w+(\.\w+)*", module):
+        return None
+    relative = Path(*module.split("."))
+    for folder in (Path.cwd(), *(Path(entry) for entry in sys.path if entry)):
+        for candidate in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
+            if os.path.isfile(candidate):  # noqa: PTH113 - a folder of sys.path that may not be entered is none
+                return candidate
+    return None
+
+
+def _ask(task: str) -> list[Option]:
+    """Let a short-lived process import the task and describe its options."""
+    words = [sys.executable, "-m", "trainer", "--describe-task", task]
+    try:
+        answer = subprocess.run(words, capture_output=True, timeout=DESCRIBE_SECONDS, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise RequestError(f"it took longer than {DESCRIBE_SECONDS:.0f} s to import") from None
+    if answer.returncode != 0:
+        said = answer.stderr.decode(errors="replace").strip().splitlines()
+        raise RequestError(
+            said[-1].removeprefix("trainer: ") if said else f"describing it ended with exit code {answer.returncode}"
+        )
+    try:
+        return msgspec.json.decode(answer.stdout, type=list[Option])
+    except msgspec.DecodeError as error:
+        raise RequestError(f"its description cannot be read: {error}") from None

@@ -1,0 +1,34 @@
+"""Tells the rank that failed from those that ended because of it."""
+
+from __future__ import annotations
+
+from trainer.contract.record import Failure, RunEnded
+
+LOST_PEER = "lost peer"
+"""It failed because another rank was gone."""
+STOPPED = "stopped"
+"""It was ended because another one failed, or with the run."""
+RANK_OUTCOMES = (LOST_PEER, STOPPED)
+
+
+def rank_outcome(
+    rank: int, state: str | None, failure: Failure | None, cause: Failure | None, ended: RunEnded | None
+) -> str | None:
+    """Return how a rank ended that did not end by itself; None for every other.
+
+    Args:
+        rank: the rank.
+        state: last state that it entered; None before it was spawned.
+        failure: why it failed, as it or its node agent tells it.
+        cause: what the run failed of; None while nothing has failed.
+        ended: how the run ended; None while it goes on.
+    """
+    if state == "failed":
+        if cause is None or cause.rank == rank:
+            return None
+        kind = failure.kind if failure is not None else "stopped"
+        if kind in ("lost_peer", "join_timeout"):
+            return LOST_PEER
+        return STOPPED if kind in ("signal", "exit", "stopped") else None
+    over = ended is not None and ended.status != "finished"
+    return STOPPED if over and state not in (None, "finished") else None

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import synthetic
+from screen_frames import SIZES, assert_screen, console, played, press, rows, settle
+from textual.events import Click, Key
+
+from gputrain_tui.commands import attach
+from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.confirm import Confirm
+from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.screens.welcome import WelcomeScreen
+from gputrain_tui.history.runs import list_runs
+from gputrain_tui.lifecycle.stop import stop
+from gputrain_tui.recipe.demo import recipe_path
+from gputrain_tui.recipe.model import load
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    for name in ("TEXTUAL_THEME", "COLORFGBG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", SIZES)
+@played
+async def test_a_first_start_offers_the_demo(size: str) -> None:
+    app = console(None)
+    async with app.run_test(size=SIZES[size]) as pilot:
+        await settle(pilot)
+        assert isinstance(app.screen, WelcomeScreen)
+        assert_screen(f"welcome_{size}", app)
+
+
+@played
+async def test_the_demo_starts_with_one_key_and_outlives_the_console() -> None:
+    app = console(None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("d")
+        await app.workers.wait_for_complete()
+        await settle(pilot)
+        assert isinstance(app.screen, RunScreen)
+        await pilot.press("q")
+    (run,) = list_runs()
+    assert run.status.recipe == "demo"
+    assert run.state in ("starting", "running")
+    _, left = stop(run)
+    assert left == []
+
+
+@played
+async def test_quitting_leaves_the_run_alone(home: Path) -> None:
+    run = synthetic.run(home / "runs", steps=5)
+    before = {path: path.read_bytes() for path in run.dir.path.rglob("*") if path.is_file()}
+    app = console(run)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("q")
+    assert app.return_code == 0
+    assert {path: path.read_bytes() for path in run.dir.path.rglob("*") if path.is_file()} == before
+
+
+@played
+async def test_a_run_that_goes_on_is_what_a_start_shows(home: Path) -> None:
+    over = synthetic.run(home / "runs", name="over", steps=5, status="finished")
+    going = synthetic.run(home / "runs", name="going", steps=5)
+    app = console(None, runs=lambda: [over, going])
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert app.live is not None
+        assert app.live.id == going.id
+
+
+@played
+async def test_opening_another_run_lets_go_of_the_first(home: Path) -> None:
+    one = synthetic.run(home / "runs", name="one", steps=5, status="finished")
+    two = synthetic.run(home / "runs", name="two", steps=5, status="finished")
+    app = console(one)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await app.open_run(two)
+        await settle(pilot)
+        assert "two" in rows(app)[0]
+        await app.open_run(two)
+        await app.open_run(one)
+        await settle(pilot)
+        assert "one" in rows(app)[0]
+
+
+@played
+async def test_the_palette_has_the_actions_of_the_screen(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert {"Stop (S)", "Findings (f)", "Help (?)", "Quit (q)"} <= titles
+
+
+@played
+async def test_a_palette_is_not_left_behind_when_the_screen_changes(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for action in (app.action_command_palette, app.action_help):
+            action()
+            await pilot.pause()
+            above = app.screen
+            assert not isinstance(above, RunScreen)
+            await app.action_go("history")
+            await pilot.pause()
+            assert type(app.screen).__name__ == "HistoryScreen"
+            assert not above.is_attached
+            await app.pop_screen()  # what a click that was on its way to it does
+            await app.action_go("run")
+            await pilot.pause()
+            assert isinstance(app.screen, RunScreen)
+
+
+@played
+async def test_a_click_from_before_the_terminal_became_smaller_is_taken_calmly(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "ctrl+p")
+        palette = app.screen
+        await pilot.resize_terminal(20, 5)
+        palette.post_message(Click(palette, 60, 3, 0, 0, 1, False, False, False, 60, 3))
+        await pilot.pause()
+        assert app.is_running
+        assert app.screen is palette
+
+
+@played
+async def test_a_theme_is_kept_for_the_next_start() -> None:
+    app = console(None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert app.theme == "textual-dark"
+        await press(pilot, "T")
+        assert app.theme == "textual-light"
+    assert console(None).theme == "textual-light"
+
+
+def test_a_light_terminal_gets_a_light_theme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLORFGBG", "0;15")
+    assert GputrainApp().theme == "textual-light"
+    monkeypatch.setenv("COLORFGBG", "15;0")
+    assert GputrainApp().theme == "textual-dark"
+    monkeypatch.setenv("TEXTUAL_THEME", "no-such-theme")
+    assert GputrainApp().theme == "textual-dark"
+
+
+@played
+async def test_a_click_in_the_footer_does_what_the_key_does(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await pilot.click("KeyBar", offset=(rows(app)[-1].index("? Help"), 0))
+        await settle(pilot)
+        assert "keys of the run screen" in "\n".join(rows(app))
+
+
+@played
+async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = console(synthetic.run(home / "runs", nodes=2, ranks_per_node=8, steps=60, straggler=5))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await settle(pilot)
+        assert app.no_color
+        assert_screen("run_no_color", app)
+        panels = app.screen.query("Panel")
+        assert panels
+        for panel in panels:  # red without its colour is a grey that says less than the text beside it
+            styles = [panel.get_component_rich_style(f"panel--{name}", partial=True) for name in ("error", "bright")]
+            assert styles[0].bold
+            assert styles[0].color == styles[1].color
+
+
+def test_the_demo_is_a_recipe_that_loads() -> None:
+    assert load(str(recipe_path())).name == "demo"
+
+
+def test_without_a_terminal_it_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gputrain_tui"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("gputrain: the console needs a terminal")
+
+
+def test_attach_to_what_is_not_there_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gputrain_tui", attach.NAME, "nothing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "there is no run" in done.stderr
+
+
+NATIVE = """
+import os, sys
+from gputrain_tui.console.stderr_guard import guarded
+with guarded():
+    os.write(2, b"noise of a library\\n")
+    print("the screen", file=sys.__stderr__, flush=True)
+print("afterwards", file=sys.stderr)
+"""
+
+
+def test_what_libraries_write_to_standard_error_waits_until_the_screen_is_gone() -> None:
+    done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, check=True)
+    assert done.stderr == "the screen\nnoise of a library\nafterwards\n"
+
+
+IMPORTED = """
+import sys
+import gputrain_tui.console.app
+import gputrain_tui.console.screens.run
+heavy = [name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "pynvml", "tomlkit")]
+heavy += [name for name in ("textual.widgets._markdown", "textual.widgets._text_area") if name in sys.modules]
+print(*heavy)
+"""
+
+
+def test_the_run_screen_needs_no_heavy_library() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("words", [["--fps", "0"], ["--fps=fast"], ["attach", "last", "--fps", "100"]])
+def test_a_wrong_paint_rate_is_one_line(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "gputrain_tui", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not a number from 0.2 to 30" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("read_s", "left"), [(0.0, 0), (math.inf, 1)])
+@played
+async def test_what_was_said_goes_with_the_next_key_once_it_was_read(
+    read_s: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gputrain_tui.console.app.READ_S", read_s)
+    app = console(None)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await settle(pilot)
+        app.say("the disk is full", alarm=True)
+        await settle(pilot)
+        below = [row for row in rows(app) if "the disk is full" in row]
+        assert len(below) == 1
+        await press(pilot, "down")
+        assert len([row for row in rows(app) if "the disk is full" in row]) == left
+
+
+@played
+async def test_keys_that_follow_the_one_that_quits_are_not_for_the_console() -> None:
+    app = console(None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for key in ("q", "1", "4", "d"):
+            app.post_message(Key(key, key))
+        await pilot.pause()
+    assert app.return_code == 0
+    assert list_runs() == []
+
+
+@played
+async def test_who_has_runs_is_asked_before_the_demo(home: Path) -> None:
+    run = synthetic.run(home / "runs", steps=5, status="finished")
+    app = console(None, runs=lambda: [run])
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "d")
+        assert isinstance(app.screen, Confirm)
+        await press(pilot, "n")
+        assert [run.id for run in list_runs()] == [run.id]

@@ -1,0 +1,634 @@
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+
+from trainer.contract.errors import RequestError
+from trainer.data.batches import (
+    CountingIterator,
+    EpochBatches,
+    EvalBatches,
+    GroupedIterator,
+    Position,
+    ShardedIterator,
+    epoch_order,
+    rank_batch_sizes,
+)
+from trainer.data.loader import MicroBatch, pinned
+
+PAD = -1
+
+
+def batches(samples: int | Sequence[Any], batch_sizes: Sequence[int], rank: int, **options: Any) -> EpochBatches:
+    dataset = range(samples) if isinstance(samples, int) else samples
+    settings: dict[str, Any] = {"collate": list, "seed": 1, "shuffle": True} | options
+    return EpochBatches(dataset, batch_sizes=batch_sizes, rank=rank, **settings)  # type: ignore[arg-type]
+
+
+def read(source: EpochBatches, update_freq: int, updates: int | None = None) -> list[list[MicroBatch]]:
+    return [list(update) for update in itertools.islice(source.updates(update_freq), updates)]
+
+
+def samples_of(updates: list[list[MicroBatch]]) -> list[Any]:
+    return [sample for update in updates for micro in update if micro.samples for sample in micro.batch]
+
+
+# ---------------------------------------------------------------------------------------------- the small iterators
+
+
+def check_counting(source: CountingIterator[Any], reference: list[Any]) -> None:
+    assert (source.has_next(), source.n) == (True, 0)
+    assert (next(source), source.n) == (reference[0], 1)
+    assert (next(source), source.n) == (reference[1], 2)
+    source.skip(3)
+    assert source.n == 5
+    assert next(source) == reference[5]
+    source.skip(2)
+    assert source.n == 8
+    assert list(source) == reference[8:10]
+    assert not source.has_next()
+
+
+def test_a_counting_iterator_knows_how_far_it_is() -> None:
+    check_counting(CountingIterator(range(10)), list(range(10)))
+
+
+def test_a_sharded_iterator_counts_alike() -> None:
+    check_counting(ShardedIterator(range(10), 1, 0, fill=PAD), list(range(10)))
+
+
+def test_a_grouped_iterator_counts_alike() -> None:
+    groups = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(10)]
+    check_counting(GroupedIterator(range(30), 3), groups)
+
+
+def test_a_counting_iterator_leaves_what_is_beyond_its_total() -> None:
+    assert list(CountingIterator(range(10), total=8)) == list(range(8))
+
+
+def test_a_counting_iterator_whose_source_ends_early_says_so() -> None:
+    with pytest.raises(IndexError, match="ended after 10 of 12 items"):
+        list(CountingIterator(range(10), total=12))
+
+
+def test_take_shortens_a_counting_iterator() -> None:
+    source = CountingIterator(range(10))
+    source.take(5)
+    assert len(source) == 5
+    source.skip(2)
+    assert list(source) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("shards", "expected"),
+    [
+        (1, [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]),
+        (2, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]),
+        (3, [[0, 3, 6, 9], [1, 4, 7, PAD], [2, 5, 8, PAD]]),
+    ],
+)
+def test_shards_are_strides_of_equal_length(shards: int, expected: list[list[int]]) -> None:
+    assert [list(ShardedIterator(range(10), shards, shard, fill=PAD)) for shard in range(shards)] == expected
+
+
+@pytest.mark.parametrize("shard", [-1, 3])
+def test_a_shard_that_does_not_exist_is_refused(shard: int) -> None:
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        ShardedIterator(range(10), 3, shard, fill=PAD)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, [[0], [1], [2], [3], [4], [5], [6], [7], [8], [9]]),
+        (4, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+        (5, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
+    ],
+)
+def test_groups_have_the_asked_size_but_the_last(size: int, expected: list[list[int]]) -> None:
+    assert list(GroupedIterator(range(10), size)) == expected
+
+
+@pytest.mark.parametrize(
+    ("items", "size", "skip_remainder", "groups"),
+    [(3, 2, True, 1), (3, 2, False, 2), (2, 2, True, 1), (2, 2, False, 1), (1, 2, True, 0), (1, 2, False, 1)],
+)
+def test_a_group_that_is_not_full_can_be_left_out(items: int, size: int, skip_remainder: bool, groups: int) -> None:
+    assert len(GroupedIterator(range(items), size, skip_remainder=skip_remainder)) == groups
+
+
+# ------------------------------------------------------------------------------------------------------- the shares
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(2, 2), (1, 3), (4, 1)])
+def test_an_epoch_of_two_samples_leaves_none_out(batch_size: int, expected: int) -> None:
+    source = batches(3, [batch_size], 0)
+    assert source.updates_left(1) == expected
+    assert sorted(samples_of(read(source, 1))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "world_size", "steps", "padding"),
+    [
+        (60_000, 64, 4, 235, 2),
+        (60_000, 64, 8, 118, 6),
+        (60_000, 64, 16, 59, 6),
+        (60_000, 64, 32, 30, 22),
+        (6_920, 16, 2, 217, 1),
+        (6_920, 16, 3, 145, 2),
+        (6_920, 16, 4, 109, 3),
+        (6_920, 16, 8, 55, 7),
+    ],
+)
+def test_real_data_gives_every_rank_the_same_number_of_steps(
+    samples: int, batch_size: int, world_size: int, steps: int, padding: int
+) -> None:
+    seen, dummies = [], 0
+    for rank in range(world_size):
+        updates = read(batches(samples, [batch_size] * world_size, rank), 1)
+        assert len(updates) == steps
+        seen += samples_of(updates)
+        dummies += sum(not micro.samples for update in updates for micro in update)
+    assert dummies == padding
+    assert sorted(seen) == list(range(samples))
+
+
+def test_with_equal_sizes_a_rank_reads_every_wth_batch() -> None:
+    [alone] = zip(*read(batches(90, [10], 0), 1), strict=True)
+    for rank in range(3):
+        [shard] = zip(*read(batches(90, [10] * 3, rank), 1), strict=True)
+        assert [micro.batch for micro in shard] == [micro.batch for micro in alone[rank::3]]
+
+
+def test_ranks_times_batch_is_one_rank_with_accumulation() -> None:
+    ranks = [read(batches(101, [4] * 3, rank), 2) for rank in range(3)]
+    alone = read(batches(101, [4], 0), 6)
+    for index, update in enumerate(alone):
+        assert sorted(samples_of([update])) == sorted(s for rank in ranks for s in samples_of([rank[index]]))
+
+
+def test_a_dummy_is_the_first_sample_and_counts_nothing() -> None:
+    source = batches([f"sample {index}" for index in range(9)], [2] * 4, 3, shuffle=False)
+    assert samples_of(read(source, 1)) == ["sample 6", "sample 7"]
+    source.next_epoch()
+    [[_], [dummy]] = read(source, 1)
+    assert dummy == MicroBatch(["sample 0"], 0)
+
+
+CASES = [
+    (samples, batch_sizes, update_freq)
+    for samples in (7, 20, 53, 96)
+    for batch_sizes in ([3], [1], [2, 2], [3, 1], [1, 4], [2, 2, 1], [5, 3, 2], [1] * 5)
+    for update_freq in (1, 2, 5)
+    if samples > sum(batch_sizes) - batch_sizes[-1]
+]
+
+
+@pytest.mark.parametrize("lengths", [None, "random"])
+def test_every_sample_is_read_once_in_the_same_number_of_micro_steps(lengths: str | None) -> None:
+    for samples, batch_sizes, update_freq in CASES:
+        how_long = random.Random(samples).choices(range(40), k=samples) if lengths else None
+        seen, shapes = [], set()
+        for rank in range(len(batch_sizes)):
+            source = batches(samples, batch_sizes, rank, lengths=how_long)
+            left = source.updates_left(update_freq)
+            updates = read(source, update_freq)
+            assert len(updates) == left
+            assert all(micro.samples <= batch_sizes[rank] for update in updates for micro in update)
+            assert all(len(micro.batch) == (micro.samples or 1) for update in updates for micro in update)
+            shapes.add(tuple(len(update) for update in updates))
+            seen += samples_of(updates)
+        assert sorted(seen) == list(range(samples)), (samples, batch_sizes, update_freq)
+        assert len(shapes) == 1
+
+
+def test_an_update_tells_what_all_ranks_read_in_it() -> None:
+    source = batches(23, [3, 2], 1)
+    told = [
+        (update.micro_steps, update.global_samples, update.consumed, len(list(update))) for update in source.updates(2)
+    ]
+    assert told == [(2, 10, 10, 2), (2, 10, 20, 2), (1, 3, 23, 1)]
+
+
+def test_an_update_that_was_not_read_to_its_end_is_a_defect() -> None:
+    updates = batches(23, [3], 0).updates(2)
+    next(updates)
+    with pytest.raises(AssertionError, match="not read to its end"):
+        next(updates)
+
+
+# -------------------------------------------------------------------------------------------------------- the order
+
+
+def test_the_order_depends_on_seed_and_epoch_only() -> None:
+    def epochs(rank: int, seed: int) -> list[list[int]]:
+        source = batches(40, [5, 5], rank, seed=seed)
+        orders = []
+        for _ in range(3):
+            orders.append(samples_of(read(source, 1)))
+            source.next_epoch()
+        return orders
+
+    first = epochs(0, 1)
+    assert first == epochs(0, 1)
+    assert len({tuple(order) for order in first}) == 3
+    assert epochs(0, 2)[0] == first[1]  # seed + epoch
+    for mine, other in zip(first, epochs(1, 1), strict=True):
+        assert sorted(mine + other) == list(range(40))
+
+
+def test_without_shuffling_the_order_is_the_datasets() -> None:
+    assert samples_of(read(batches(10, [4], 0, shuffle=False), 1)) == list(range(10))
+
+
+def test_samples_of_alike_length_come_together() -> None:
+    lengths = torch.tensor(random.Random(7).choices(range(100), k=1003))
+    order = epoch_order(1003, seed=3, shuffle=True, lengths=lengths, chunk=10)
+    assert isinstance(order, torch.Tensor)
+    assert sorted(order.tolist()) == list(range(1003))
+    chunks = lengths[order[:1000]].view(100, 10)
+    assert (chunks.amax(1) - chunks.amin(1)).max() <= 5
+    assert chunks[:, 0].tolist() != sorted(chunks[:, 0].tolist())  # but the chunks are shuffled
+    assert len(order[1000:]) == 3
+
+
+def test_lengths_are_sorted_within_pools_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.batches.POOL_BATCHES", 5)
+    lengths = torch.arange(100)
+    pooled = epoch_order(100, seed=3, shuffle=True, lengths=lengths, chunk=2)
+    plain = epoch_order(100, seed=3, shuffle=True)
+    assert isinstance(pooled, torch.Tensor)
+    assert isinstance(plain, torch.Tensor)
+    expected = sorted(tuple(sorted(pool)[i : i + 2]) for pool in plain.view(10, 10).tolist() for i in range(0, 10, 2))
+    assert sorted(map(tuple, pooled.view(50, 2).tolist())) == expected
+
+
+# ------------------------------------------------------------------------------------------------ position and resume
+
+
+@pytest.mark.parametrize(
+    ("consumed", "position"),
+    [(50, Position(2, 50)), (150, Position(3, 0)), (0, Position(2, 0))],
+)
+def test_a_checkpoint_resumes_where_it_was(consumed: int, position: Position) -> None:
+    source = batches(150, [1], 0, shuffle=False)
+    source.load_state_dict(source.state_dict() | {"epoch": 2, "consumed": consumed})
+    assert source.position == position
+    assert samples_of(read(source, 1, 1)) == [position.consumed]
+
+
+def test_without_a_checkpoint_it_starts_at_epoch_one() -> None:
+    assert batches(150, [1], 0).position == Position(1, 0)
+
+
+def test_the_end_of_an_epoch_is_saved_as_the_start_of_the_next() -> None:
+    source = batches(150, [8], 0)
+    read(source, 1)
+    assert source.position == Position(1, 150)
+    assert source.updates_left(1) == 0
+    assert (source.state_dict()["epoch"], source.state_dict()["consumed"]) == (2, 0)
+    source.next_epoch()
+    assert source.position == Position(2, 0)
+
+
+def test_the_position_moves_with_the_last_micro_step_of_an_update() -> None:
+    source = batches(20, [2, 2], 0)
+    update = next(source.updates(3))
+    positions = [source.position.consumed for _ in update]
+    assert positions == [0, 0, 12]
+    assert update.consumed == 12
+
+
+def test_resuming_continues_the_same_batches() -> None:
+    for samples, batch_sizes, update_freq in CASES:
+        straight = read(batches(samples, batch_sizes, 0), update_freq)
+        for stop in range(len(straight) + 1):
+            first = batches(samples, batch_sizes, 0)
+            before = read(first, update_freq, stop)
+            second = batches(samples, batch_sizes, 0)
+            second.load_state_dict(first.state_dict())
+            if stop < len(straight):
+                assert before + read(second, update_freq) == straight
+
+
+def test_resuming_on_another_world_size_reads_every_remaining_sample_once() -> None:
+    lengths = random.Random(1).choices(range(30), k=96)
+    for old, new in itertools.permutations(([3], [2, 2], [3, 1, 5], [1] * 7), 2):
+        for update_freq, how_long in itertools.product((1, 3), (None, lengths)):
+            stop = 96 // (sum(old) * update_freq) // 2
+            sources = [batches(96, old, rank, lengths=how_long) for rank in range(len(old))]
+            seen = [s for source in sources for s in samples_of(read(source, update_freq, stop))]
+            assert len(seen) == stop * update_freq * sum(old)
+            counts = set()
+            for rank in range(len(new)):
+                # Another seed as well: the begun epoch goes on in the order in which it was begun.
+                resumed = batches(96, new, rank, lengths=how_long, seed=5)
+                resumed.load_state_dict(sources[0].state_dict())
+                updates = read(resumed, 2)
+                counts.add(tuple(map(len, updates)))
+                seen += samples_of(updates)
+                resumed.next_epoch()
+                fresh = batches(96, new, rank, lengths=how_long, seed=5)
+                fresh.next_epoch()
+                assert read(resumed, 2) == read(fresh, 2)
+            assert sorted(seen) == list(range(96)), (old, new, update_freq)
+            assert len(counts) == 1
+
+
+def test_a_position_saved_in_a_resumed_epoch_resumes_again() -> None:
+    seen = []
+    state = None
+    for batch_sizes, seed in (([2, 2], 1), ([3], 2), ([1, 1, 1], 3), ([4], 4)):
+        ranks = [batches(60, batch_sizes, rank, seed=seed, lengths=list(range(60))) for rank in range(len(batch_sizes))]
+        for source in ranks:
+            if state:
+                source.load_state_dict(state)
+            seen += samples_of(read(source, 1, None if batch_sizes == [4] else 3))
+        state = ranks[0].state_dict()
+    assert sorted(seen) == list(range(60))
+    assert state is not None
+    assert (state["epoch"], state["seed"]) == (2, 4)
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_data_of_another_size_is_refused_within_an_epoch() -> None:
+    source = batches(100, [4], 0)
+    read(source, 1, 3)
+    other = batches(90, [4], 0)
+    with pytest.raises(RequestError) as refusal:
+        other.load_state_dict(source.state_dict())
+    assert str(refusal.value) == (
+        "the checkpoint is at sample 12 of 100 of epoch 1, but the training data has 90 samples now; "
+        "resume with the same data"
+    )
+
+
+def test_an_order_by_length_is_not_resumed_without_lengths() -> None:
+    source = batches(100, [4], 0, lengths=list(range(100)))
+    read(source, 1, 3)
+    with pytest.raises(RequestError, match="grouped by length"):
+        batches(100, [4], 0).load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_sizes", "enough"),
+    [(4, [2, 2, 2], False), (5, [2, 2, 2], True), (3, [1] * 4, False), (4, [1] * 4, True), (64, [32, 32, 8], False)],
+)
+def test_fewer_batches_than_ranks_are_refused(samples: int, batch_sizes: list[int], enough: bool) -> None:
+    if enough:
+        assert all(read(batches(samples, batch_sizes, rank), 1)[0][0].samples for rank in range(len(batch_sizes)))
+    else:
+        with pytest.raises(
+            RequestError, match=rf"^the training data has {samples} samples, but {len(batch_sizes)} ranks"
+        ):
+            batches(samples, batch_sizes, 0)
+
+
+def test_the_refusal_of_too_few_samples_names_the_numbers() -> None:
+    with pytest.raises(RequestError) as refusal:
+        batches(20, [16, 16, 8], 0)
+    assert str(refusal.value) == (
+        "the training data has 20 samples, but 3 ranks with a batch size of 8 or 16 need at least 33, or some rank "
+        "never gets a batch: use fewer ranks or a smaller --batch-size"
+    )
+
+
+def test_lengths_that_do_not_fit_the_data_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"^the task gives 3 lengths for 4 samples; it must give one each$"):
+        batches(4, [1], 0, lengths=[1, 2, 3])
+
+
+def test_empty_splits_are_named() -> None:
+    with pytest.raises(RequestError, match=r"^the training data is empty$"):
+        batches(0, [2], 0)
+    with pytest.raises(RequestError, match=r"^the test data is empty$"):
+        EvalBatches([], collate=list, batch_sizes=[2], rank=0, split="test")
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size", "expected"), [([8], 3, (8, 8, 8)), ([32, 32, 8], 3, (32, 32, 8)), ([4], 1, (4,))]
+)
+def test_batch_sizes_are_one_for_all_or_one_per_rank(
+    given: list[int], world_size: int, expected: tuple[int, ...]
+) -> None:
+    assert rank_batch_sizes(given, world_size) == expected
+
+
+def test_a_wrong_number_of_batch_sizes_is_refused() -> None:
+    with pytest.raises(
+        RequestError, match=r"^--batch-size has 3 values, but there are 2 ranks; give one, or one per rank$"
+    ):
+        rank_batch_sizes([32, 32, 8], 2)
+
+
+# ------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("lengths", [None, "reversed"])
+@pytest.mark.parametrize(
+    ("samples", "batch_sizes"), [(1, [4] * 4), (872, [16] * 2), (1_821, [16] * 3), (21, [1] * 8), (10, [3, 2])]
+)
+def test_evaluation_reads_every_sample_once(samples: int, batch_sizes: list[int], lengths: str | None) -> None:
+    how_long = list(range(samples))[::-1] if lengths else None
+    seen, counts = [], set()
+    for rank in range(len(batch_sizes)):
+        source = EvalBatches(range(samples), collate=list, batch_sizes=batch_sizes, rank=rank, lengths=how_long)
+        micro_batches = list(source)
+        counts.add((len(source), len(micro_batches)))
+        assert list(source) == micro_batches  # and again at the next evaluation
+        seen += samples_of([micro_batches])
+    assert sorted(seen) == list(range(samples))
+    [(said, was)] = counts
+    assert said == was == -(-samples // sum(batch_sizes))
+
+
+def test_evaluation_reads_by_length() -> None:
+    source = EvalBatches("dacb", collate=list, batch_sizes=[1], rank=0, lengths=[4, 1, 3, 2])
+    assert [micro.batch for micro in source] == [["a"], ["b"], ["c"], ["d"]]
+
+
+# ---------------------------------------------------------------------------------------------------------- workers
+
+
+class Noisy:
+    """Samples that carry a random number, and a malformed one."""
+
+    def __init__(self, samples: int, malformed: int = -1) -> None:
+        self.samples = samples
+        self.malformed = malformed
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int, /) -> tuple[int, float, float]:
+        if index == self.malformed:
+            raise RequestError("train.tsv, line 13: the label is missing")
+        return index, random.random(), float(torch.rand(()))
+
+
+class Whole:
+    """A dataset that fetches a batch at once."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int, /) -> int:
+        raise AssertionError("asked one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [index * 10 for index in indices]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_may_fetch_a_whole_batch(num_workers: int) -> None:
+    source = batches(Whole(), [8], 0, num_workers=num_workers, shuffle=False)  # type: ignore[arg-type]
+    assert [micro.batch for [micro] in read(source, 1)] == [
+        [0, 10, 20, 30, 40, 50, 60, 70],
+        [80, 90, 100, 110, 120, 130, 140, 150],
+        [160, 170, 180, 190],
+    ]
+    source.close()
+
+
+def test_workers_read_the_same_over_epochs_resumes_and_world_sizes() -> None:
+    state = torch.get_rng_state()
+    one = batches(Noisy(50), [4], 0, num_workers=1)  # type: ignore[arg-type]
+    two = batches(Noisy(50), [4], 0, num_workers=2)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), state)
+    epochs = [read(one, 2)]
+    one.next_epoch()
+    epochs.append(read(one, 2))
+    assert samples_of(epochs[0]) != samples_of(epochs[1])
+    assert torch.equal(torch.get_rng_state(), state), "reading must not move the numbers that dropout draws"
+
+    before = read(two, 2, 3)  # abandoned with batches read ahead
+    two.load_state_dict(two.state_dict())
+    assert before + read(two, 2) == epochs[0]
+    two.next_epoch()
+    assert read(two, 2) == epochs[1]
+
+    ranks = [batches(Noisy(50), [4, 4], rank, num_workers=1) for rank in range(2)]  # type: ignore[arg-type]
+    both = [s for rank in ranks for s in samples_of(read(rank, 1))]
+    assert sorted(both) == sorted(samples_of(epochs[0]))
+    for source in (one, two, *ranks):
+        source.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_for_a_person_leaves_a_worker_as_it_is(num_workers: int) -> None:
+    source = batches(Noisy(20, malformed=9), [4], 0, num_workers=num_workers, shuffle=False)  # type: ignore[arg-type]
+    with pytest.raises(RequestError) as refusal:
+        read(source, 1)
+    assert str(refusal.value) == "train.tsv, line 13: the label is missing"
+    source.close()
+
+
+class Page:
+    """What memory is pinned of: answers as a tensor does."""
+
+    def __init__(self, locked: bool = False) -> None:
+        self.locked = locked
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Page) and other.locked == self.locked
+
+    def __hash__(self) -> int:
+        return hash(self.locked)
+
+    def pin_memory(self) -> Page:
+        return Page(locked=True)
+
+
+class Pair(NamedTuple):
+    tokens: Any
+    labels: Any
+
+
+def test_every_tensor_of_a_batch_is_pinned() -> None:
+    batch = {"x": Page(), "y": [Page(), "text", 3], "z": (Page(), None), "pair": Pair(Page(), [Page()])}
+    locked = Page(locked=True)
+    assert pinned(batch) == {
+        "x": locked,
+        "y": [locked, "text", 3],
+        "z": (locked, None),
+        "pair": Pair(locked, [locked]),
+    }
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_closing_ends_the_workers() -> None:
+    before = children()
+    source = batches(20, [4], 0, num_workers=2)
+    updates = source.updates(1)  # alive beyond the end, as after an error in the loop
+    list(next(updates))
+    assert len(children() - before) == 2
+    source.close()
+    assert children() == before
+
+
+RANK = """
+import sys, time
+from trainer.data.batches import EpochBatches
+
+class Slow:
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        if index > 20: time.sleep(600)
+        return index
+
+source = EpochBatches(Slow(), collate=list, batch_sizes=[4], rank=0, seed=1, shuffle=False, num_workers=2)
+updates = source.updates(1)
+list(next(updates))
+import psutil
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timing
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are bound to their rank by Linux's PDEATHSIG")
+def test_workers_die_with_a_rank_that_is_killed() -> None:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, cwd=root) as rank:
+        assert rank.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+        assert len(workers) == 2
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.wait()
+        started = time.monotonic()
+        _, alive = psutil.wait_procs(workers, timeout=3)
+        assert not alive
+        assert time.monotonic() - started < 3
+
+
+def test_reading_in_the_rank_costs_little_per_batch() -> None:
+    source = batches(list(range(100_000)), [1], 0, collate=lambda samples: samples)
+    updates = source.updates(1)
+    list(next(updates))
+
+    def microseconds(count: int) -> float:
+        started = time.perf_counter()
+        for update in itertools.islice(updates, count):
+            for _ in update:
+                pass
+        return (time.perf_counter() - started) / count * 1e6
+
+    # The best of several, because another process on the machine can only make one of them worse.
+    assert min(microseconds(1000) for _ in range(20)) < 30

@@ -1,0 +1,591 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_group import Member, Processes, Raised
+from torch import nn
+
+from trainer import distributed
+from trainer.checkpoint import (
+    CheckpointError,
+    CheckpointWriter,
+    Saved,
+    capture_rng,
+    copy_to_cpu,
+    load,
+    newest,
+    restore_rng,
+    write_file,
+)
+from trainer.checkpoint import writer as writing
+from trainer.checkpoint.folder_lock import LOCK
+from trainer.contract.errors import RequestError
+from trainer.distributed.encoding import encode
+
+
+class Log:
+    """What a writer has reported."""
+
+    def __init__(self) -> None:
+        self.saved: list[Saved] = []
+        self.failed: list[tuple[int, str]] = []
+
+    def writer(self, folder: Path, *, keep_last: int = 2) -> CheckpointWriter:
+        return CheckpointWriter(
+            folder,
+            keep_last=keep_last,
+            on_saved=self.saved.append,
+            on_failed=lambda step, line: self.failed.append((step, line)),
+        )
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
+def step_of(found: tuple[Path, dict[str, Any]] | None) -> int:
+    assert found is not None
+    return int(found[1]["step"])
+
+
+def a_training() -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    schedule.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "position": {"epoch": 2, "consumed": 96},
+        "rng": [capture_rng(), capture_rng()],
+        "recipe": 'name = "é"\n',
+        "best": None,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- saving and loading
+
+
+def test_a_training_comes_back_as_it_was_saved(tmp_path: Path, log: Log) -> None:
+    state = a_training()
+    writer = log.writer(tmp_path)
+    writer.save(state, step=12)
+    writer.close()
+    found = newest(tmp_path)
+    assert found is not None
+    path, back = found
+    assert torch.equal(encode(back), encode(copy_to_cpu(state)))
+    (saved,) = log.saved
+    assert (saved.step, saved.path, saved.bytes, saved.best) == (12, path, path.stat().st_size, False)
+    assert saved.write_ms > 0
+    assert names(tmp_path) == ["step_00000012.pt"]
+
+
+def test_any_torch_reads_the_file_without_this_program(tmp_path: Path) -> None:
+    write_file(tmp_path / "step_00000001.pt", {"weight": torch.arange(3)})
+    assert torch.load(tmp_path / "step_00000001.pt", weights_only=True)["weight"].tolist() == [0, 1, 2]
+
+
+def test_training_may_go_on_while_its_state_is_written(tmp_path: Path, log: Log) -> None:
+    weight, nested = torch.zeros(1000, 1000), {"seen": [1, 2]}
+    writer = log.writer(tmp_path)
+    writer.save({"weight": weight, "nested": nested}, step=1)
+    weight.fill_(7.0)
+    nested["seen"].append(3)
+    writer.close()
+    back = load(tmp_path / "step_00000001.pt")
+    assert back["weight"].eq(0).all()
+    assert back["nested"] == {"seen": [1, 2]}
+
+
+def test_tied_weights_are_written_once_and_a_view_without_its_base(tmp_path: Path) -> None:
+    base = torch.randn(1000, 100)
+    size = write_file(tmp_path / "tied.pt", copy_to_cpu({"a": base, "b": base.view(1000, 100), "row": base[3]}))
+    assert base.nbytes < size < base.nbytes * 1.1
+    back = load(tmp_path / "tied.pt")
+    assert back["a"].data_ptr() == back["b"].data_ptr()
+    assert torch.equal(back["row"], base[3])
+    assert back["row"].untyped_storage().nbytes() == 400
+
+
+class Kind(IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
+        (torch.Size([2, 3]), (2, 3)),
+        (Kind.ONE, 1),
+        (nn.Parameter(torch.ones(2)), torch.ones(2)),
+        ((None, True, 2**70, 1.5, "é", b"\0"), (None, True, 2**70, 1.5, "é", b"\0")),
+        ({("a", 1): [()]}, {("a", 1): [()]}),
+    ],
+)
+def test_values_come_back_as_plain_ones(tmp_path: Path, value: Any, expected: Any) -> None:
+    write_file(tmp_path / "plain.pt", copy_to_cpu({"value": value}))
+    back = load(tmp_path / "plain.pt")["value"]
+    assert type(back) is type(expected)
+    assert torch.equal(encode(back), encode(expected))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (print, "state['x'] is a builtins.builtin_function_or_method"),
+        ([Path("a")], "state['x'][0] is a pathlib.PosixPath"),
+        ({"deep": {1}}, "state['x']['deep'] is a builtins.set"),
+        (torch.eye(2).to_sparse(), "state['x'] is a torch.Tensor"),
+        ({None: 1}, "state['x'] has the key None"),
+        ([b""], "state['x'][0] is empty bytes"),
+    ],
+)
+def test_a_state_that_could_not_come_back_is_refused_at_once(tmp_path: Path, log: Log, value: Any, words: str) -> None:
+    writer = log.writer(tmp_path)
+    with pytest.raises(CheckpointError) as raised:
+        writer.save({"x": value}, step=1)
+    assert str(raised.value).startswith(words)
+    writer.close()
+    assert names(tmp_path) == []
+
+
+# ---------------------------------------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "best", "expected"),
+    [
+        (1, (), ["step_00000050.pt"]),
+        (2, (), ["step_00000040.pt", "step_00000050.pt"]),
+        (9, (), [f"step_000000{step}.pt" for step in (10, 20, 30, 40, 50)]),
+        (1, (20,), ["best.pt", "step_00000050.pt"]),
+        (2, (20, 50), ["best.pt", "step_00000040.pt", "step_00000050.pt"]),
+    ],
+)
+def test_the_last_ones_and_the_best_stay(
+    tmp_path: Path, log: Log, keep_last: int, best: tuple[int, ...], expected: list[str]
+) -> None:
+    writer = log.writer(tmp_path, keep_last=keep_last)
+    for step in (10, 20, 30, 40, 50):
+        writer.save({"step": step}, step=step, best=step in best)
+        writer.wait()
+    writer.close()
+    assert names(tmp_path) == expected
+    assert [saved.step for saved in log.saved if saved.best] == list(best)
+    if best:
+        assert load(tmp_path / "best.pt")["step"] == best[-1]
+    assert step_of(newest(tmp_path)) == 50
+
+
+def test_the_best_is_a_name_and_not_a_second_copy(tmp_path: Path, log: Log) -> None:
+    writer = log.writer(tmp_path)
+    for _ in range(2):  # saving a step again as the best replaces both names
+        writer.save({"step": 1}, step=1, best=True)
+        writer.wait()
+    writer.close()
+    assert (tmp_path / "best.pt").samefile(tmp_path / "step_00000001.pt")
+    assert names(tmp_path) == ["best.pt", "step_00000001.pt"]
+
+
+def test_where_a_file_system_has_no_links_the_best_is_a_copy(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    writer = log.writer(tmp_path, keep_last=1)
+    writer.save({"step": 1}, step=1, best=True)
+    writer.wait()
+    writer.save({"step": 2}, step=2)
+    writer.close()
+    assert names(tmp_path) == ["best.pt", "step_00000002.pt"]
+    assert load(tmp_path / "best.pt")["step"] == 1
+
+
+def test_a_run_continued_from_an_earlier_step_is_newer_than_the_branch_it_left(tmp_path: Path, log: Log) -> None:
+    writer = log.writer(tmp_path)
+    for step in (100, 200, 110):
+        writer.save({"step": step}, step=step)
+        writer.wait()
+    writer.close()
+    assert names(tmp_path) == ["step_00000110.pt", "step_00000200.pt"]
+    assert step_of(newest(tmp_path)) == 110
+
+
+def test_a_clock_that_is_set_back_costs_no_checkpoint(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(10**18, 0, -(10**15)))
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    for steps in ((10, 20), (30, 40)):  # the second time as after a restart
+        writer = log.writer(tmp_path)
+        for step in steps:
+            writer.save({"step": step}, step=step)
+            writer.wait()
+            assert step_of(newest(tmp_path)) == step
+        writer.close()
+    assert names(tmp_path) == ["step_00000030.pt", "step_00000040.pt"]
+
+
+def dated(path: Path, time_ns: int) -> None:
+    """Have a checkpoint say that it was written then, as files of earlier versions do."""
+    data = path.read_bytes()
+    head, payload_bytes = data[:-48], data[-48:-40]
+    changed = head + payload_bytes + time_ns.to_bytes(8, "little")
+    path.write_bytes(changed + hashlib.blake2b(changed, digest_size=32).digest())
+
+
+def test_what_is_saved_is_newer_than_files_that_come_from_the_future(tmp_path: Path, log: Log) -> None:
+    for step in (100, 200):
+        write_file(tmp_path / f"step_{step:08}.pt", {"step": step})
+        dated(tmp_path / f"step_{step:08}.pt", time.time_ns() + step * 10**12)
+    assert step_of(newest(tmp_path)) == 200
+    writer = log.writer(tmp_path)
+    for step in (210, 220):
+        writer.save({"step": step}, step=step)
+        writer.wait()
+        assert step_of(newest(tmp_path)) == step
+    writer.close()
+    assert names(tmp_path) == ["step_00000210.pt", "step_00000220.pt"]
+
+
+def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, log: Log) -> None:
+    torch.save({"mine": 1}, tmp_path / "step_00000001.pt")
+    (tmp_path / "notes.txt").write_text("keep")
+    writer = log.writer(tmp_path, keep_last=1)
+    for step in (2, 3):
+        writer.save({"step": step}, step=step)
+        writer.wait()
+    writer.close()
+    assert names(tmp_path) == ["notes.txt", "step_00000001.pt", "step_00000003.pt"]
+
+
+# ------------------------------------------------------------------------------------- when saves come fast or fail
+
+
+def held_writer(folder: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> tuple[CheckpointWriter, threading.Event]:
+    """Return a writer whose disk holds up the first save until the event is set."""
+    go, begun = threading.Event(), threading.Event()
+    write = writing.write_file
+
+    def slow(path: Path, state: Any, *, place: int) -> int:
+        begun.set()
+        assert go.wait(30)
+        return write(path, state, place=place)
+
+    monkeypatch.setattr(writing, "write_file", slow)
+    writer = log.writer(folder, keep_last=9)
+    writer.save({"step": 1}, step=1)
+    assert begun.wait(30)
+    return writer, go
+
+
+@pytest.mark.parametrize(
+    ("following", "best", "written"),
+    [
+        ((2,), (), [1, 2]),
+        ((2, 3, 4), (), [1, 4]),
+        ((2, 3, 4), (2,), [1, 2, 4]),
+        ((2, 3, 4), (2, 4), [1, 4]),
+    ],
+)
+def test_saves_faster_than_the_disk_are_superseded_but_the_best_is_not_lost(
+    tmp_path: Path,
+    log: Log,
+    monkeypatch: pytest.MonkeyPatch,
+    following: tuple[int, ...],
+    best: tuple[int, ...],
+    written: list[int],
+) -> None:
+    writer, go = held_writer(tmp_path, log, monkeypatch)
+    for step in following:
+        writer.save({"step": step}, step=step, best=step in best)
+    go.set()
+    writer.close()
+    assert [saved.step for saved in log.saved] == written
+
+
+def test_a_save_waits_for_nothing_but_its_copy(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, go = held_writer(tmp_path, log, monkeypatch)
+    writer.save({"step": 2}, step=2)  # would never return if it waited for the held one
+    assert names(tmp_path) == []
+    go.set()
+    writer.wait()
+    assert names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
+    writer.close()
+
+
+def save_with_little_disk(folder: str) -> dict[str, Any]:
+    """Save a small state, one that the limit on a file's size does not let through, and a small one again."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    log = Log()
+    writer = log.writer(Path(folder))
+    for step, size in ((1, 10), (2, 1 << 20), (3, 10)):
+        writer.save({"step": step, "weight": torch.zeros(size)}, step=step, best=True)
+        writer.wait()
+    writer.close()
+    return {"saved": [saved.step for saved in log.saved], "failed": log.failed, "names": names(Path(folder))}
+
+
+def test_a_full_disk_is_reported_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    member = Member()
+    member.begin(save_with_little_disk, str(tmp_path))
+    seen = member.outcome()
+    member.kill()
+    assert not isinstance(seen, Raised), seen
+    assert seen["saved"] == [1, 3]
+    assert seen["failed"] == [(2, "checkpoint of step 2 was not written: File too large")]
+    assert seen["names"] == ["best.pt", "step_00000001.pt", "step_00000003.pt"]
+
+
+def test_a_folder_that_was_deleted_is_made_again_and_held(tmp_path: Path, log: Log) -> None:
+    folder = tmp_path / "checkpoints"
+    writer = log.writer(folder)
+    writer.save({"step": 1}, step=1)
+    writer.wait()
+    shutil.rmtree(folder)
+    writer.save({"step": 2}, step=2)
+    writer.wait()
+    with pytest.raises(RequestError, match="another training writes its checkpoints here"):
+        log.writer(folder)
+    assert writer.close() == []
+    assert [saved.step for saved in log.saved] == [1, 2]
+    assert log.failed == [(2, f"{folder} was deleted, and the checkpoints in it; it is made again")]
+    assert names(folder) == ["step_00000002.pt"]
+
+
+def test_a_deleted_run_directory_stays_deleted(tmp_path: Path, log: Log) -> None:
+    writer = log.writer(tmp_path / "run" / "checkpoints")
+    shutil.rmtree(tmp_path / "run")
+    for step in (1, 2, 3):
+        writer.save({"step": step}, step=step, best=step == 2)
+        writer.wait()
+    lost = [(one.step, one.best, one.why) for one in writer.close()]
+    assert lost == [(2, True, "No such file or directory"), (3, False, "No such file or directory")]
+    assert not (tmp_path / "run").exists()
+
+
+def save_until_there_is_room(folder: str) -> dict[str, Any]:
+    """Have saves fail at a limit on a file's size, and lift the limit before the writer is closed."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log = Log()
+    writer = log.writer(Path(folder))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+    for step in (1, 2, 3):
+        writer.save({"step": step, "weight": torch.zeros(1 << 20)}, step=step, best=step == 2)
+        writer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    lost = writer.close()
+    seen = newest(folder)
+    return {"lost": lost, "saved": [(one.step, one.best) for one in log.saved], "newest": step_of(seen)}
+
+
+def test_the_last_save_and_the_best_are_tried_again_at_the_end(tmp_path: Path) -> None:
+    member = Member()
+    member.begin(save_until_there_is_room, str(tmp_path))
+    seen = member.outcome()
+    member.kill()
+    assert not isinstance(seen, Raised), seen
+    assert seen == {"lost": [], "saved": [(2, True), (3, False)], "newest": 3}
+    assert load(tmp_path / "best.pt")["step"] == 2
+
+
+def test_a_fault_in_telling_of_one_checkpoint_does_not_cost_the_next(tmp_path: Path) -> None:
+    told: list[int] = []
+    failed: list[int] = []
+
+    def tell(saved: Saved) -> None:
+        told.append(saved.step)
+        if saved.step == 1:
+            raise ValueError("surrogates not allowed")
+
+    writer = CheckpointWriter(tmp_path, keep_last=2, on_saved=tell, on_failed=lambda step, _: failed.append(step))
+    for step in (1, 2):
+        writer.save({"step": step}, step=step)
+        writer.wait()
+    writer.close()
+    assert (told, failed) == ([1, 2], [1])
+    assert names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
+
+
+@pytest.mark.parametrize("name", ["file/checkpoints", "file"])
+def test_a_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path, log: Log, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="no folder for checkpoints"):
+        log.writer(tmp_path / name)
+
+
+def save_for_ever(folder: str) -> None:
+    writer = CheckpointWriter(folder, keep_last=3)
+    step = 0
+    while True:
+        step += 1
+        writer.save({"step": step, "weight": torch.full((500_000,), float(step))}, step=step)
+        writer.wait()
+
+
+def test_a_process_killed_while_writing_leaves_a_good_checkpoint(tmp_path: Path, log: Log) -> None:
+    for delay_ms in (0, 3, 7, 12):
+        member = Member()
+        member.begin(save_for_ever, str(tmp_path))
+        while not list(tmp_path.glob("step_*.pt")) or not list(tmp_path.glob(".step_*.tmp")):
+            time.sleep(0.0005)
+        time.sleep(delay_ms / 1000)  # into the middle of a write
+        member.kill()
+        found = newest(tmp_path, on_skipped=lambda line: pytest.fail(line))
+        assert found is not None
+        assert found[1]["weight"].eq(found[1]["step"]).all()
+    (tmp_path / ".step_00000099.pt.tmp").touch()
+    writer = log.writer(tmp_path)
+    assert [name for name in names(tmp_path) if name.endswith(".tmp")] == []
+    writer.close()
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+def damage_middle(data: bytes) -> bytes:
+    median = len(data) // 2
+    return data[:median] + bytes([data[median] ^ 1]) + data[median + 1 :]
+
+
+def foreign(_: bytes) -> bytes:
+    path = Path("/tmp", f"foreign-{os.getpid()}.pt")
+    torch.save({"step": 9}, path)
+    data = path.read_bytes()
+    path.unlink()
+    return data
+
+
+DAMAGES: list[tuple[Callable[[bytes], bytes], str]] = [
+    (lambda data: b"", "is empty"),
+    (lambda data: b"hello", "is not a checkpoint"),
+    (lambda data: os.urandom(4096), "is not a checkpoint"),
+    (lambda data: data[:10], "is torn, or a checkpoint of another program"),
+    (lambda data: data[: len(data) // 2], "is torn, or a checkpoint of another program"),
+    (lambda data: data[:-1], "is torn, or a checkpoint of another program"),
+    (lambda data: data + b"\n", "is torn, or a checkpoint of another program"),
+    (lambda data: data[100:], "is not a checkpoint"),
+    (damage_middle, "is damaged: its checksum does not match"),
+    (lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:], "is damaged: its checksum does not match"),
+    (foreign, "is torn, or a checkpoint of another program"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[f"{words}-{i}" for i, (_, words) in enumerate(DAMAGES)])
+def test_a_bad_file_is_refused_in_one_line_and_the_one_before_is_used(
+    tmp_path: Path, log: Log, damage: Callable[[bytes], bytes], words: str
+) -> None:
+    writer = log.writer(tmp_path)
+    for step in (1, 2):
+        writer.save({"step": step, "weight": torch.zeros(100)}, step=step)
+        writer.wait()
+    writer.close()
+    last = tmp_path / "step_00000002.pt"
+    last.write_bytes(damage(last.read_bytes()))
+    with pytest.raises(CheckpointError) as raised:
+        load(last)
+    assert str(raised.value).startswith(f"{last}: {words}")
+    assert "\n" not in str(raised.value)
+    skipped: list[str] = []
+    assert step_of(newest(tmp_path, on_skipped=skipped.append)) == 1
+    assert skipped == [f"passed over: {raised.value}"]
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step_00000001.pt"
+    write_file(path, {"step": 1, "harmless": Path("x")})
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load(path)
+
+
+def test_a_missing_file_is_one_line_and_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read \\(No such file or directory\\)"):
+        load(tmp_path / "step_00000001.pt")
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "missing") is None
+
+
+def test_the_best_is_used_when_nothing_else_is_good(tmp_path: Path, log: Log) -> None:
+    writer = log.writer(tmp_path, keep_last=1)
+    for step in (1, 2):
+        writer.save({"step": step}, step=step, best=step == 1)
+        writer.wait()
+    writer.close()
+    (tmp_path / "step_00000002.pt").write_bytes(b"")
+    assert step_of(newest(tmp_path, on_skipped=lambda _: None)) == 1
+
+
+# -------------------------------------------------------------------------------------------------- random numbers
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), *torch.rand(3).tolist(), *torch.randn(3).tolist()]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    random.seed(5)
+    torch.manual_seed(5)
+    random.gauss(0, 1)  # leaves a second value behind, which is part of the state
+    write_file(tmp_path / "rng.pt", copy_to_cpu({"rng": capture_rng()}))
+    expected = draw()
+    assert draw() != expected
+    restore_rng(load(tmp_path / "rng.pt")["rng"])
+    assert draw() == expected
+
+
+def draw_after_exchange(*, url: str, rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    distributed.distributed_init(
+        init_method=url,
+        world_size=world_size,
+        rank=rank,
+        backend="gloo",
+        device=torch.device("cpu"),
+        timeout_s=30,
+        join_timeout_s=20,
+    )
+    random.seed(rank)
+    torch.manual_seed(rank)
+    states = distributed.all_gather_list(capture_rng())
+    expected = draw()
+    restore_rng(states[rank])
+    again = draw()
+    distributed.shutdown()
+    return expected, again
+
+
+def test_every_rank_finds_its_own_random_numbers_in_what_was_gathered(processes: Processes, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting"
+    asked = [{"url": url, "rank": rank, "world_size": 2} for rank in range(2)]
+    drawn = processes.results(draw_after_exchange, asked)
+    assert all(expected == again for expected, again in drawn)
+    assert drawn[0] != drawn[1]

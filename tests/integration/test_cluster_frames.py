@@ -1,0 +1,179 @@
+"""Golden frames of the cluster screen with several machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from run_dirs import run_dir
+from screen_frames import SIZES, assert_screen
+from screens_at_rest import in_loop, quiet_app, settle, show
+from test_cluster_screen import gpu, machine
+from textual.pilot import Pilot
+
+from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.cluster import ClusterScreen
+from gputrain_tui.history.runs import Run
+from gputrain_tui.hosts.hostfile import parse_hosts
+from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
+from gputrain_tui.hosts.survey import HostReport
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.recipe import model as recipes
+from trainer.contract.record import RunDir
+
+GIB = 1 << 30
+SIZED = pytest.mark.parametrize("size", SIZES)
+HOSTS = "gpu1 gpus=0,1,2,3\nada@gpu2 slots=2\ncpu9\ngpu3\n"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+def other(host: str, *gpus: Gpu, load: float, cores: int, used: int, note: str = "") -> HostReport:
+    found = Inventory(
+        host=host,
+        time=0.0,
+        system="Linux 5.15",
+        cpus=Cpus(model="AMD EPYC 9654", physical=cores // 2, logical=cores, usable=cores),
+        memory=Memory(total_bytes=1024 * GIB, available_bytes=(1024 - used) * GIB),
+        load=(load, load * 0.9, load * 0.8),
+        uptime_s=40 * 86400.0,
+        networks=(Network(name="ib0", addresses=("10.0.0.21",), speed_mbits=400_000),),
+        driver="570.86" if gpus else None,
+        cuda="12.8" if gpus else None,
+        gpus=gpus,
+        note=note,
+    )
+    return HostReport(host=host, inventory=found)
+
+
+def small(index: int, *, user: str = "") -> Gpu:
+    process = GpuProcess(pid=7100 + index, user=user, name="python3", memory_bytes=31 * GIB)
+    return replace(
+        gpu(index),
+        uuid=f"GPU-b{index}",
+        name="NVIDIA A100-SXM4-40GB",
+        memory_total_bytes=40 * GIB,
+        memory_used_bytes=31 * GIB if user else GIB // 2,
+        utilization_percent=88.0 if user else 0.0,
+        power_watts=310.0 if user else 55.0,
+        power_limit_watts=400.0,
+        sm_clock_mhz=1410 if user else 210,
+        max_sm_clock_mhz=1410,
+        processes=(process,) if user else (),
+    )
+
+
+ANSWERS = {
+    "gpu1": other("gpu1", *(gpu(index, busy=index < 2) for index in range(4)), load=21.5, cores=192, used=310),
+    "ada@gpu2": other(
+        "gpu2", small(0, user="ada"), small(1, user="bob"), small(2), small(3), load=88.0, cores=96, used=980
+    ),
+    "cpu9": other("cpu9", load=3.0, cores=64, used=40, note="no NVIDIA driver on this machine; CPU ranks work"),
+    "gpu3": HostReport(host="gpu3", problem="it refuses the key: `ssh gpu3 true` must work without a password"),
+}
+
+
+def a_run(folder: Path) -> list[Run]:
+    """A run with two ranks on gpu1, under a name that does not change."""
+    run = run_dir(folder, "llm", status="running", steps=1)
+    node = PlannedNode(node=0, host="gpu1", first_rank=0, ranks=[0, 1], devices=["GPU-0", "GPU-1"], argv=[], env={})
+    plan = Plan(world_size=2, init_method=None, backend="nccl", launcher="ssh", nodes=[node])
+    run.dir.plan.write_bytes(msgspec.json.encode(plan))
+    return [replace(run, dir=RunDir(run.dir.path.rename(folder / "llm-1")))]
+
+
+async def several(pilot: Pilot[Any], folder: Path) -> None:
+    app = pilot.app
+    assert isinstance(app, GputrainApp)
+    app.session.hosts, app.session.hostfile = parse_hosts(HOSTS, name="hosts"), "hosts"
+    runs = a_run(folder)
+    screen = ClusterScreen(
+        take=lambda: machine(gpu(0, busy=True), gpu(1, hot=True)),
+        ask=ANSWERS.__getitem__,
+        runs=lambda: runs,
+        clocked=False,
+        now=lambda: 100.0,
+    )
+    await show(pilot, screen)
+    await pilot.press("down", "down", "down", "down", "down", "down", "space", "down", "space")
+    await settle(pilot)
+
+
+RECIPE = """name = "two-nodes"
+
+[[cluster.nodes]]
+host = "gpu1"
+gpus = 4
+
+[[cluster.nodes]]
+host = "ada@gpu2"
+gpus = 2
+
+[train]
+task = "lm"
+
+[task]
+data = "stdlib"
+"""
+
+
+@SIZED
+@in_loop
+async def test_one_machine(size: str) -> None:
+    app = quiet_app()
+    gpus = [gpu(index, busy=index < 3, hot=index == 2) for index in range(8)]
+    async with app.run_test(size=SIZES[size]) as pilot:
+        await show(pilot, ClusterScreen(take=lambda: machine(*gpus), runs=list, clocked=False))
+        await pilot.press("end", "space", "home")
+        await settle(pilot)
+        assert_screen(f"cluster_{size}", app)
+
+
+@SIZED
+@in_loop
+async def test_a_machine_without_gpus(size: str) -> None:
+    app = quiet_app()
+    note = "no NVIDIA driver on this machine; CPU ranks work"
+    async with app.run_test(size=SIZES[size]) as pilot:
+        await show(pilot, ClusterScreen(take=lambda: machine(note=note), runs=list, clocked=False))
+        assert_screen(f"cluster_without_gpus_{size}", app)
+
+
+@SIZED
+@in_loop
+async def test_the_machines_of_a_recipe(size: str) -> None:
+    app = quiet_app()
+    app.session.recipe = recipes.build(RECIPE, name="two_nodes.toml")
+    async with app.run_test(size=SIZES[size]) as pilot:
+        take = lambda: machine(note="no NVIDIA driver on this machine; CPU ranks work")  # noqa: E731
+        await show(
+            pilot, ClusterScreen(take=take, ask=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0)
+        )
+        assert_screen(f"cluster_recipe_{size}", app)
+
+
+@SIZED
+@in_loop
+async def test_several_machines_one_of_them_silent(size: str, tmp_path: Path) -> None:
+    app = quiet_app()
+    async with app.run_test(size=SIZES[size]) as pilot:
+        await several(pilot, tmp_path)
+        assert_screen(f"cluster_hosts_{size}", app)
+
+
+@SIZED
+@in_loop
+async def test_the_cursor_on_a_machine_that_does_not_answer(size: str, tmp_path: Path) -> None:
+    app = quiet_app()
+    async with app.run_test(size=SIZES[size]) as pilot:
+        await several(pilot, tmp_path)
+        await pilot.press("end")
+        await settle(pilot)
+        assert_screen(f"cluster_silent_{size}", app)

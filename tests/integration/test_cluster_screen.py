@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from run_dirs import run_dir
+from screens_at_rest import in_loop, quiet_app, seen, settle, show
+
+from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.host_choice import Host, Ours, due, gives, nodes_of, others, ours_on, plans_of, wants
+from gputrain_tui.console.screens.cluster import ClusterScreen
+from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.gauges import bar
+from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
+from gputrain_tui.console.widgets.machine import draw_machine
+from gputrain_tui.hosts.host_names import LocalFacts, is_local
+from gputrain_tui.hosts.hostfile import HostLine
+from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
+from gputrain_tui.hosts.survey import HostReport
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.recipe.model import Gpus, Node
+
+GIB = 1 << 30
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+def gpu(index: int, *, busy: bool = False, hot: bool = False) -> Gpu:
+    process = GpuProcess(pid=4000 + index, user="ada", name="python", memory_bytes=70 * GIB)
+    return Gpu(
+        index=index,
+        uuid=f"GPU-{index}",
+        pci_bus_id=f"00000000:{index:02x}:00.0",
+        name="NVIDIA H200",
+        memory_used_bytes=70 * GIB if busy else 0,
+        memory_total_bytes=140 * GIB,
+        utilization_percent=97.0 if busy else 0.0,
+        temperature_celsius=88.0 if hot else 40.0,
+        power_watts=650.0,
+        power_limit_watts=700.0,
+        sm_clock_mhz=1980,
+        max_sm_clock_mhz=1980,
+        throttle_reasons=("thermal_software",) if hot else (),
+        processes=(process,) if busy else (),
+    )
+
+
+def machine(*gpus: Gpu, note: str = "") -> Inventory:
+    return Inventory(
+        host="node7",
+        time=0.0,
+        system="Linux 6.8",
+        cpus=Cpus(model="Xeon", physical=8, logical=16, usable=16),
+        memory=Memory(total_bytes=64 * GIB, available_bytes=48 * GIB),
+        load=(1.0, 2.0, 3.0),
+        uptime_s=3600.0,
+        networks=(Network(name="eth0", addresses=("10.0.0.7",), speed_mbits=100_000),),
+        driver="560.35" if gpus else None,
+        cuda="12.6" if gpus else None,
+        gpus=gpus,
+        note=note,
+    )
+
+
+# Drawing
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "──────────"), (0.5, "━━━━━─────"), (0.55, "━━━━━╸────"), (1.0, "━━━━━━━━━━"), (None, "    –     ")],
+)
+def test_a_bar_has_its_width(share: float | None, text: str) -> None:
+    assert text_of(bar(share, 10)) == text
+
+
+@pytest.mark.parametrize("width", [40, 78, 118, 198])
+def test_a_gpus_line_fits_and_keeps_what_matters(width: int) -> None:
+    row = draw_gpu(gpu(3, busy=True, hot=True), width, chosen=False, ours=None)
+    assert len(text_of(row)) == width
+    assert "slowed: heat  1 process" in text_of(row) or width < 78
+    titles = [column.title for column in columns_for(width)]
+    assert set(titles) >= {"name", "GiB", "util %", "°C", "W"} or width < 78
+    assert "memory" in titles or width < 98
+    assert ("max MHz" in titles) == (width > 150)
+
+
+def test_a_gpu_of_ours_names_run_and_rank_and_a_slowed_one_says_why() -> None:
+    text = text_of(draw_gpu(gpu(0, busy=True, hot=True), 180, chosen=True, ours=Ours(run="r1", rank=5)))
+    assert "rank 5 of r1" in text
+    assert "slowed: heat" in text
+    assert "◉" in text
+
+
+def test_the_machine_shows_what_it_has() -> None:
+    text = "\n".join(text_of(row) for row in draw_machine(machine(gpu(0)), 100, 10))
+    for part in ("node7", "8 cores, 16 threads", "16.0 of 64.0 GiB", "eth0 10.0.0.7 100 Gb/s", "560.35", "12.6"):
+        assert part in text
+
+
+# What is known
+
+
+def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> None:
+    running = run_dir(tmp_path, "going", status="running")
+    ended = run_dir(tmp_path, "ended")
+    node = PlannedNode(node=0, host="localhost", first_rank=0, ranks=[0, 1], devices=[1, "GPU-2"], argv=[], env={})
+    away = PlannedNode(node=1, host="far", first_rank=2, ranks=[2], devices=[0], argv=[], env={})
+    plan = Plan(world_size=3, init_method=None, backend="nccl", launcher="local", nodes=[node, away])
+    for run in (running, ended):
+        run.dir.plan.write_bytes(msgspec.json.encode(plan))
+    plans = plans_of([ended, running])
+    has = machine(gpu(0), gpu(1), gpu(2))
+    assert ours_on(has, plans, lambda host: is_local(host, LocalFacts())) == {
+        1: Ours(run=running.id, rank=0),
+        2: Ours(run=running.id, rank=1),
+    }
+    assert ours_on(has, plans, lambda host: host == "far") == {0: Ours(run=running.id, rank=2)}
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        (Node(gpus=4), "4 GPUs"),
+        (Node(gpus=1), "1 GPU"),
+        (Node(gpus="free"), "free GPUs"),
+        (Node(gpus=(0, 1, 2)), "GPU 0–2"),
+        (Node(gpus=(0, 2)), "GPU 0, 2"),
+        (Node(cpu_ranks=2), "2 CPU ranks"),
+        (Node(ranks=2), "2 ranks"),
+        (Node(), "its GPUs, or one CPU rank"),
+    ],
+)
+def test_a_node_says_what_it_asks_for(node: Node, text: str) -> None:
+    assert wants(node) == text
+
+
+def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
+    facts = LocalFacts(names=frozenset({"here"}))
+    nodes = [Node(host="here"), Node(), Node(host="b"), Node(host="a"), Node(host="b"), Node(host="127.0.0.1")]
+    assert others(nodes, lambda host: is_local(host, facts)) == ("b", "a")
+
+
+def test_hosts_are_asked_when_their_time_has_come_and_only_so_many_at_once() -> None:
+    def asked(*hosts: Host, at_once: int = 16) -> list[str]:
+        return due(hosts, 100.0, again_s=4.0, failed_s=20.0, at_once=at_once)
+
+    new, old = Host(name="new"), Host(name="old", tried=96.0)
+    assert asked(old, new) == ["new", "old"]
+    assert asked(Host(name="fresh", tried=96.5), Host(name="out", tried=90.0, problem="no")) == []
+    assert asked(Host(name="out", tried=80.0, problem="no")) == ["out"]
+    assert asked(new, old, Host(name="busy", asking=True), at_once=2) == ["new"]
+    assert asked(new, Host(name="busy", asking=True), at_once=1) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        (1, ("1 of 2 GPUs free", "good")),
+        (2, ("1 of 2 GPUs free", "warning")),
+        ("free", ("1 of 2 GPUs free", "good")),
+        ((1,), ("free", "good")),
+        ((0, 1), ("GPU 0 in use", "warning")),
+        ((1, 7), ("it has no GPU 7", "warning")),
+        (("GPU-1",), ("free", "good")),
+    ],
+)
+def test_a_node_is_told_what_its_host_can_give(gpus: Gpus, text: tuple[str, str]) -> None:
+    host = Host(name="far", inventory=machine(gpu(0, busy=True), gpu(1)))
+    assert gives(Node(host="far", gpus=gpus), host) == text
+
+
+def test_a_node_of_a_host_that_is_not_known_says_so() -> None:
+    node = Node(host="far", gpus=1)
+    assert gives(node, None) == ("being asked", "dim")
+    assert gives(node, Host(name="far", asking=True)) == ("being asked", "dim")
+    assert gives(node, Host(name="far", problem="it refuses the key")) == ("it refuses the key", "warning")
+    assert gives(node, Host(name="far", inventory=machine())) == ("it has no GPU", "warning")
+    cpu = Node(host="far", cpu_ranks=99)
+    assert gives(cpu, Host(name="far", inventory=machine())) == ("16 cores", "warning")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "nodes", "made"),
+    [
+        ({"b": (3, 1)}, [{"cpu_ranks": 2}], [{"host": "b", "gpus": [1, 3]}]),
+        (
+            {"localhost": (0,), "b": (1,)},
+            [{"host": "b", "gpus": 4}],
+            [{"host": "10.0.0.7", "gpus": [0]}, {"host": "b", "gpus": [1]}],
+        ),
+        (
+            {"a": (0,), "b": (1,)},
+            [{"host": "c", "gpus": 1}, {"host": "b", "gpus": 4}],
+            [{"host": "b", "gpus": [1]}, {"host": "a", "gpus": [0]}],
+        ),
+    ],
+)
+def test_chosen_gpus_become_nodes_in_the_order_of_the_recipe(
+    chosen: dict[str, tuple[int, ...]], nodes: list[dict[str, object]], made: list[dict[str, object]]
+) -> None:
+    assert nodes_of(chosen, nodes, address="10.0.0.7") == made
+
+
+@pytest.mark.parametrize("width", [78, 118, 198])
+def test_a_hosts_line_fits_and_says_why_it_is_silent(width: int) -> None:
+    host = Host(name="gpu1", inventory=machine(gpu(0), gpu(1, busy=True)), seen=10.0, tried=10.0)
+    for found, parts in (
+        (host, ["gpu1", "1 of 2 free", "load", "now"]),
+        (Host(name="gpu1", problem="it refuses the key: `ssh gpu1 true` must work", tried=1.0), ["it refuses the key"]),
+        (Host(name="gpu1", asking=True), ["being asked"]),
+        (replace(host, problem="it does not answer", seen=-110.0), ["1 of 2 free", "it does not answer", "2:00 ago"]),
+    ):
+        text = text_of(draw_host(found, width, name_cells=8, chosen=0, now=10.0))
+        assert len(text) == width
+        assert all(part in text for part in parts), text
+
+
+# The screen
+
+
+@in_loop
+async def test_choosing_gpus_puts_them_on_the_desk_for_the_launch() -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1), gpu(2)), runs=list, clocked=False)
+        await show(pilot, screen)
+        assert "2 of 3 free" in seen(app)
+        await pilot.press("down", "space", "down", "space", "enter")
+        await settle(pilot)
+        assert app.place == "launch"
+        assert app.session.gpus == {"localhost": (1, 2)}  # they lie there until a recipe is open
+
+
+@in_loop
+async def test_all_free_gpus_are_chosen_and_unchosen_at_once() -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1)), runs=list, clocked=False))
+        await pilot.press("f")
+        assert app.screen.query_one(GpuTable).chosen == {("localhost", 1)}
+        await pilot.press("f")
+        assert app.screen.query_one(GpuTable).chosen == set()
+
+
+@in_loop
+async def test_the_processes_of_the_gpu_under_the_cursor_are_shown() -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, ClusterScreen(take=lambda: machine(gpu(0), gpu(1, busy=True)), runs=list, clocked=False))
+        assert "nobody" in seen(app)
+        await pilot.press("down")
+        await settle(pilot)
+        assert "4001  ada" in seen(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@in_loop
+async def test_a_machine_without_gpus_is_told_calmly(size: tuple[int, int]) -> None:
+    app = quiet_app()
+    note = "no NVIDIA driver on this machine; CPU ranks work"
+    async with app.run_test(size=size) as pilot:
+        await show(pilot, ClusterScreen(take=lambda: machine(note=note), runs=list, clocked=False))
+        text = seen(app)
+        assert "No NVIDIA driver on this machine" in text
+        assert "cpu_ranks" in text
+        assert "No recipe is open" in text
+        await pilot.press("space", "enter", "f")
+        assert app.place == "cluster"
+
+
+@in_loop
+async def test_looking_again_waits_for_the_look_that_is_going_on() -> None:
+    looks = []
+
+    def take() -> Inventory:
+        looks.append(1)
+        return machine(gpu(0))
+
+    app = quiet_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = ClusterScreen(take=take, runs=list, clocked=False)
+        await app.push_screen(screen)
+        screen.action_look()
+        screen.action_look()
+        await settle(pilot)
+        assert len(looks) == 1
+        await pilot.press("r")
+        await settle(pilot)
+        assert len(looks) == 2
+
+
+# Other machines
+
+
+def sighted(name: str, *gpus: Gpu) -> HostReport:
+    return HostReport(host=name, inventory=replace(machine(*gpus), host=name))
+
+
+@in_loop
+async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> None:
+    app = quiet_app()
+    app.session.hosts = (HostLine(host="gpu1"), HostLine(host="gpu2"), HostLine(host="gpu3"))
+    answers = {
+        "gpu1": sighted("gpu1", gpu(0, busy=True), gpu(1)),
+        "gpu2": sighted("gpu2", gpu(0), gpu(1)),
+        "gpu3": HostReport(host="gpu3", problem="it refuses the key: `ssh gpu3 true` must work without a password"),
+    }
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = ClusterScreen(take=machine, ask=answers.__getitem__, runs=list, clocked=False)
+        await show(pilot, screen)
+        text = seen(app)
+        assert "3 of 4 free on 4 machines" in text
+        assert "it refuses the key" in text
+        # this machine, gpu1, its two GPUs, gpu2: space on a machine takes what is free of it
+        await pilot.press("down", "down", "down", "space", "down", "space", "enter")
+        await settle(pilot)
+        assert app.place == "launch"
+        assert app.session.gpus == {"gpu1": (1,), "gpu2": (0, 1)}
+
+
+@in_loop
+async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledge_stays() -> None:
+    app = quiet_app()
+    app.session.hosts = (HostLine(host="slow"), HostLine(host="quick"))
+    answer, clock = threading.Event(), [0.0]
+    asked: list[str] = []
+
+    def ask(name: str) -> HostReport:
+        asked.append(name)
+        if name == "slow":
+            answer.wait(10)
+        if asked.count(name) > 1:
+            return HostReport(host=name, problem="it does not answer")
+        return sighted(name, gpu(0))
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = ClusterScreen(take=machine, ask=ask, runs=list, clocked=False, now=lambda: clock[0])
+        await app.push_screen(screen)
+        while "1 of 1 free on 3 machines" not in seen(app):
+            await pilot.pause()
+        assert "being asked" in seen(app)
+        answer.set()
+        await settle(pilot)
+        assert "2 of 2 free on 3 machines" in seen(app)
+        clock[0] = 65.0
+        await pilot.press("r")
+        await settle(pilot)
+        text = seen(app)
+        assert text.count("it does not answer") == 2
+        assert "1:05 ago" in text
+        assert "2 of 2 free on 3 machines" in text, "what was known of them stays, with its age"
+
+
+@in_loop
+async def test_leaving_waits_for_no_host() -> None:
+    app = quiet_app()
+    app.session.hosts = (HostLine(host="silent"),)
+    reached, left = threading.Event(), threading.Event()
+
+    def ask(name: str) -> HostReport:
+        reached.set()
+        left.wait(30)
+        return HostReport(host=name, problem="late")
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app.push_screen(ClusterScreen(take=machine, ask=ask, runs=list, clocked=False))
+        while not reached.is_set():
+            await pilot.pause()
+    assert not left.is_set()
+    left.set()
+
+
+@in_loop
+async def test_a_console_with_a_hostfile_opens_on_its_machines() -> None:
+    app = GputrainApp(clocked=False, runs=list, hosts=(HostLine(host="127.0.0.1"),), hostfile="hosts")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert app.place == "cluster"
+        assert "hosts named in hosts" in seen(app)
+
+
+def test_a_wrong_hostfile_is_one_line_before_the_console_starts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("gpu1 slots=none\n")
+    words = [sys.executable, "-m", "gputrain_tui", "--hostfile", "hosts"]
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr == b"gputrain: hosts:1: slots is 'none', but must be a whole number from 1 to 4096\n"

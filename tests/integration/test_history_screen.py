@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_dirs import run_dir
+from screens_at_rest import in_loop, quiet_app, seen, settle, show
+
+from gputrain_tui import paths
+from gputrain_tui.console.screens.compare import CompareScreen
+from gputrain_tui.console.screens.confirm import QUIET_S
+from gputrain_tui.console.screens.history import HistoryScreen
+from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.run_list import RunList, draw_run
+from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.summary import describe
+from gputrain_tui.lifecycle.delete import delete_run
+from trainer.contract.errors import RequestError
+
+T0 = 1_790_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return paths.runs_folder()
+
+
+@pytest.fixture
+def three(root: Path) -> list[Run]:
+    return [
+        run_dir(root, "slow", started=T0, lr=0.01),
+        run_dir(root, "fast", started=T0 + 100, lr=0.2, steps=80),
+        run_dir(root, "broken", started=T0 + 200, status="failed", message="rank 1 ran out of memory"),
+    ]
+
+
+def history() -> HistoryScreen:
+    return HistoryScreen(now=lambda: T0 + 1000, clocked=False)
+
+
+@pytest.mark.parametrize("width", [60, 78, 118, 198])
+def test_a_runs_line_fits(width: int, root: Path) -> None:
+    entry = describe(run_dir(root, "a-name-that-goes-on-and-on-and-on-for-ever"), now=T0)
+    assert len(text_of(draw_run(entry, width, number=1, opened=True))) == width
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@in_loop
+async def test_no_run_offers_the_demo(size: tuple[int, int]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=size) as pilot:
+        await show(pilot, history())
+        assert "No run yet." in seen(app)
+        assert "d runs the demo" in seen(app)
+        await pilot.press("enter", "space", "c", "r", "e", "S", "x")
+        assert app.place == "history"
+
+
+@in_loop
+async def test_runs_are_listed_newest_first_with_what_became_of_them(three: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        rows = [row for row in seen(app).splitlines() if "20260921" in row]
+        assert [row.split()[1] for row in rows[:3]] == ["failed", "finished", "finished"]
+        assert "80   1.0100       40 s" in rows[1]
+        assert "rank 1 ran out of memory" in seen(app)
+        await pilot.press("enter")
+        await settle(pilot)
+        assert app.place == "run"
+        assert app.live is not None
+        assert app.live.id == three[2].id
+
+
+@in_loop
+async def test_a_run_is_deleted_only_after_a_yes(three: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        await pilot.press("x", "n")
+        await settle(pilot)
+        assert len(list_runs()) == 3
+        await pilot.press("x")
+        await pilot.pause(QUIET_S)
+        await pilot.press("y")
+        await settle(pilot)
+        assert [run.id for run in list_runs()] == [three[1].id, three[0].id]
+        assert three[2].id not in seen(app)
+
+
+def test_a_run_that_goes_on_is_not_deleted(root: Path) -> None:
+    running = run_dir(root, "going", status="running")
+    with pytest.raises(RequestError, match=r"is running; stop it with `gputrain stop "):
+        delete_run(running)
+    assert running.dir.path.is_dir()
+
+
+@in_loop
+async def test_the_screen_refuses_to_delete_a_running_run(root: Path) -> None:
+    run_dir(root, "going", status="running")
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        await pilot.press("x")
+        assert app.place == "history", "nothing is asked"
+        assert len(list_runs()) == 1
+
+
+@in_loop
+async def test_marking_two_runs_compares_their_curves_and_recipes(three: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        await pilot.press("c")
+        assert app.place == "history", "one must be marked first"
+        await pilot.press("down", "space", "down", "space")
+        assert "2 marked, c compares them" in seen(app)
+        await pilot.press("c")
+        await settle(pilot)
+        app.tick()
+        await settle(pilot)
+        text = seen(app)
+        assert isinstance(app.screen, CompareScreen)
+        assert "nats over steps" in text
+        assert "step 80" in text
+        assert "differ in 3 keys" in text
+        assert next(row for row in text.splitlines() if "train.lr" in row).split() == ["train.lr", "0.2", "0.01"]
+        assert any("valid   1.500" in row for row in text.splitlines())
+        await pilot.press("t")
+        await settle(pilot)
+        assert "nats over time since the start" in seen(app)
+        await pilot.press("y", "m")
+        await settle(pilot)
+        assert "smooth 0.5" in seen(app)
+        await pilot.press("escape")
+        await settle(pilot)
+        assert app.place == "history"
+
+
+@in_loop
+async def test_six_runs_can_be_marked_and_not_a_seventh(root: Path) -> None:
+    for index in range(7):
+        run_dir(root, f"run-{index}", started=T0 + index, steps=1)
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        for _ in range(7):
+            await pilot.press("space", "down")
+        assert len(app.screen.query_one(RunList).marked) == 6
+
+
+@in_loop
+async def test_a_run_without_a_checkpoint_cannot_be_resumed(three: list[Run]) -> None:
+    app = quiet_app()
+    said: list[str] = []
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.say = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
+        await show(pilot, history())
+        await pilot.press("r")
+        await settle(pilot)
+        assert "has no checkpoint" in said[-1]
+        assert len(list_runs()) == 3
+
+
+@in_loop
+async def test_a_recipe_is_launched_again_with_edits_and_the_runs_own_stays(three: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        await pilot.press("e")
+        await settle(pilot)
+        assert app.place == "launch"
+        assert three[2].id in seen(app)
+        await pilot.press("s")
+        await settle(pilot)
+        assert app.screen.has_class("-editing"), "it is saved under another name"

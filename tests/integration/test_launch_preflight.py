@@ -1,0 +1,164 @@
+"""The preflight on the launch screen: beside its field while somebody types, and in the way of a launch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from launch_screens import TEXT, launching, put, small_folder
+from screens_at_rest import in_loop, seen, settle
+
+from gputrain_tui.console.validate_recipe import remarks_of
+from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.form import draw_field
+from gputrain_tui.console.widgets.readiness import draw_readiness
+from gputrain_tui.history.runs import list_runs
+from gputrain_tui.preflight import CheckResult
+from gputrain_tui.recipe.draft import Draft, Remark
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return small_folder(tmp_path, monkeypatch)
+
+
+def result(status: str, key: str = "", what: str = "found", fix: str = "") -> CheckResult:
+    return CheckResult(status=status, check="data", what=what, fix=fix, key=key)  # type: ignore[arg-type]
+
+
+def rows(results: Sequence[CheckResult], *, problem: str = "", width: int = 60, height: int = 3) -> list[str]:
+    return [text_of(row).rstrip() for row in draw_readiness(results, problem, width, height)]
+
+
+# Drawing
+
+
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        (["ok", "note"], "✓ ready"),
+        (["ok", "warning"], "! ready, 1 warning"),
+        (["error", "warning", "warning"], "✗ 1 error, 2 warnings"),
+    ],
+)
+def test_the_headline_says_whether_it_could_start(statuses: list[str], said: str) -> None:
+    head = rows([result(status) for status in statuses])[0]
+    assert head.startswith(f"preflight  {said} ")
+    assert head.endswith(f"{len(statuses)} checks")
+
+
+def test_errors_come_first_and_what_there_is_no_room_for_is_counted() -> None:
+    found = [result("warning", what="slow"), *(result("error", what=f"bad {index}", fix="mend it") for index in (1, 2))]
+    drawn = rows(found)
+    assert drawn[1:] == ["  ✗ data  bad 1 → mend it", "  ✗ data  bad 2 → mend it"]
+    assert "2 of 3 shown" in drawn[0]
+    assert rows(found, height=4)[3] == "  ! data  slow"
+
+
+def test_a_recipe_that_is_wrong_is_not_called_ready() -> None:
+    assert rows([], problem="train.lr is 0")[1] == "  ✗ train.lr is 0"
+    assert rows([]) == [rows([])[0]]
+    assert "ready" not in rows([])[0]
+
+
+def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
+    fields = Draft(TEXT, name="tiny.toml").fields()
+    found = [
+        result("warning", "task.data", "slow"),
+        result("error", "task.data", "gone", "look for it"),
+        result("ok", "train.task"),
+        result("note", "cluster.nodes[0].cpu_ranks", "many"),
+        result("error", "", "of no field"),
+    ]
+    assert remarks_of(fields, found) == {
+        "task.data": Remark("gone; look for it", "error"),
+        "cluster.nodes[0].cpu_ranks": Remark("many", "note"),
+    }
+
+
+@pytest.mark.parametrize(("status", "mark"), [("error", "!"), ("warning", "!"), ("note", " ")])
+def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
+    field = next(field for field in Draft(TEXT, name="tiny.toml").fields() if field.key == "task.data")
+    text = text_of(draw_field(field, 100, Remark("gone", status)))  # type: ignore[arg-type]
+    assert text[0] == mark
+    assert text.rstrip().endswith("gone")
+
+
+# The screen
+
+
+@in_loop
+async def test_missing_data_is_said_while_its_name_is_typed_and_goes_away_with_it() -> None:
+    async with launching() as (app, pilot, screen):
+        assert "preflight  ✓ ready" in seen(app)
+        screen.form.focus()
+        screen.form.go_to("task.data")
+        await pilot.press("enter", "x")
+        await settle(pilot)
+        assert "x does not exist; set task.data to where it lies" in seen(app)
+        assert "preflight  ✓ ready" in seen(app), "what is being typed is not the recipe yet"
+        assert screen.draft is not None
+        assert not screen.draft.changes
+        await pilot.press("backspace")
+        await settle(pilot)
+        assert "does not exist" not in seen(app)
+
+
+@in_loop
+async def test_an_error_blocks_the_launch_with_its_line() -> None:
+    async with launching() as (app, pilot, screen):
+        await put(pilot, screen, "task.data", "nowhere.bin")
+        field = next(row for row in seen(app).splitlines() if "! data" in row)
+        assert "nowhere.bin does not exist" in field
+        assert "preflight  ✗ 1 error" in seen(app)
+        assert "2 ranks on 1 node" in seen(app), "the plan can be seen all the same"
+        await pilot.press("L")
+        await settle(pilot)
+        assert app.place == "launch"
+        assert any("nowhere.bin does not exist" in toast.message for toast in app._notifications)
+        assert list_runs() == []
+
+
+@in_loop
+async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for() -> None:
+    async with launching() as (app, pilot, screen):
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            await put(pilot, screen, "cluster.port", str(taken.getsockname()[1]))
+            taken.listen()
+            await pilot.press("L")
+            await settle(pilot)
+        assert app.place == "launch"
+        assert any("is in use by" in toast.message for toast in app._notifications)
+
+
+@in_loop
+async def test_a_warning_does_not_block_the_launch(folder: Path) -> None:
+    (folder / "kept").mkdir()
+    (folder / "kept" / "step_00000001.pt").touch()
+    async with launching() as (app, pilot, screen):
+        await put(pilot, screen, "train.save_dir", "kept")
+        assert "preflight  ! ready, 1 warning" in seen(app)
+        assert screen._found is not None
+        assert screen._found.prepared is not None
+
+
+@in_loop
+async def test_nodes_elsewhere_are_told_beside_their_host_and_their_commands_are_copied(folder: Path) -> None:
+    (folder / "recipes" / "tiny.toml").write_text(
+        TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "192.0.2.7"')
+    )
+    async with launching() as (app, pilot, screen):
+        screen.form.go_to("cluster.nodes[0].host")
+        await settle(pilot)
+        field = next((row for row in seen(app).splitlines() if "! host" in row), seen(app))
+        assert "192.0.2.7 is another machine" in field
+        assert "preflight  ✗ 1 error" in seen(app)
+        await pilot.press("L")
+        await settle(pilot)
+        assert any("`gputrain plan recipes/tiny.toml --shell` prints" in toast.message for toast in app._notifications)
+        assert list_runs() == []
+        await pilot.press("c")
+        assert "# node 0, 192.0.2.7" in app.clipboard

@@ -1,0 +1,86 @@
+"""Where a launcher starts each rank by itself, the one with local rank 0 looks at the machine for all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from trainer.agent.init_method import free_port
+from trainer.agent.local_ranks import LocalRanks
+from trainer.contract.record import NodeSample, RankState, RunDir, decode_events, encode_event
+
+TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
+SCRIPT = "import time\nend = time.monotonic() + 3.2\nwhile time.monotonic() < end: pass\n"
+
+
+def said(run_dir: RunDir, rank: int, pid: int, *, at: float, host: str = "here") -> None:
+    run_dir.events.mkdir(exist_ok=True)
+    event = RankState(time=at, rank=rank, state="spawned", host=host, pid=pid, device="cpu")
+    with run_dir.node_events(0).open("ab") as file:
+        file.write(encode_event(event))
+
+
+def test_ranks_are_known_once_they_have_said_so(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    neighbours = LocalRanks(run_dir, 0, "here", 2)
+    assert neighbours.look() == {}
+    said(run_dir, 0, os.getpid(), at=time.time())
+    said(run_dir, 1, os.getpid(), at=time.time(), host="another machine of the same number")
+    assert neighbours.look() == {0: os.getpid()}
+    said(run_dir, 1, os.getppid(), at=time.time())
+    assert neighbours.look() == {0: os.getpid(), 1: os.getppid()}
+    assert neighbours.complete
+
+
+def test_a_word_from_an_earlier_start_of_the_run_is_not_taken_for_a_process_of_now(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    said(run_dir, 0, ended.pid, at=time.time())
+    said(run_dir, 1, os.getpid(), at=1000.0)  # before this process was there
+    assert LocalRanks(run_dir, 0, "here", 2).look() == {}
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("ranks", "script"),
+    [
+        (2, False),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_of_a_node_samples_all_its_ranks_at_most_once_a_second(
+    tmp_path: Path, ranks: int, script: bool
+) -> None:
+    what = ["--script", str(tmp_path / "own.py")]
+    if script:
+        (tmp_path / "own.py").write_text(SCRIPT)
+    else:
+        what = ["--task", TASK, "--threads", "1", "--batch-size", "10", "--stop-time", "0.04"]
+    processes = []
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    for rank in map(str, range(ranks)):
+        launcher = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(ranks), **address}
+        words = [sys.executable, "-m", "trainer", "--cpu", "--run-dir", str(tmp_path / "run"), *what]
+        environment = {**os.environ, **(launcher if ranks > 1 else {})}
+        processes.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr
+    events = [e for file in RunDir(tmp_path / "run").events.iterdir() for e in decode_events(file.read_bytes())]
+    samples = sorted((event for event in events if isinstance(event, NodeSample)), key=lambda sample: sample.time)
+    assert samples
+    assert all(later.time - sample.time >= 0.9 for sample, later in pairwise(samples))
+    pids = {event.rank: event.pid for event in events if isinstance(event, RankState) and event.state == "spawned"}
+    assert len(set(pids.values())) == ranks
+    assert sorted(rank.rank for rank in samples[-1].ranks) == list(range(ranks))
+    assert all(rank.rss_bytes for rank in samples[-1].ranks)
+    assert any(rank.cpu_percent for sample in samples for rank in sample.ranks)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gputrain_tui.commands.logs import dressed, follow_logs, prefix, print_logs
+from gputrain_tui.commands.runs import report
+from gputrain_tui.history.runs import Run, create, find, open_run, write_status
+from gputrain_tui.history.summary import describe
+from trainer.contract.record import EventWriter, Step
+from trainer.host.process_identity import ProcessIdentity, identify
+
+ROOT = Path(__file__).parents[2]
+NOON = 1_795_262_400.0  # 2026-11-21 12:00:00 UTC
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with monkeypatch.context() as patch:
+        patch.setenv("GPUTRAIN_HOME", str(tmp_path))
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield tmp_path
+    time.tzset()
+
+
+def make(home: Path, recipe: str = "demo", *, world_size: int = 2, **changes: object) -> Run:
+    run = create(
+        recipe,
+        world_size=world_size,
+        recipe_toml="",
+        plan=lambda _: b"{}",
+        root=home / "runs",
+        now=lambda: NOON,
+    )
+    write_status(run.dir, msgspec.structs.replace(run.status, **{"status": "finished", **changes}))
+    found = open_run(run.dir.path)
+    assert found is not None
+    return found
+
+
+def say(run: Run, rank: int, text: bytes) -> None:
+    with run.dir.rank_log(rank).open("ab") as file:
+        file.write(text)
+
+
+def gputrain(*words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "gputrain_tui", *words], cwd=ROOT, capture_output=True)
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_is_printed_as_it_is_and_several_with_their_names(home: Path) -> None:
+    run = make(home, world_size=11)
+    say(run, 10, b"ten\n")
+    say(run, 2, b"two\n\xff\x1b[31mraw\ntorn")
+    run.dir.node_log(0).write_bytes(b"node\n")
+
+    one = gputrain("logs", "last", "--rank", "2")
+    assert (one.returncode, one.stdout, one.stderr) == (0, b"two\n\xff\x1b[31mraw\ntorn\n", b"")
+    both = gputrain("logs", run.id[:15], "--rank", "10", "--rank", "2")
+    assert both.stdout == b"[rank 2] two\n[rank 2] \xff\x1b[31mraw\n[rank 2] torn\n[rank 10] ten\n"
+    everything = gputrain("logs", run.id)
+    assert everything.stdout == b"[node 0] node\n" + both.stdout
+
+
+def test_a_rank_that_said_nothing_and_one_that_is_not_there_are_told_apart(home: Path) -> None:
+    run = make(home)
+    silent = gputrain("logs", "last", "--rank", "1")
+    assert (silent.returncode, silent.stdout) == (0, b"")
+    assert silent.stderr.decode() == f"nothing was printed by rank 1 of {run.id}\n"
+    absent = gputrain("logs", "last", "--rank", "2")
+    assert (absent.returncode, absent.stdout) == (2, b"")
+    assert absent.stderr.decode() == f"gputrain: logs: run {run.id} has no rank 2: its ranks are 0 to 1\n"
+
+
+def test_a_log_of_many_chunks_comes_out_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gputrain_tui.commands.logs.CHUNK_BYTES", 100)
+    run = make(home)
+    text = b"".join(b"line %d\n" % number for number in range(1_000)) + b"x" * 1_000
+    say(run, 0, text)
+    got: list[bytes] = []
+    assert print_logs(run, None, lambda _, lines: got.append(lines))
+    assert b"".join(got) == text
+
+
+def test_following_prints_what_comes_until_the_run_has_ended(home: Path) -> None:
+    run = make(home, status="running", supervisor=identify())
+    got: list[tuple[str, bytes]] = []
+    acts: list[Callable[[], object]] = [
+        lambda: say(run, 0, b"one\ntw"),
+        lambda: say(run, 1, b"late\n"),
+        lambda: say(run, 0, b"o\nlast words"),
+        lambda: write_status(run.dir, msgspec.structs.replace(run.status, status="finished")),
+    ]
+    assert follow_logs(run, None, lambda name, lines: got.append((name, lines)), sleep=lambda _: acts.pop(0)())
+    assert got == [("0", b"one\n"), ("1", b"late\n"), ("0", b"two\n"), ("0", b"last words")]
+    assert acts == []
+
+
+def test_following_one_rank_leaves_the_others_unread(home: Path) -> None:
+    run = make(home)
+    say(run, 0, b"zero\n")
+    say(run, 1, b"one\n")
+    got: list[tuple[str, bytes]] = []
+    assert follow_logs(run, {"1"}, lambda name, lines: got.append((name, lines)))
+    assert got == [("1", b"one\n")]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (b"plain", b"plain"),
+        ("naïve 訓練\t✓".encode(), "naïve 訓練\t✓".encode()),
+        (b"\x1b[31mred\x1b[0m \x1b[2J\x1b]0;title\x07on", b"red on"),
+        (b"\xffbad\xc3", rb"\xffbad\xc3"),
+        (b"bell\x07 null\x00 del\x7f", "bell␇ null␀ del␡".encode()),
+        ("c1 \x9b2J bidi \u202e".encode(), rb"c1 \u009b2J bidi \u202e"),
+        (b" 10%\r 50%\r100%\r", b"100%"),
+        (b"windows\r", b"windows"),
+        (b"", b""),
+        (b"\x1b", "␛".encode()),
+    ],
+)
+def test_nothing_that_a_rank_prints_commands_the_terminal(line: bytes, shown: bytes) -> None:
+    assert dressed(line, b"", True) == shown + b"\n"
+    assert dressed(line, b"[rank 0] ", False) == b"[rank 0] " + line + b"\n"
+
+
+def test_ranks_are_told_apart_by_colour_on_a_terminal_only() -> None:
+    assert prefix("3", colour=False) == b"[rank 3] "
+    assert prefix("node-1", colour=False) == b"[node 1] "
+    assert prefix("0", colour=True) == b"\x1b[36m[rank 0]\x1b[0m "
+    assert prefix("0", colour=True) != prefix("1", colour=True)
+
+
+@pytest.mark.parametrize(
+    ("no_color", "expected"),
+    [("", b"\x1b[36m[rank 0]\x1b[0m red\r\n"), ("1", b"[rank 0] red\r\n")],
+)
+def test_a_real_terminal_gets_colour_unless_it_is_unwanted(home: Path, no_color: str, expected: bytes) -> None:
+    say(make(home), 0, b"\x1b[31mred\n")
+    master, slave = os.openpty()
+    environ = {**os.environ, "NO_COLOR": no_color}
+    subprocess.run(
+        [sys.executable, "-m", "gputrain_tui", "logs", "last"], cwd=ROOT, env=environ, stdout=slave, check=True
+    )
+    os.close(slave)
+    with os.fdopen(master, "rb", buffering=0) as terminal:
+        assert terminal.read(1_000) == expected
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_described_by_their_status_and_a_running_one_by_its_newest_step(home: Path) -> None:
+    running = make(home, status="running", supervisor=identify())
+    writer = EventWriter(running.dir.rank_events(0), rank=0)
+    writer.write(Step(time=NOON, rank=0, step=41, epoch=1, steps=1, samples=8, loss=2.5))
+    writer.close()
+    gone = ProcessIdentity(pid=2**22 + 1, start_ticks=1, boot_id=identify().boot_id, host=identify().host)
+    lost = make(home, status="running", supervisor=gone)
+    done = make(home, ended=NOON + 65, step=100, loss=1.25, exit_code=0)
+
+    described = {run.id: describe(run, now=NOON + 3_600) for run in (running, lost, done)}
+    keys = ("state", "step", "loss", "duration_s")
+    assert [tuple(entry[key] for key in keys) for entry in described.values()] == [
+        ("running", 41, 2.5, 3_600.0),
+        ("lost", None, None, None),
+        ("finished", 100, 1.25, 65.0),
+    ]
+    assert described[done.id]["run_dir"] == str(done.dir.path)
+
+
+def test_people_see_the_runs_newest_first(home: Path) -> None:
+    entries = [
+        describe(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
+        describe(make(home, "lm", status="failed", ended=NOON + 3_700), now=NOON),
+    ]
+    assert [line.split() for line in report(entries).splitlines()] == [
+        ["run", "state", "recipe", "ranks", "step", "loss", "started", "took"],
+        ["20261121-120000-mnist", "finished", "mnist", "2", "100", "1.2500", "2026-11-21", "12:00:00", "1:05"],
+        ["20261121-120000-lm", "failed", "lm", "2", "2026-11-21", "12:00:00", "1:01:40"],
+    ]
+
+
+def test_the_command_lists_runs_as_a_table_or_as_json(home: Path) -> None:
+    empty = gputrain("runs")
+    assert (empty.returncode, empty.stdout) == (0, b"")
+    assert empty.stderr.decode() == f"no run in {home}/runs yet; start one with `gputrain run RECIPE`\n"
+    assert gputrain("runs", "--json").stdout == b"[]\n"
+    run = make(home)
+    assert gputrain("runs").stdout.decode().splitlines()[1].startswith(run.id)
+    listed = msgspec.json.decode(gputrain("runs", "--json").stdout)
+    assert [entry["id"] for entry in listed] == [run.id]
+    assert find("last").id == run.id

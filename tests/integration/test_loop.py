@@ -1,0 +1,405 @@
+"""The training loop with real ranks: exact gradients, resuming, stopping, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import newest, write_file
+
+TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
+
+
+class Trained:
+    """What a finished `python -m trainer` left behind."""
+
+    def __init__(self, run_dir: Path, done: subprocess.CompletedProcess[str]) -> None:
+        self.code = done.returncode
+        self.output = done.stdout + done.stderr
+        self.run_dir = run_dir
+        self.events: list[dict[str, Any]] = []
+        for file in sorted(run_dir.glob("events/*.ndjson")):
+            self.events += [json.loads(line) for line in file.read_text().splitlines()]
+        self.events.sort(key=lambda event: float(event["time"]))
+
+    def of(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["type"] == kind and (rank is None or e.get("rank") == rank)]
+
+    def sum_of(self, value: str, rank: int, *, after: int = 0) -> float:
+        """Over the steps; how many steps share an event depends on how fast they were, the sum does not."""
+        return sum(event[value] * event["steps"] for event in self.of("step", rank) if event["step"] > after)
+
+    def curve(self) -> list[float]:
+        """The loss of each step: the mean over the ranks, whose batches are equally large."""
+        losses: dict[int, list[float]] = {}
+        for event in self.of("step"):
+            assert event["steps"] == 1
+            losses.setdefault(event["step"], []).append(event["loss"])
+        return [statistics.fmean(losses[step]) for step in sorted(losses)]
+
+    @property
+    def parameters(self) -> Tensor:
+        found = newest(self.run_dir / "checkpoints")
+        assert found is not None
+        return torch.cat([tensor.flatten().double() for tensor in found[1]["model"].values()])
+
+
+def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:
+    words = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1"]
+    words += ["--distributed-world-size", str(ranks), *map(str, flags)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    return Trained(run_dir, subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Two trainings at a time: most of each is the loading of torch, in one thread."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+Begun = dict[str, Future[Trained]]
+Flags = tuple[object, ...]
+
+
+def begin(pool: ThreadPoolExecutor, folder: Path, asked: Mapping[str, Flags], *flags: object, ranks: int = 1) -> Begun:
+    """Begin trainings that do not depend on each other, each in a folder of its name."""
+    return {name: pool.submit(train, folder / name, *flags, *own, ranks=ranks) for name, own in asked.items()}
+
+
+def relative_error(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    run_dir = tmp_path_factory.mktemp("one")
+    done = train(run_dir, "--batch-size", 24, "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double")
+    assert done.code == 0, done.output
+    return done
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ("--batch-size", 12)),
+        (3, ("--batch-size", "11,9,4")),
+        (2, ("--batch-size", 4, "--update-freq", 3)),
+        (1, ("--batch-size", 8, "--update-freq", 3)),
+    ],
+    ids=["two ranks", "uneven batch sizes", "two ranks accumulating", "one rank accumulating"],
+)
+def test_gradients_are_the_exact_mean_over_the_global_batch(
+    one_process: Trained, tmp_path: Path, ranks: int, flags: Flags
+) -> None:
+    done = train(tmp_path, *flags, "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double", ranks=ranks)
+    assert done.code == 0, done.output
+    assert relative_error(done.parameters, one_process.parameters) < 1e-12
+    assert done.sum_of("grad_norm", 0) == pytest.approx(one_process.sum_of("grad_norm", 0), rel=1e-9)
+
+
+def test_a_count_that_varies_with_the_batch_is_summed_over_the_ranks(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    flags = ("--masked", "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double")
+    begun = pool.submit(train, tmp_path / "one", "--batch-size", 20, *flags)
+    ranks = train(tmp_path / "two", "--batch-size", "13,7", *flags, ranks=2)
+    union = begun.result()
+    assert (union.code, ranks.code) == (0, 0), union.output + ranks.output
+    assert relative_error(ranks.parameters, union.parameters) < 1e-12
+
+
+def test_a_rank_in_whose_batch_nothing_counts_trains_on_and_has_no_loss_of_its_own(tmp_path: Path) -> None:
+    task = TASK.replace(":TinyTask", ":OneSidedTask")
+    done = train(tmp_path, "--task", task, "--masked", "--batch-size", 5, "--max-updates", 4, ranks=2)
+    assert done.code == 0, done.output
+    assert [sum(event["steps"] for event in done.of("step", rank)) for rank in (0, 1)] == [4, 4]
+    assert all("loss" in event for event in done.of("step", 0))
+    assert not any("loss" in event for event in done.of("step", 1))
+
+
+def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) -> None:
+    done = train(tmp_path, "--batch-size", 5, "--max-epochs", 2, "--dropout", 0.3, ranks=2)
+    assert done.code == 0, done.output
+    for rank in (0, 1):
+        assert sum(event["steps"] for event in done.of("step", rank)) == 10
+        assert done.of("rank_state", rank)[-1]["state"] == "finished"
+    assert {event["loss"] for event in done.of("step", 0)}.isdisjoint(event["loss"] for event in done.of("step", 1))
+    last = {event["rank"]: event for event in done.of("checksum")}
+    assert last[0]["parameters"] == last[1]["parameters"]
+    assert sum(event["samples"] for event in done.of("step")) == 2 * 50
+
+
+@pytest.mark.parametrize("stop", [4, 10], ids=["inside an epoch", "at the end of an epoch"])
+def test_a_resumed_run_is_equal_to_one_without_a_stop_bit_for_bit(
+    pool: ThreadPoolExecutor, tmp_path: Path, stop: int
+) -> None:
+    # Fast steps share an event; a validation ends it, so that none covers steps before and after the stop.
+    flags = ("--batch-size", 5, "--dropout", 0.3, "--lr-scheduler", "cosine", "--total-num-update", 15)
+    flags += ("--valid-every-updates", 2)
+    begun = pool.submit(train, tmp_path / "straight", *flags, "--max-epochs", 3, ranks=2)
+    first = train(tmp_path / "first", *flags, "--max-epochs", 3, "--max-updates", stop, ranks=2)
+    second = train(
+        tmp_path / "second", *flags, "--max-epochs", 3, "--resume", tmp_path / "first" / "checkpoints", ranks=2
+    )
+    straight = begun.result()
+    assert (straight.code, first.code, second.code) == (0, 0, 0), second.output
+    assert torch.equal(second.parameters, straight.parameters)
+    for rank in (0, 1):
+        for value in ("loss", "grad_norm"):
+            expected = straight.sum_of(value, rank, after=stop)
+            assert second.sum_of(value, rank) == pytest.approx(expected, rel=1e-12)
+
+
+def test_on_another_world_size_the_rest_of_the_epoch_is_seen_once(tmp_path: Path) -> None:
+    flags = ("--batch-size", 4, "--max-epochs", 1)
+    first = train(tmp_path / "first", *flags, "--max-updates", 3, ranks=2)
+    second = train(tmp_path / "second", *flags, "--resume", tmp_path / "first" / "checkpoints", ranks=3)
+    assert (first.code, second.code) == (0, 0), second.output
+    assert sum(event["samples"] for event in first.of("step")) == 24
+    assert sum(event["samples"] for event in second.of("step")) == 26
+
+
+def test_validation_does_not_depend_on_the_number_of_ranks(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    flags = ("--batch-size", 4, "--max-updates", 1, "--lr", "1e-30", "--max-epochs", 1)
+    results = []
+    for done in pool.map(lambda ranks: train(tmp_path / str(ranks), *flags, ranks=ranks), (1, 2)):
+        assert done.code == 0, done.output
+        results.append([(e["loss"], e["metrics"]["accuracy"]) for e in done.of("validation")])
+    assert len(results[0]) == 1
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+
+
+REASONS: dict[str, Flags] = {
+    "max_updates 3 reached": ("--max-updates", 3),
+    "max_epochs 1 reached": ("--max-epochs", 1),
+    "stop_time 0.0001 minutes reached": ("--stop-time", 0.0001),
+    "no better loss in 2 validations": ("--patience", 2, "--lr", "1e-30"),
+    "the learning rate is not above min_lr 0.0004": (
+        *("--min-lr", 0.0004, "--lr-scheduler", "polynomial_decay", "--total-num-update", 20),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    return begin(pool, tmp_path_factory.mktemp("ended"), REASONS, "--batch-size", 10)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_training_ends_for_the_reason_that_was_asked_for(ended: Begun, reason: str) -> None:
+    done = ended[reason].result()
+    assert done.code == 0, done.output
+    assert f"finished: {reason}" in (done.run_dir / "logs" / "0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("poison", "where"),
+    [("loss", "output of 4 (_Poison)"), ("gradient", "gradient of 3.bias")],
+)
+def test_a_non_finite_number_is_named_with_step_and_module(tmp_path: Path, poison: str, where: str) -> None:
+    done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison, ranks=2)
+    assert done.code == 1
+    kinds = {event["kind"] for event in done.of("failure")}
+    assert "non_finite" in kinds, done.output
+    message = next(event["message"] for event in done.of("failure") if event["kind"] == "non_finite")
+    assert f"non-finite {poison} at step 4: first in {where}" in message
+
+
+def test_an_overflow_of_half_precision_is_looked_for_in_half_precision(tmp_path: Path) -> None:
+    done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", "half", "--precision", "fp16")
+    assert done.code == 1
+    (failure,) = done.of("failure")
+    assert failure["message"] == "non-finite loss at step 4: first in output of 4 (_Poison)"
+
+
+@pytest.mark.parametrize(
+    ("poison", "known"),
+    [
+        ("once", "non-finite loss at step 4: the same batch computed again gives finite numbers, so no module can"),
+        ("norm", "non-finite gradient at step 4: every gradient is finite, only their norm is too large for its"),
+    ],
+)
+def test_a_non_finite_number_that_does_not_come_again_is_told_with_what_is_known(
+    tmp_path: Path, poison: str, known: str
+) -> None:
+    done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison)
+    assert done.code == 1
+    (failure,) = done.of("failure")
+    assert failure["kind"] == "non_finite"
+    assert failure["message"].startswith(known)
+
+
+REFUSALS: dict[str, Flags] = {
+    "nothing would end this training": ("--batch-size", 10),
+    "the training data has 50 samples, but 3 ranks": ("--batch-size", 40, "--max-epochs", 1),
+    "--batch-size has 2 values, but there are 3 ranks": ("--batch-size", "4,4", "--max-epochs", 1),
+    "did you mean 'accuracy'?": ("--batch-size", 4, "--max-epochs", 1, "--best-metric", "acuracy"),
+    "--samples is 'many', but must be an integer": ("--batch-size", 4, "--max-epochs", 1, "--samples", "many"),
+    "--bach-size": ("--batch-size", 4, "--max-epochs", 1, "--bach-size", "4"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    return begin(pool, tmp_path_factory.mktemp("refused"), REFUSALS, ranks=3)
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_a_request_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(refused: Begun, line: str) -> None:
+    done = refused[line].result()
+    assert done.code == 2, done.output
+    told = [text for text in done.output.splitlines() if line in text]
+    assert len(told) == 1
+    assert "Traceback" not in done.output
+
+
+def test_the_language_models_loss_curve_does_not_depend_on_how_the_global_batch_is_divided(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"".join(b"%d squared is %d; " % (number, number * number) for number in range(2000)))
+    flags: Flags = ("--task", "lm", "--data", text, "--context", 16, "--dim", 32, "--layers", 1)
+    # A validation ends an event, so that every step has one of its own.
+    flags += (
+        "--heads",
+        2,
+        "--max-updates",
+        50,
+        "--clip-norm",
+        1.0,
+        "--valid-every-updates",
+        1,
+        "--valid-fraction",
+        0.02,
+    )
+    alone: dict[str, Flags] = {"one": ("--batch-size", 16), "accumulated": ("--batch-size", 8, "--update-freq", 2)}
+    begun = begin(pool, tmp_path, alone, *flags)
+    two_ranks = train(tmp_path / "two", *flags, "--batch-size", 8, ranks=2)
+    divided = [begun["one"].result(), two_ranks, begun["accumulated"].result()]
+    assert [done.code for done in divided] == [0, 0, 0], divided[1].output
+    one, two, accumulated = (done.curve() for done in divided)
+    assert len(one) == 50
+    assert two == pytest.approx(one, rel=1e-5)
+    assert accumulated == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("raise", "exception", "ArithmeticError: the answer is not 42"),
+        ("memory", "out_of_memory", "out of memory at step 3, batch [5, 8] float32, [5, 3] int64"),
+        ("exit", "exit", "exit code 7"),
+        ("kill", "signal", "SIGKILL"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_run_at_once_and_is_named(
+    tmp_path: Path, fault: str, kind: str, message: str
+) -> None:
+    flags = ("--batch-size", 5, "--max-epochs", 1000, "--fault-rank", 1, "--fault-step", 3, "--fault", fault)
+    done = train(tmp_path, *flags, ranks=2)
+    assert done.code == 1
+    result = json.loads((tmp_path / "nodes" / "0.json").read_text())
+    assert (result["failure"]["rank"], result["failure"]["kind"]) == (1, kind)
+    assert message in result["failure"]["message"]
+    assert sum(event["steps"] for event in done.of("step", 0)) <= 3
+
+
+def test_dropout_differs_between_ranks_and_repeats_with_the_seed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    flags = ("--batch-size", 5, "--max-epochs", 1, "--dropout", 0.5)
+    asked: dict[str, Flags] = {"first": (), "second": (), "other": ("--seed", 2)}
+    begun = begin(pool, tmp_path, asked, *flags, ranks=2)
+    first, second, other = (one.result().parameters for one in begun.values())
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+@pytest.fixture(scope="module")
+def stopped_at_3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("stopped")
+    assert train(run_dir, "--batch-size", 10, "--max-updates", 3).code == 0
+    return run_dir / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--task", TASK.replace(":TinyTask", ":OtherTask")), "is of task"),
+        (("--width", 17), "does not fit this model"),
+        (("--resume", "nowhere.pt"), "nowhere.pt"),
+    ],
+    ids=["another task", "another shape", "no file"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
+    stopped_at_3: Path, tmp_path: Path, flags: Flags, line: str
+) -> None:
+    done = train(tmp_path, "--batch-size", 10, "--max-updates", 3, "--resume", stopped_at_3, *flags)
+    assert done.code == 2, done.output
+    assert len([text for text in done.output.splitlines() if line in text]) == 1
+    assert "Traceback" not in done.output
+
+
+def test_a_resumed_training_that_is_at_its_end_already_is_refused(tmp_path: Path) -> None:
+    flags = ("--batch-size", 10, "--max-updates", 3)
+    assert train(tmp_path / "first", *flags).code == 0
+    folder = tmp_path / "first" / "checkpoints"
+    done = train(tmp_path / "second", *flags, "--lr", 0.5, "--resume", folder)
+    assert done.code == 2, done.output
+    assert "nothing is left to train: max_updates 3 reached" in done.output.splitlines()[-1]
+    # In its own run directory it is the restart of a run that was killed after its last checkpoint.
+    assert train(tmp_path / "first", *flags, "--resume", folder).code == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_whose_last_checkpoint_cannot_be_written_fails_in_one_line(tmp_path: Path, ranks: int) -> None:
+    limit = 1 << 20  # of a file's size, less than the checkpoint's
+    words = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--threads", "1", "--width", "50000"]
+    words += ["--run-dir", str(tmp_path), "--batch-size", "10", "--max-updates", "3"]
+    done = subprocess.run(
+        [*words, "--distributed-world-size", str(ranks)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    told = "trained, but there is no checkpoint of it; that of step 3 was not kept: File too large"
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, last) == (1, f"trainer: rank 0 on {socket.gethostname()}: {told}")
+    (failure,) = Trained(tmp_path, done).of("failure")
+    assert (failure["kind"], failure["message"], failure["step"]) == ("checkpoint_lost", told, 3)
+    result = json.loads((tmp_path / "nodes" / "0.json").read_bytes())
+    assert (result["exit_code"], result["failure"]["message"]) == (1, told)
+    assert not list((tmp_path / "checkpoints").glob("*.pt"))
+
+
+def test_an_epoch_that_ends_where_an_evaluation_is_due_by_updates_has_one_evaluation(tmp_path: Path) -> None:
+    done = train(tmp_path, "--batch-size", 25, "--valid-every-updates", 1, "--max-epochs", 2)  # 50 samples
+    assert [event["step"] for event in done.of("validation")] == [1, 2, 3, 4]
+
+
+def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no_update_is_made(tmp_path: Path) -> None:
+    flags = ("--batch-size", 10, "--max-updates", 3)
+    assert train(tmp_path / "first", *flags).code == 0
+    found = newest(tmp_path / "first" / "checkpoints")
+    assert found is not None
+    # As it is after a stop in the middle of the validation.
+    write_file(tmp_path / "stopped.pt", {**found[1], "validated_at": -1})
+    done = train(tmp_path / "second", *flags, "--resume", tmp_path / "stopped.pt")
+    assert done.code == 0, done.output
+    line = "no update is left to make, max_updates 3 reached: its last validation is made now"
+    assert line in (tmp_path / "second" / "logs" / "0.log").read_text().splitlines()
+    assert [event["message"] for event in done.of("finding")] == [line], "who looks at the run sees it too"
+    assert [event["step"] for event in done.of("validation")] == [3]
+    assert done.of("step") == []

@@ -1,0 +1,112 @@
+"""Ways to train that change how a step is computed: each trains on two ranks, which agree in the end."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_group import Gang
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.engine.model import compression
+
+UPDATES = 12
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Gang]:
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+def train(rank: int, world_size: int, options: dict[str, Any], record: str) -> dict[str, Any]:
+    """Run on each rank: train a little, recording, and return how it went."""
+    import torch
+    from tiny_task import TinyOptions, TinyTask
+
+    from trainer.contract.record import EventWriter
+    from trainer.engine.loop import Loop
+    from trainer.engine.worker_context import WorkerContext
+
+    writer = EventWriter(Path(record) / f"{rank}.ndjson", rank=rank)
+    loop = Loop(
+        TinyTask(TinyOptions(samples=192, dropout=0.1, width=32)),
+        Training(task="tiny", batch_size=(8,), max_updates=UPDATES, optimizer="adam", lr=0.01, **options),
+        WorkerContext(
+            rank=rank,
+            world_size=world_size,
+            device=torch.device("cpu"),
+            writer=writer,
+            set_state=lambda state: None,
+            say=lambda line: None,
+            checkpoints=None,
+        ),
+    )
+    before = torch.cat([p.detach().flatten() for p in loop.parameters]).clone()
+    outcome = loop.run()
+    loop.train_batches.close()
+    writer.close()
+    after = torch.cat([p.detach().flatten() for p in loop.parameters])
+    return {
+        "updates": outcome.updates,
+        "parameters": after.tolist(),
+        "finite": bool(after.isfinite().all()),
+        "moved": float((after - before).norm()),
+        "loss": outcome.best.value,
+    }
+
+
+CONFIGURATIONS = {
+    "plain": {},
+    "workers": {"num_workers": 2},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "fp16 clipped": {"precision": "fp16", "clip_norm": 0.1, "update_freq": (2,)},
+    "wire fp16": {"ddp_comm_hook": "fp16"},
+    "wire bf16": {"ddp_comm_hook": "bf16"},
+    "static graph": {"static_graph": True},
+    "static graph, accumulated": {"static_graph": True, "update_freq": (3,)},
+    "unused parameters": {"find_unused_parameters": True},
+    "unused parameters, accumulated": {"find_unused_parameters": True, "update_freq": (3,)},
+    "no views": {"gradient_as_bucket_view": False},
+    "no detail": {"sync_detail_every": 0},
+    "small buckets": {"bucket_cap_mb": 0.001},
+    "wire fp16 in fp16": {"ddp_comm_hook": "fp16", "precision": "fp16", "update_freq": (2,)},
+}
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_two_ranks_train_and_agree(two_ranks: Gang, tmp_path: Path, options: dict[str, Any]) -> None:
+    agree(two_ranks.run(train, options, str(tmp_path)))
+
+
+@pytest.mark.skipif(find_spec("numpy") is None, reason="torch's PowerSGD needs numpy")
+def test_two_ranks_train_with_powersgd_and_agree(two_ranks: Gang, tmp_path: Path) -> None:
+    agree(two_ranks.run(train, {"ddp_comm_hook": "powersgd"}, str(tmp_path)))
+
+
+@pytest.mark.skipif(find_spec("numpy") is not None, reason="numpy is installed")
+def test_powersgd_without_numpy_is_refused_in_one_line() -> None:
+    with pytest.raises(RequestError, match="powersgd needs numpy"):
+        compression(Training(ddp_comm_hook="powersgd"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs a C++ compiler")
+def test_two_ranks_train_a_compiled_model_and_agree(two_ranks: Gang, tmp_path: Path) -> None:
+    agree(two_ranks.run(train, {"compile": True}, str(tmp_path)))
+
+
+def agree(results: list[dict[str, Any]]) -> None:
+    first, second = results
+    assert first["updates"] == second["updates"] == UPDATES
+    assert first["finite"]
+    assert first["moved"] > 0.05
+    assert first["parameters"] == second["parameters"]
+    assert first["loss"] == second["loss"]

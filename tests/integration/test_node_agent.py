@@ -1,0 +1,400 @@
+"""The node's parent with real processes: what the ranks do is in spawn_targets.py, the parent in spawn_harness.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trainer.agent.init_method import free_port
+from trainer.contract.outcome import NodeOutcome, RankOutcome, is_lost_peer, root_cause
+from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
+from trainer.host.descendants import descendants
+
+HERE = Path(__file__).parent
+
+
+class Parent:
+    """A running node's parent."""
+
+    def __init__(self, run_dir: Path, temporary: str, *words: str, lease: bool = False) -> None:
+        self.run_dir = RunDir(run_dir)
+        self.errors = run_dir / "stderr"
+        environ = os.environ | {
+            "GPUTRAIN_LEASE": "stdin" if lease else "",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "TMPDIR": temporary,
+        }
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(HERE.parents[0] / "support" / "node_agent_harness.py"),
+                    words[0],
+                    str(run_dir),
+                    *words[1:],
+                ],
+                stdin=subprocess.PIPE if lease else subprocess.DEVNULL,
+                stderr=errors,
+                env=environ,
+                start_new_session=True,
+            )
+        self.family: set[int] = set()
+        """Every process that was seen below the parent."""
+
+    def wait(self, timeout: float = 120.0) -> int:
+        return self.process.wait(timeout)
+
+    def marks(self) -> list[str]:
+        """Wait until both ranks have come to their mark, and return what they wrote."""
+        paths = [self.run_dir.path / f"mark-{rank}" for rank in range(2)]
+        wait_until(lambda: all(path.exists() for path in paths) or self.process.poll() is not None)
+        self.family |= descendants(self.process.pid)
+        return [path.read_text() for path in paths]
+
+    def outcome(self) -> NodeOutcome:
+        return msgspec.json.decode(self.run_dir.node_result(0).read_bytes(), type=NodeOutcome)
+
+    def events(self) -> list[AnyEvent]:
+        return list(decode_events(self.run_dir.node_events(0).read_bytes()))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            for pid in descendants(self.process.pid) | {self.process.pid}:
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+Start = Callable[..., Parent]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    parents: list[Parent] = []
+
+    # A killed parent leaves its socket's folder, which lies outside a run directory whose path is long.
+    with tempfile.TemporaryDirectory() as temporary:
+
+        def begin(*words: str, lease: bool = False) -> Parent:
+            parents.append(Parent(tmp_path, temporary, *words, lease=lease))
+            return parents[-1]
+
+        yield begin
+        for parent in parents:
+            parent.close()
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def still_alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if alive(pid)}
+
+
+def failure(kind: str, message: str = "", rank: int = 0) -> Failure:
+    return Failure(time=0.0, kind=kind, message=message, rank=rank)
+
+
+# --- success --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_finish_leave_a_record_and_nothing_else(start: Start) -> None:
+    parent = start("trains")
+    assert parent.wait() == 0
+    done = RankOutcome(exit_code=0, finished=True)
+    assert parent.outcome() == NodeOutcome(node=0, host="here", exit_code=0, ranks={0: done, 1: done})
+    spawned = [event for event in parent.events() if isinstance(event, RankState)]
+    assert [(event.rank, event.state, event.host, event.device) for event in spawned] == [
+        (0, "spawned", "here", "cpu"),
+        (1, "spawned", "here", "cpu"),
+    ]
+    samples = [event for event in parent.events() if isinstance(event, NodeSample)]
+    assert [process.rank for process in samples[0].ranks] == [0, 1]
+    assert all(process.rss_bytes for process in samples[0].ranks)
+    assert parent.run_dir.rank_log(1).read_text() == "rank 1 prints\nand complains\n"
+    assert not parent.run_dir.tmp.exists()
+    assert parent.errors.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "ended_by"), [("aborts_after_success", "SIGABRT"), ("hangs_after_success", "SIGKILL")]
+)
+def test_how_a_rank_exits_after_its_success_does_not_matter(start: Start, target: str, ended_by: str) -> None:
+    parent = start(target)
+    assert parent.wait() == 0
+    assert parent.outcome().ranks[1] == RankOutcome(signal=ended_by, finished=True)
+    assert parent.outcome().failure is None
+
+
+def test_ranks_fork_with_torch_in_memory_and_one_thread(start: Start) -> None:
+    parent = start("tells_its_surroundings", "forkserver")
+    assert parent.wait() == 0
+    # Two threads: the main one and the one that watches the parent.
+    assert parent.marks() == [f"True 2 2 1 {parent.run_dir.tmp / '0'}"] * 2
+
+
+def test_torch_multiprocessing_starts_ranks_when_asked_to(start: Start) -> None:
+    parent = start("tells_its_surroundings", "spawn")
+    assert parent.wait() == 0
+    assert parent.marks() == [f"False 2 2 None {parent.run_dir.tmp / '0'}"] * 2
+
+
+# --- failure --------------------------------------------------------------------------------------------------------
+
+
+def test_one_exception_stops_the_ranks_that_hang_in_c_and_is_reported(start: Start) -> None:
+    parent = start("one_raises")
+    assert parent.wait() == 1
+    outcome = parent.outcome()
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.rank) == ("exception", 1)
+    assert outcome.failure.message == "ZeroDivisionError: one over nothing"
+    assert "in one_raises" in (outcome.failure.traceback or "")
+    assert outcome.ranks[0] == RankOutcome(signal="SIGTERM")
+    assert "ZeroDivisionError" in parent.run_dir.rank_log(1).read_text()
+
+
+def test_a_request_that_only_a_rank_can_refuse_ends_as_a_bad_request(start: Start) -> None:
+    parent = start("one_finds_the_request_wrong")
+    assert parent.wait() == 2
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.message, told.traceback) == ("request", "/data is missing", None)
+
+
+def test_the_cause_is_the_killed_rank_not_the_one_that_lost_it_first(start: Start) -> None:
+    parent = start("one_is_killed_and_the_other_loses_its_peer")
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank) == ("signal", 1)
+    assert "SIGKILL" in told.message
+    # The killed rank could not write it, so the parent's own events hold it.
+    assert [(event.rank, event.kind) for event in parent.events() if isinstance(event, Failure)] == [(1, "signal")]
+    assert ("failed", 1) in [(event.state, event.rank) for event in parent.events() if isinstance(event, RankState)]
+
+
+def test_a_lost_peer_is_the_cause_only_when_nothing_else_failed_here(start: Start) -> None:
+    parent = start("all_lose_a_peer")
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert told.kind == "lost_peer"
+
+
+def test_leaving_without_having_trained_is_a_failure_whatever_the_exit_code(start: Start) -> None:
+    parent = start("leaves_early")
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank) == ("exit", 1)
+    assert "exit code 0 before its training was complete" in told.message
+
+
+def test_ranks_that_end_with_a_killed_fork_server_are_not_blamed(start: Start) -> None:
+    parent = start("all_hang")
+    pid = int(parent.marks()[0])
+    server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert server != parent.process.pid
+    os.kill(server, signal.SIGKILL)
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank, told.host) == ("signal", None, "here")
+    assert told.message.startswith("the fork server, from which the ranks of this node come, was ended by SIGKILL")
+    assert [event for event in parent.events() if isinstance(event, Failure)] == [told]
+    assert still_alive(parent.family) == set()
+
+
+def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(start: Start) -> None:
+    parent = start("leaves_with_255")
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank) == ("exit", 1)
+    assert "exit code 255" in told.message
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "words"),
+    [
+        ("one_says_nothing", "silent", "rank 1 said nothing; rank 0 gave up: Connection reset by peer"),
+        (
+            "one_is_ended_by_the_watchdog_of_nccl",
+            "silent",
+            "rank 1 said nothing; rank 0 gave up: the process was ended by SIGABRT: [PG ID 0 Rank 0] Watchdog caught "
+            "collective operation timeout: WorkNCCL(...)",
+        ),
+        (
+            "one_has_left",
+            "left_early",
+            "rank 1 had left with exit code 0, and others went on; rank 0 gave up: Connection reset by peer",
+        ),
+    ],
+)
+def test_a_rank_that_another_has_lost_is_the_cause(start: Start, target: str, kind: str, words: str) -> None:
+    parent = start(target)
+    assert parent.wait() == 1
+    told = parent.outcome().failure
+    assert told is not None
+    assert (told.kind, told.rank, told.message) == (kind, 1, words)
+
+
+def test_what_ranks_started_ends_with_them_daemons_too(start: Start) -> None:
+    parent = start("has_children")
+    assert parent.wait() == 1
+    started = {int(pid) for mark in parent.marks() for pid in mark.split()}
+    assert len(started) == 6
+    assert still_alive(started) == set()
+
+
+# --- being stopped --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_parent_stops_ranks_that_hang(start: Start, number: signal.Signals) -> None:
+    parent = start("all_hang")
+    parent.marks()
+    asked = time.monotonic()
+    parent.process.send_signal(number)
+    assert parent.wait() == 130
+    assert time.monotonic() - asked < 2.0
+    assert still_alive(parent.family) == set()
+    assert (parent.outcome().exit_code, parent.outcome().failure) == (130, None)
+
+
+def test_control_c_reaches_the_whole_group_and_stops_it_once_and_quietly(start: Start) -> None:
+    parent = start("all_hang")
+    parent.marks()
+    os.killpg(parent.process.pid, signal.SIGINT)
+    assert parent.wait() == 130
+    assert still_alive(parent.family) == set()
+    assert parent.errors.read_text() == ""
+
+
+@pytest.mark.timing
+def test_control_c_while_torch_is_loading_stops_at_once_and_quietly(start: Start) -> None:
+    parent = start("trains", "forkserver")
+    wait_until(lambda: bool(descendants(parent.process.pid)))
+    asked = time.monotonic()
+    os.killpg(parent.process.pid, signal.SIGINT)
+    assert parent.wait() == 130
+    assert time.monotonic() - asked < 1.0
+    assert parent.errors.read_text() == ""
+
+
+def test_ranks_that_ignore_the_polite_signal_are_killed(start: Start) -> None:
+    parent = start("all_hang_and_ignore_sigterm")
+    parent.marks()
+    parent.process.send_signal(signal.SIGINT)
+    assert parent.wait() == 130
+    assert still_alive(parent.family) == set()
+    assert parent.outcome().ranks[0] == RankOutcome(signal="SIGKILL")
+
+
+def test_the_end_of_the_lease_stops_everything(start: Start) -> None:
+    parent = start("all_hang", lease=True)
+    parent.marks()
+    assert parent.process.stdin is not None
+    parent.process.stdin.close()
+    assert parent.wait() == 130
+    assert still_alive(parent.family) == set()
+
+
+@pytest.mark.parametrize("target", ["all_hang", "all_hang_with_the_gil"])
+def test_ranks_die_with_a_killed_parent_even_where_python_cannot_run(start: Start, target: str) -> None:
+    parent = start(target)
+    parent.marks()
+    parent.process.kill()
+    parent.wait()
+    wait_until(lambda: not still_alive(parent.family), timeout=2.0)
+
+
+def test_ranks_die_with_a_killed_parent_when_torch_multiprocessing_started_them(start: Start) -> None:
+    parent = start("all_hang_with_the_gil", "spawn")
+    parent.marks()
+    parent.process.kill()
+    parent.wait()
+    wait_until(lambda: not still_alive(parent.family), timeout=2.0)
+
+
+def test_ranks_inside_a_real_collective_die_with_a_killed_parent(start: Start) -> None:
+    parent = start("all_reduces_for_ever", "forkserver", f"tcp://127.0.0.1:{free_port()}")
+    parent.marks()
+    parent.process.kill()
+    parent.wait()
+    wait_until(lambda: not still_alive(parent.family), timeout=2.0)
+
+
+def test_stacks_are_printed_into_the_ranks_log_on_request(start: Start) -> None:
+    parent = start("all_hang")
+    pid = int(parent.marks()[1])
+    os.kill(pid, signal.SIGUSR1)
+    log = parent.run_dir.rank_log(1)
+    wait_until(lambda: "in all_hang" in log.read_text())
+    assert alive(pid)
+
+
+# --- judging --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ([], None),
+        ([(5, failure("exception", rank=0)), (3, failure("signal", rank=1))], 1),
+        ([(1, failure("lost_peer", rank=0)), (9, failure("exception", rank=1))], 1),
+        ([(1, failure("join_timeout", rank=0)), (9, failure("request", rank=1))], 1),
+        ([(1, failure("lost_peer", rank=0)), (9, failure("join_timeout", rank=1))], 1),
+        ([(2, failure("lost_peer", rank=0)), (1, failure("lost_peer", rank=1))], 1),
+    ],
+)
+def test_the_root_cause_is_the_earliest_failure_that_is_no_consequence(
+    failures: list[tuple[int, Failure]], cause: int | None
+) -> None:
+    found = root_cause(failures)
+    assert (found.rank if found else None) == cause
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.77.0.3]:42163",
+            True,
+        ),
+        ("pair.cc:537] Read error [10.0.0.2]:99: Connection reset by peer", True),
+        ("unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete", True),
+        ("Failed to recv, got 0 bytes. Connection was likely closed.", True),
+        ("Gloo connectFullMesh failed with ... timed out connecting", True),
+        ("NCCL error: remote process exited or there was a network error, ncclRemoteError", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("No such file or directory: 'train.tsv'", False),
+    ],
+)
+def test_messages_about_a_lost_peer_are_recognised(message: str, lost: bool) -> None:
+    assert is_lost_peer(message) == lost

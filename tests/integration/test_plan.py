@@ -1,0 +1,634 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gputrain_tui.hosts.addresses import free_port, is_port_free, local_facts, own_addresses, port_holder
+from gputrain_tui.hosts.host_names import DEFAULT_PORT, LocalFacts
+from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory
+from gputrain_tui.lifecycle.restart import again
+from gputrain_tui.plan.batch_script import script
+from gputrain_tui.plan.planner import Plan, plan, task_flags, with_run_dir
+from gputrain_tui.recipe.model import build, load
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Distributed
+from trainer.contract.record import RunDir
+from trainer.contract.schema import check, describe, read_flags
+from trainer.contract.task_options import LmOptions
+from trainer.environments.dispatch import decide
+
+ROOT = Path(__file__).parents[2]
+HERE = LocalFacts(
+    names=frozenset({"box", "10.0.0.1", "fe80::1"}), addresses=("10.0.0.1",), free_port=20123, python="/venv/python"
+)
+PORT = 11111
+GIB = 1 << 30
+
+
+def recipe(*nodes: str, cluster: str = "", train: str = "") -> Any:
+    tables = "".join(f"[[cluster.nodes]]\n{node}\n" for node in nodes)
+    return build(
+        f'[cluster]\n{cluster}\n{tables}[train]\ntask = "mnist"\n{train}\n[task]\ndata = "/d"\n', name="r.toml"
+    )
+
+
+def remote(*gpus: int) -> list[str]:
+    return [f'host = "10.0.123.{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
+
+
+def machine(count: int, *, busy: tuple[int, ...] = (), mig: tuple[int, ...] = ()) -> Inventory:
+    """A machine whose GPUs are listed backwards, so that taking them as listed is seen to be wrong."""
+    gpus = tuple(
+        Gpu(
+            index=index,
+            uuid=f"GPU-{index:04}-ab",
+            pci_bus_id=f"00000000:{0x10 + index:02x}:00.0",
+            name="NVIDIA Test",
+            memory_used_bytes=30 * GIB if index in busy else 3 << 20,
+            memory_total_bytes=80 * GIB,
+            utilization_percent=0.0,
+            mig=index in mig,
+            processes=(GpuProcess(pid=1, user="ada"),) if index in busy else (),
+        )
+        for index in range(count)
+    )
+    return Inventory(host="box", time=0.0, cpus=Cpus(), memory=Memory(), gpus=tuple(reversed(gpus)))
+
+
+def planned(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> Plan:
+    return plan(recipe(*nodes, **tables), has or {}, local=local)
+
+
+def refusal(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        planned(*nodes, has=has, local=local, **tables)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def distributed(words: list[str]) -> str:
+    """The flags between ``-m trainer`` and ``--task``."""
+    return " ".join(words[3 : words.index("--task")])
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "first_ranks", "world_size"),
+    [
+        ([4, 4, 4, 4], [0, 4, 8, 12], 16),
+        ([4] * 8, [0, 4, 8, 12, 16, 20, 24, 28], 32),
+        ([4, 8], [0, 4], 12),
+        ([4, 2, 8, 1], [0, 4, 6, 14], 15),
+        ([1, 1], [0, 1], 2),
+        ([8], [0], 8),
+    ],
+)
+def test_first_ranks_are_the_sums_of_the_gpus_before(gpus: list[int], first_ranks: list[int], world_size: int) -> None:
+    found = planned(*remote(*gpus))
+    assert [node.first_rank for node in found.nodes] == first_ranks
+    assert found.world_size == world_size
+    assert [rank for node in found.nodes for rank in node.ranks] == list(range(world_size))
+    assert [len(node.devices) for node in found.nodes] == gpus
+
+
+@pytest.mark.parametrize(("node", "first_rank"), [(0, 0), (1, 4), (2, 8), (3, 12)])
+def test_four_nodes_have_the_flags_of_hetseqs_documentation(node: int, first_rank: int) -> None:
+    found = planned(*remote(4, 4, 4, 4), cluster=f"port = {PORT}").nodes[node]
+    assert distributed(found.argv) == (
+        "--distributed-init-method tcp://10.0.123.1:11111 --distributed-world-size 16 "
+        f"--distributed-gpus 4 --distributed-rank {first_rank}"
+    )
+    assert found.argv[:3] == ["python", "-m", "trainer"]
+    assert found.argv[found.argv.index("--task") :] == ["--task", "mnist", "--data", "/d"]
+    assert found.env == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "first_ranks"), [("four_nodes", [0, 4, 8, 12]), ("hetseq_mnist_8x4", [*range(0, 32, 4)])]
+)
+def test_the_repositorys_plans_have_the_documented_ranks(name: str, first_ranks: list[int]) -> None:
+    found = plan(load(str(ROOT / "recipes" / f"{name}.toml")), {}, local=HERE)
+    said = [node.argv[node.argv.index("--distributed-rank") + 1] for node in found.nodes]
+    assert said == [str(rank) for rank in first_ranks]
+
+
+def test_a_node_with_one_gpu_does_not_spawn_and_says_its_device() -> None:
+    found = planned(*remote(4, 2, 8, 1)).nodes[3]
+    assert distributed(found.argv).endswith(
+        "--distributed-gpus 1 --distributed-rank 14 --distributed-no-spawn --device-id 0"
+    )
+    found = planned(*remote(2), 'host = "10.0.123.9"\ngpus = [3]').nodes[1]
+    assert found.env == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "3"}
+    assert found.argv[found.argv.index("--device-id") + 1] == "0"
+
+
+def test_one_gpu_alone_needs_no_meeting_point() -> None:
+    found = planned("gpus = 1", has={"localhost": machine(2)})
+    assert found.init_method is None
+    assert distributed(found.nodes[0].argv) == "--distributed-world-size 1 --device-id 0"
+    assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0000-ab"
+
+
+def test_one_cpu_rank_alone_is_one_process() -> None:
+    assert distributed(planned("cpu_ranks = 1").nodes[0].argv) == "--distributed-world-size 1 --cpu"
+
+
+def test_cpu_ranks_of_this_machine_meet_at_a_tested_port() -> None:
+    found = planned("cpu_ranks = 2")
+    assert (found.world_size, found.backend, found.launcher, found.init_method) == (
+        2,
+        "gloo",
+        "local",
+        "tcp://127.0.0.1:20123",
+    )
+    assert found.nodes[0].argv[0] == "/venv/python"
+    assert found.nodes[0].devices == ["cpu", "cpu"]
+    assert distributed(found.nodes[0].argv) == (
+        "--distributed-init-method tcp://127.0.0.1:20123 --distributed-world-size 2 --distributed-gpus 2 --cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        ["cpu_ranks = 3"],
+        ["cpu_ranks = 1"],
+        ["cpu_ranks = 2", "cpu_ranks = 1"],
+        remote(4, 2, 8, 1),
+        remote(1, 1),
+        remote(3),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["tcp", "env"])
+def test_the_trainer_starts_exactly_the_planned_ranks(nodes: list[str], scheme: str) -> None:
+    if scheme == "env" and nodes == ["cpu_ranks = 1"]:
+        return
+    found = planned(*nodes, cluster='init_method = "env://"' if scheme == "env" else "")
+    for node in found.nodes:
+        values, _ = read_flags(node.argv[3:], describe(Distributed))
+        options = check(Distributed, values, where=str)
+        gpus = 0 if "cpu" in node.devices else len(node.devices)
+        decision = decide(options, node.env, gpus)
+        assert list(decision.ranks) == node.ranks
+        assert (decision.world_size, decision.first_rank) == (found.world_size, node.first_rank)
+        assert decision.spawn == (len(node.ranks) > 1)
+        assert decision.backend == found.backend
+
+
+# --- where ranks meet ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cluster", "init_method"),
+    [
+        (remote(1, 1), "", f"tcp://10.0.123.1:{DEFAULT_PORT}"),
+        (remote(1, 1), "port = 4000", "tcp://10.0.123.1:4000"),
+        (remote(1, 1), 'init_method = "tcp://master:4000"', "tcp://master:4000"),
+        (remote(1, 1), 'init_method = "file:///shared/meet"', "file:///shared/meet"),
+        (remote(1, 1), 'init_method = "env://"', "env://"),
+        (['host = "fd00::7"\ngpus = 1', 'host = "fd00::8"\ngpus = 1'], "", f"tcp://[fd00::7]:{DEFAULT_PORT}"),
+        (["cpu_ranks = 2"], "port = 4000", "tcp://127.0.0.1:4000"),
+        (["cpu_ranks = 1", "cpu_ranks = 1"], "", "tcp://127.0.0.1:20123"),
+        (['host = "localhost"\ncpu_ranks = 1', 'host = "127.0.0.1"\ncpu_ranks = 1'], "", "tcp://127.0.0.1:20123"),
+        (['host = "localhost"\ncpu_ranks = 1', 'host = "box"\ncpu_ranks = 1'], "", "tcp://127.0.0.1:20123"),
+        (['host = "10.0.0.1"\ncpu_ranks = 1', *remote(1)], "", f"tcp://10.0.0.1:{DEFAULT_PORT}"),
+        (remote(2), "", f"tcp://127.0.0.1:{DEFAULT_PORT}"),
+        (['host = "ada@n1"\ngpus = 1', 'host = "n2"\ngpus = 1'], "", f"tcp://n1:{DEFAULT_PORT}"),
+    ],
+)
+def test_ranks_meet_where_all_can_reach(nodes: list[str], cluster: str, init_method: str) -> None:
+    found = planned(*nodes, cluster=cluster)
+    assert found.init_method == init_method
+    assert all(node.argv[4] == init_method for node in found.nodes)
+
+
+def test_env_gives_the_meeting_point_in_the_environment() -> None:
+    found = planned(*remote(1, 1), cluster='init_method = "env://"\nport = 4000')
+    assert [node.env for node in found.nodes] == [{"MASTER_ADDR": "10.0.123.1", "MASTER_PORT": "4000"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cluster", "message"),
+    [
+        (
+            ['host = "localhost"\ngpus = 1', *remote(1)],
+            "",
+            "r.toml:4: cluster.nodes[0].host is 'localhost', which the other node 10.0.123.1 cannot reach: "
+            "give this machine's address, such as 10.0.0.1",
+        ),
+        (
+            [*remote(1), 'host = "127.0.0.1"\ngpus = 1'],
+            "",
+            "cluster.nodes[1].host is '127.0.0.1', which the other node",
+        ),
+        (["cpu_ranks = 1", *remote(1)], "", "cluster.nodes[0].host is missing, which the other node 10.0.123.1 cannot"),
+        (remote(1, 1), 'init_method = "tcp://localhost:4000"', "'tcp://localhost:4000', which the other nodes cannot"),
+        (remote(1, 1), 'init_method = "tcp://127.0.0.1:4000"', "'tcp://127.0.0.1:4000', which the other nodes cannot"),
+        (["cpu_ranks = 1"], 'init_method = "tcp://a:4000"', "but the run has a single rank, which meets nobody"),
+        (remote(1), 'launcher = "local"', "r.toml:2: cluster.launcher is 'local', but 10.0.123.1 is another machine"),
+    ],
+)
+def test_meeting_points_that_cannot_work_are_refused(nodes: list[str], cluster: str, message: str) -> None:
+    has = {"localhost": machine(2)}
+    assert message in refusal(*nodes, cluster=cluster, has=has)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cluster", "slurm", "launcher"),
+    [
+        (["cpu_ranks = 1"], "", False, "local"),
+        (["cpu_ranks = 1"], "", True, "local"),
+        (remote(1, 1), "", False, "ssh"),
+        (remote(1, 1), "", True, "slurm"),
+        (remote(1, 1), 'launcher = "ssh"', True, "ssh"),
+        (["cpu_ranks = 1"], 'launcher = "slurm"', False, "slurm"),
+    ],
+)
+def test_the_launcher_follows_from_the_hosts(nodes: list[str], cluster: str, slurm: bool, launcher: str) -> None:
+    local = LocalFacts(names=HERE.names, addresses=HERE.addresses, slurm=slurm)
+    assert planned(*nodes, cluster=cluster, local=local).launcher == launcher
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible"),
+    [
+        ("2", "GPU-0000-ab,GPU-0001-ab"),
+        ("[3, 1]", "GPU-0001-ab,GPU-0003-ab"),
+        ('["GPU-0002"]', "GPU-0002-ab"),
+        ('"all"', "GPU-0000-ab,GPU-0001-ab,GPU-0002-ab,GPU-0003-ab"),
+        ('"free"', "GPU-0000-ab,GPU-0003-ab"),
+    ],
+)
+def test_gpus_of_a_known_machine_are_passed_by_uuid_in_pci_order(gpus: str, visible: str) -> None:
+    found = planned(f"gpus = {gpus}", has={"localhost": machine(4, busy=(1, 2))})
+    node = found.nodes[0]
+    assert node.env == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible}
+    assert node.devices == visible.split(",")
+    assert found.backend == "nccl"
+
+
+def test_this_machine_without_a_cluster_is_all_its_gpus_or_one_cpu_rank() -> None:
+    found = build('[train]\ntask = "mnist"\n[task]\ndata = "/d"\n', name="r.toml")
+    assert plan(found, {"localhost": machine(3)}, local=HERE).world_size == 3
+    alone = plan(found, {"localhost": machine(0)}, local=HERE)
+    assert (alone.world_size, alone.nodes[0].devices) == (1, ["cpu"])
+
+
+def test_ranks_take_gpus_where_there_are_any_and_the_cpu_elsewhere() -> None:
+    assert planned("ranks = 2", has={"localhost": machine(4)}).nodes[0].devices == ["GPU-0000-ab", "GPU-0001-ab"]
+    assert planned("ranks = 2", has={"localhost": machine(0)}).nodes[0].devices == ["cpu", "cpu"]
+
+
+def test_the_environments_visible_devices_bound_what_a_count_takes() -> None:
+    local = LocalFacts(cuda_visible_devices="3,GPU-0001")
+    found = planned("gpus = 2", has={"localhost": machine(4)}, local=local)
+    assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0001-ab,GPU-0003-ab"
+
+
+def test_two_nodes_on_one_machine_share_out_its_gpus() -> None:
+    found = planned("gpus = 2", "gpus = 2", has={"localhost": machine(4)})
+    assert [node.env["CUDA_VISIBLE_DEVICES"] for node in found.nodes] == [
+        "GPU-0000-ab,GPU-0001-ab",
+        "GPU-0002-ab,GPU-0003-ab",
+    ]
+    far = 'host = "10.0.123.1"\n'
+    found = planned(far + "gpus = [1]", far + "gpus = 2")
+    assert [node.devices for node in found.nodes] == [[1], [0, 2]]
+    assert found.nodes[1].env["CUDA_VISIBLE_DEVICES"] == "0,2"
+
+
+def test_ranks_share_a_gpu_only_when_asked_and_then_over_gloo() -> None:
+    found = planned("gpus = 3", has={"localhost": machine(2)}, train="share_devices = true")
+    assert found.nodes[0].devices == ["GPU-0000-ab", "GPU-0001-ab", "GPU-0000-ab"]
+    assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0000-ab,GPU-0001-ab"
+    assert found.backend == "gloo"
+    assert "--share-devices" in found.nodes[0].argv
+
+
+def test_gpus_and_cpus_together_use_gloo_on_every_node() -> None:
+    found = planned(*remote(2), 'host = "10.0.123.2"\ncpu_ranks = 2')
+    assert found.backend == "gloo"
+    assert "--distributed-backend gloo" in distributed(found.nodes[0].argv)
+    assert distributed(found.nodes[1].argv).endswith("--distributed-rank 2 --cpu")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tables", "message"),
+    [
+        (
+            ["gpus = 8"],
+            {},
+            "r.toml:4: cluster.nodes[0].gpus asks for 8 GPUs, but this machine has 4; train.share_devices",
+        ),
+        (["gpus = 3", "gpus = 2"], {}, "asks for 2 GPUs, but this machine has 4, 3 of them taken by other nodes"),
+        (["gpus = [0, 7]"], {}, "cluster.nodes[0].gpus names GPU 7, but this machine has 0, 1, 2, 3"),
+        (["gpus = [1, 1]"], {}, "names GPU GPU-0001-ab twice; train.share_devices = true allows it"),
+        (
+            ["gpus = [1]", "gpus = [1, 2]"],
+            {},
+            "names GPU GPU-0001-ab of this machine, which another node of the recipe",
+        ),
+        (['gpus = "all"', 'gpus = "all"'], {}, 'is "all", but this machine has no GPU left'),
+        (['host = "far"\ngpus = [1, 1]'], {}, "names GPU 1 twice"),
+        (['host = "far"\ngpus = "free"'], {}, 'cluster.nodes[0].gpus is "free", which needs to know the GPUs of far'),
+        (['host = "far"\ngpus = "all"'], {}, "give a count or a list of device ids"),
+        (['host = "far"\nranks = 2'], {}, "cluster.nodes[0].ranks is not a count, which needs to know the GPUs of far"),
+        (
+            [*remote(1), 'host = "10.0.123.2"\ncpu_ranks = 1'],
+            {"cluster": 'backend = "nccl"'},
+            "r.toml:2: cluster.backend is 'nccl', but the ranks of node 1 run on the CPU",
+        ),
+        (
+            ["gpus = 5"],
+            {"cluster": 'backend = "nccl"', "train": "share_devices = true"},
+            "which refuses two ranks on one GPU as on node 0",
+        ),
+        (
+            ["cpu_ranks = 4"],
+            {"train": "batch_size = [8, 8, 8]"},
+            "r.toml:7: train.batch_size has 3 values, but the run has 4 ranks: give one value, or one per rank",
+        ),
+    ],
+)
+def test_what_the_machines_cannot_do_is_refused(nodes: list[str], tables: dict[str, str], message: str) -> None:
+    assert message in refusal(*nodes, has={"localhost": machine(4)}, **tables)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has", "message"),
+    [
+        ("gpus = 2", machine(0), "asks for 2 GPUs, but this machine has no GPU; use cpu_ranks for CPUs"),
+        ('gpus = "all"', machine(0), 'is "all", but this machine has no GPU; use cpu_ranks for CPUs'),
+        (
+            'gpus = "free"',
+            machine(2, busy=(0, 1)),
+            'is "free", but this machine has no free GPU: all 2 GPUs are in use',
+        ),
+        ("gpus = [0]", machine(1, mig=(0,)), "is split into MIG instances: name an instance by its UUID"),
+        ("gpus = 1", machine(1, mig=(0,)), "no GPU that this command may use"),
+    ],
+)
+def test_machines_without_a_usable_gpu_are_told_apart(gpus: str, has: Inventory, message: str) -> None:
+    assert message in refusal(gpus, has={"localhost": has})
+
+
+def test_a_gpu_that_the_environment_hides_is_named() -> None:
+    local = LocalFacts(cuda_visible_devices="0")
+    message = refusal("gpus = [1]", has={"localhost": machine(2)}, local=local)
+    assert message.endswith("names GPU 1, but CUDA_VISIBLE_DEVICES=0 hides it here")
+
+
+def test_a_mig_instance_is_believed() -> None:
+    found = planned('gpus = ["MIG-1234"]', has={"localhost": machine(1, mig=(0,))})
+    assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "MIG-1234"
+
+
+def test_one_batch_size_per_rank_is_passed_on() -> None:
+    argv = planned(*remote(1, 2), train="batch_size = [32, 8, 8]").nodes[0].argv
+    assert argv[argv.index("--batch-size") + 1] == "32,8,8"
+
+
+# --- the words of a command ------------------------------------------------------------------------------------------
+
+
+def test_training_options_of_the_launch_reach_every_node() -> None:
+    for node in planned(*remote(1, 1), train='join_timeout = 5\nstart_method = "spawn"\nlr = 0.5').nodes:
+        words = " ".join(node.argv)
+        assert "--join-timeout 5.0 --start-method spawn --task mnist --lr 0.5 --data /d" in words
+
+
+def test_task_options_come_back_from_their_flags() -> None:
+    options = {"data": "a b", "pattern": ["*.[ch]", "x,y"], "dropout": 0.0, "prompt": "--x", "layers": 2}
+    values, rest = read_flags(task_flags(options), describe(LmOptions))
+    assert rest == []
+    found = check(LmOptions, values, where=str)
+    assert (found.data, found.pattern, found.dropout, found.prompt, found.layers) == (
+        "a b",
+        ("*.[ch]", "x,y"),
+        0.0,
+        "--x",
+        2,
+    )
+
+
+def test_switches_of_a_task_are_said_either_way() -> None:
+    assert task_flags({"deep": True, "wide_net": False, "n": None})[:2] == ["--deep", "--no-wide-net"]
+
+
+def test_a_runs_directory_and_node_are_added_at_the_end() -> None:
+    found = with_run_dir(planned(*remote(1, 1)), "/runs/x")
+    assert [node.argv[-4:] for node in found.nodes] == [["--run-dir", "/runs/x", "--node", str(i)] for i in range(2)]
+
+
+def test_a_plan_has_exactly_the_keys_of_the_contract_and_comes_back_from_json() -> None:
+    found = planned(*remote(2, 1))
+    encoded = msgspec.json.encode(found)
+    raw = json.loads(encoded)
+    assert list(raw) == ["world_size", "init_method", "backend", "launcher", "nodes"]
+    assert list(raw["nodes"][0]) == ["node", "host", "first_rank", "ranks", "devices", "argv", "env"]
+    assert msgspec.json.decode(encoded, type=Plan) == found
+
+
+SCRIPT = (
+    '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\nscript = "train.py"\nargs = ["--lr", "1"]\nstart_method = "spawn"\n'
+)
+
+
+def test_a_script_is_planned_like_a_task_with_its_arguments_last() -> None:
+    found = with_run_dir(plan(build(SCRIPT, name="r.toml"), {}, local=HERE), "/runs/x")
+    (node,) = found.nodes
+    at = node.argv.index("--start-method")
+    assert node.argv[at:] == [
+        *("--start-method", "spawn", "--script", "train.py"),
+        *("--run-dir", "/runs/x", "--node", "0", "--", "--lr", "1"),
+    ]
+
+
+def test_a_script_does_not_meet_at_a_file() -> None:
+    text = '[cluster]\ninit_method = "file:///shared/x"\n' + SCRIPT
+    with pytest.raises(RequestError, match=r"r.toml:2: cluster.init_method is .* a script meets at MASTER_ADDR"):
+        plan(build(text, name="r.toml"), {}, local=HERE)
+
+
+def test_a_failed_script_is_started_again_at_a_new_port_and_finds_its_checkpoint_itself(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.checkpoints.mkdir()
+    (run_dir.checkpoints / "own.pt").touch()
+    before = plan(build(SCRIPT, name="r.toml"), {}, local=HERE)
+    after = again(before, run_dir)
+    assert after.init_method != before.init_method
+    (old,), (new,) = before.nodes, after.nodes
+    assert [word for word in new.argv if word not in old.argv] == [after.init_method]
+
+
+# --- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+def named(*gpus: int) -> list[str]:
+    return [f'host = "n{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
+
+
+@pytest.mark.parametrize("nodes", [named(4, 4), named(4, 2, 1), remote(2, 2), ["cpu_ranks = 2"]])
+def test_batch_scripts_are_valid_bash(nodes: list[str]) -> None:
+    text = script(planned(*nodes), name="a b/c")
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    assert "#SBATCH --job-name=a-b-c" in text
+    assert text.count("srun --nodes=1 --ntasks=1") == len(nodes)
+
+
+def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
+    text = script(planned(*named(4, 2, 1)), name="x")
+    assert "#SBATCH --nodelist=n1,n2,n3" in text
+    assert "#SBATCH --gpus-per-node" not in text
+    for index, count in enumerate((4, 2, 1)):
+        assert f"--nodelist=n{index + 1} --cpu-bind=none --gpus={count} python" in text
+
+
+def test_nodes_without_names_come_from_the_allocation() -> None:
+    text = script(planned(*remote(2, 2)), name="x")
+    assert f'tcp://"${{nodes[0]}}":{DEFAULT_PORT}' in text
+    assert "10.0.123.1" not in text
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"), [(remote(2, 1), "needs Slurm's node names"), (named(1)[:1] * 2, "same host")]
+)
+def test_plans_that_a_batch_script_cannot_express_are_refused(nodes: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        script(planned(*nodes), name="x")
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("failing", [None, "n2"])
+def test_a_batch_script_ends_with_its_steps_and_fails_with_the_first_of_them(
+    tmp_path: Path, failing: str | None
+) -> None:
+    srun = tmp_path / "srun"
+    fail = f'case "$*" in *nodelist={failing}*) exit 3;; esac\n' if failing else ""
+    srun.write_text(f"#!/bin/bash\n{fail}echo started\n" + ("exec sleep 60\n" if failing else ""))
+    srun.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]"}
+    text = script(planned(*named(1, 1, 1)), name="x").replace("tries=50", "tries=3")
+    began = time.monotonic()
+    ended = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, timeout=30)
+    assert ended.returncode == (3 if failing else 0)
+    assert time.monotonic() - began < 20
+
+
+# --- this machine ----------------------------------------------------------------------------------------------------
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    port = free_port(random.Random(3))
+    with socket.socket() as server:
+        server.bind(("", port))
+        server.listen()
+        assert not is_port_free(port)
+        assert free_port(random.Random(3)) != port
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_who_holds_a_busy_port_is_named(address: str) -> None:
+    with socket.socket() as server:
+        server.bind((address, 0))
+        server.listen()
+        assert port_holder(server.getsockname()[1]).endswith(f"(pid {os.getpid()})")
+
+
+def test_this_machine_knows_itself_by_name_and_address() -> None:
+    facts = local_facts([socket.gethostname()])
+    assert socket.gethostname().lower() in facts.names
+    assert "127.0.0.1" in own_addresses()
+    assert not any(address.startswith("127.") for address in facts.addresses)
+    assert facts.python == sys.executable
+    assert local_facts([None, "localhost"]).addresses == ()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "gputrain_tui", "plan", *words]
+    return subprocess.run(line, capture_output=True, text=True, input=stdin, cwd=ROOT, timeout=60)
+
+
+def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell() -> None:
+    people = command("recipes/four_nodes.toml")
+    assert (people.returncode, people.stderr) == (0, "")
+    assert "16 ranks on 4 nodes, nccl, meeting at tcp://10.0.123.1:11111" in people.stdout
+    assert "   3  10.0.123.4  12–15  GPU 0, 1, 2, 3" in people.stdout.splitlines()
+    encoded = command("recipes/four_nodes.toml", "--json")
+    found = msgspec.json.decode(encoded.stdout, type=Plan)
+    lines = command("recipes/four_nodes.toml", "--shell").stdout.splitlines()
+    assert [shlex.split(line) for line in lines[1::2]] == [node.argv for node in found.nodes]
+    assert all(line.startswith("# node ") for line in lines[::2])
+
+
+def test_the_command_reads_standard_input_and_settings() -> None:
+    train = '{"task": "mnist", "max_epochs": 1}'
+    text = f'{{"train": {train}, "task": {{"data": "/d"}}, "cluster": {{"nodes": [{{"cpu_ranks": 2}}]}}}}'
+    ended = command("-", "--json", "--set", "train.lr=0.25", "--set", "cluster.nodes[0].cpu_ranks=3", stdin=text)
+    found = msgspec.json.decode(ended.stdout, type=Plan)
+    assert (found.world_size, ended.stderr) == (3, "")
+    argv = found.nodes[0].argv
+    assert argv[argv.index("--lr") + 1] == "0.25"
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "message"),
+    [
+        (
+            ["recipes/four_node.toml"],
+            None,
+            "recipes/four_node.toml: there is no such file; did you mean 'four_nodes.toml'?",
+        ),
+        (["recipes/four_nodes.toml", "--set", "train.lrr=1"], None, "--set train.lrr is not known; did you mean 'lr'?"),
+        (["-"], "[train]\ntaks = 1\n", "stdin:2: train.taks is not known; did you mean 'task'?"),
+        (["-"], "[train", "stdin:1: is not valid TOML"),
+        (["recipes/four_nodes.toml", "--jsn"], None, "--jsn is not a known option; did you mean '--json'?"),
+        ([], None, "the following arguments are required: RECIPE"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(words: list[str], stdin: str | None, message: str) -> None:
+    ended = command(*words, stdin=stdin)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.count("\n") == 1
+    assert message in ended.stderr
+
+
+def test_a_plan_that_cannot_start_now_is_shown_with_a_note(tmp_path: Path) -> None:
+    (tmp_path / "left").write_text("x")
+    setting = f'cluster={{init_method = "file://{tmp_path}/left", nodes = [{{cpu_ranks = 2}}]}}'
+    ended = command("recipes/four_nodes.toml", "--json", "--set", setting)
+    assert ended.returncode == 0
+    assert msgspec.json.decode(ended.stdout, type=Plan).init_method == f"file://{tmp_path}/left"
+    assert "is left from an earlier run" in ended.stderr
+
+
+def test_planning_imports_neither_torch_nor_textual() -> None:
+    code = (
+        "import sys; from gputrain_tui.cli import main; code = main(sys.argv[1:]); "
+        "print(code, [name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules], file=sys.stderr)"
+    )
+    words = [sys.executable, "-c", code, "plan", "recipes/four_nodes.toml"]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.stderr.strip() == "0 []"

@@ -1,0 +1,478 @@
+"""What would go wrong, judged from facts as a table; and the facts themselves, looked at on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory
+from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.launchable import launching
+from gputrain_tui.plan.planner import Plan, plan
+from gputrain_tui.preflight import (
+    CheckResult,
+    NotReadyError,
+    PreflightFacts,
+    collect_facts,
+    errors,
+    run_checks,
+    summary,
+    warnings,
+)
+from gputrain_tui.preflight.collect import torch_here
+from gputrain_tui.preflight.facts import Folder, MissingInput, Port, RendezvousFile, Torch
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import Recipe
+from trainer.host.resource_limits import ResourceLimits
+
+GIB = 1 << 30
+HERE = LocalFacts(names=frozenset({"here"}), free_port=21000, python="python")
+CPUS = "cpu_ranks = 2"
+TRAIN = 'task = "lm"\nmax_updates = 2'
+
+
+def recipe(*nodes: str, train: str = TRAIN, task: str = 'data = "books.txt"', cluster: str = "") -> Recipe:
+    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or (CPUS,))
+    own = f"[task]\n{task}\n" if task else ""
+    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n[train]\n{train}\n{own}", name="one.toml")
+
+
+def gpu(index: int, **more: object) -> Gpu:
+    known: dict[str, object] = {"index": index, "uuid": f"GPU-{index}", "pci_bus_id": f"00:{index}", "processes": ()}
+    return Gpu(**{**known, **more})  # type: ignore[arg-type]
+
+
+def machine(*gpus: Gpu, cuda: str = "13.0") -> Inventory:
+    return Inventory(host="here", time=0.0, cpus=Cpus(), memory=Memory(), gpus=gpus, cuda=cuda)
+
+
+def judged(facts: PreflightFacts, wanted: Recipe | None = None) -> list[CheckResult]:
+    wanted = wanted or recipe()
+    planned: Plan = plan(wanted, facts.inventories, local=HERE)
+    return run_checks(wanted, planned, facts, local=HERE)
+
+
+def busy(**process: object) -> tuple[GpuProcess, ...]:
+    return (GpuProcess(pid=4711, user="alice", name="python", **process),)  # type: ignore[arg-type]
+
+
+ON_GPUS = recipe("gpus = 2")
+SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "status", "key", "words"),
+    [
+        (
+            PreflightFacts(data_seen=True, data=MissingInput(key="task.data", what="gone")),
+            None,
+            "error",
+            "task.data",
+            "gone",
+        ),
+        (
+            PreflightFacts(port=Port(number=22, state="busy", holder="sshd (pid 1)")),
+            recipe(cluster="port = 22"),
+            "error",
+            "cluster.port",
+            "port 22 is in use by sshd (pid 1)",
+        ),
+        (
+            PreflightFacts(port=Port(number=22, state="root")),
+            recipe(cluster='init_method = "tcp://127.0.0.1:22"'),
+            "error",
+            "cluster.init_method",
+            "port 22 needs root",
+        ),
+        (
+            PreflightFacts(port=Port(number=2222, state="free", address="10.9.9.9", ours=False)),
+            recipe(cluster='init_method = "tcp://10.9.9.9:2222"'),
+            "warning",
+            "cluster.init_method",
+            "10.9.9.9 is no address of this machine",
+        ),
+        (
+            PreflightFacts(
+                rendezvous=RendezvousFile(path="/m", problem="/m is left from an earlier run", fix="remove it")
+            ),
+            recipe(cluster='init_method = "file:///m"'),
+            "error",
+            "cluster.init_method",
+            "left from an earlier run",
+        ),
+        (
+            PreflightFacts(home=Folder(path="/h", problem="/h is not writable")),
+            None,
+            "error",
+            "",
+            "cannot make a run directory",
+        ),
+        (
+            PreflightFacts(home=Folder(path="/h", free_files=7)),
+            None,
+            "error",
+            "",
+            "takes 7 more files, but",
+        ),
+        (PreflightFacts(home=Folder(path="/h", free_bytes=1 << 20)), None, "error", "", "the disk of /h is full"),
+        (PreflightFacts(home=Folder(path="/h", free_bytes=1 << 28)), None, "warning", "", "only 256 MiB free"),
+        (
+            PreflightFacts(save_dir=Folder(path="/keep", problem="no")),
+            SAVING,
+            "error",
+            "train.save_dir",
+            "no checkpoint can be",
+        ),
+        (PreflightFacts(save_dir=Folder(path="/keep", free_bytes=0)), SAVING, "error", "train.save_dir", "full"),
+        (
+            PreflightFacts(save_dir=Folder(path="/keep", free_bytes=1 << 28)),
+            SAVING,
+            "warning",
+            "train.save_dir",
+            "only 256 MiB",
+        ),
+        (
+            PreflightFacts(save_dir=Folder(path="/keep", checkpoints=3)),
+            SAVING,
+            "warning",
+            "train.save_dir",
+            "3 checkpoints of",
+        ),
+        (
+            PreflightFacts(limits=ResourceLimits(processes=None, files=None, memory_bytes=8 * GIB)),
+            recipe("cpu_ranks = 1000"),
+            "error",
+            "cluster.nodes[0].cpu_ranks",
+            "1000 ranks were asked for on this node, which can hold at most 409",
+        ),
+        (
+            PreflightFacts(memory_total_bytes=24 * GIB, memory_available_bytes=GIB),
+            recipe("cpu_ranks = 16"),
+            "warning",
+            "cluster.nodes[0].cpu_ranks",
+            "16 CPU ranks need 1.4 GiB or more, but 1 GiB of 24 GiB are available",
+        ),
+        (
+            PreflightFacts(cores=2),
+            recipe("cpu_ranks = 8"),
+            "note",
+            "cluster.nodes[0].cpu_ranks",
+            "8 CPU ranks share 2 cores",
+        ),
+        (
+            PreflightFacts(shm_free_bytes=64 << 20),
+            recipe(train=f"{TRAIN}\nnum_workers = 4"),
+            "warning",
+            "train.num_workers",
+            "/dev/shm has 64 MiB free for 8 data loading processes",
+        ),
+        (
+            PreflightFacts(shm_free_bytes=32 << 20, inventories={"localhost": machine(gpu(0), gpu(1))}),
+            ON_GPUS,
+            "warning",
+            "",
+            "for 2 ranks on GPUs",
+        ),
+        (PreflightFacts(open_files=64), None, "warning", "", "a process may have 64 files open"),
+        (
+            PreflightFacts(inventories={"localhost": machine(gpu(0), gpu(1, processes=busy()))}),
+            ON_GPUS,
+            "error",
+            "cluster.nodes[0].gpus",
+            "GPU 1 is in use by python (pid 4711 of alice)",
+        ),
+        (
+            PreflightFacts(inventories={"localhost": machine(gpu(0), gpu(1, processes=busy()))}),
+            recipe("gpus = 2", train=f"{TRAIN}\nshare_devices = true"),
+            "warning",
+            "cluster.nodes[0].gpus",
+            "GPU 1 is in use",
+        ),
+        (
+            PreflightFacts(inventories={"localhost": machine(gpu(0, memory_used_bytes=4 * GIB), gpu(1))}),
+            ON_GPUS,
+            "warning",
+            "cluster.nodes[0].gpus",
+            "GPU 0 is not free: 4096 MiB in use",
+        ),
+        (
+            PreflightFacts(inventories={"away": machine(gpu(0, processes=busy()))}),
+            recipe('host = "away"\ngpus = [0]'),
+            "error",
+            "cluster.nodes[0].gpus",
+            "GPU 0 is in use",
+        ),
+        (PreflightFacts(torch=Torch()), ON_GPUS, "error", "", "has no torch"),
+        (
+            PreflightFacts(torch=Torch(version="2.13.0+cpu")),
+            ON_GPUS,
+            "error",
+            "cluster.nodes[0].gpus",
+            "built for CPUs only",
+        ),
+        (
+            PreflightFacts(
+                torch=Torch(version="2.13.0", cuda="13.0"),
+                inventories={"localhost": machine(gpu(0), gpu(1), cuda="12.4")},
+            ),
+            ON_GPUS,
+            "warning",
+            "cluster.nodes[0].gpus",
+            "torch 2.13.0 wants CUDA 13.0, but the driver runs CUDA up to 12.4",
+        ),
+        (
+            PreflightFacts(script=MissingInput(key="train.script", what="own.py does not exist")),
+            recipe(train='script = "own.py"', task=""),
+            "error",
+            "train.script",
+            "own.py does not exist",
+        ),
+        (
+            PreflightFacts(resume=MissingInput(key="train.resume", what="/c holds no checkpoint")),
+            recipe(train=f'{TRAIN}\nresume = "/c"'),
+            "error",
+            "train.resume",
+            "/c holds no checkpoint",
+        ),
+        (
+            PreflightFacts(),
+            recipe('host = "here"\ngpus = 1', 'host = "away"\ngpus = 1', cluster="port = 5"),
+            "note",
+            "",
+            "not looked at: away",
+        ),
+    ],
+)
+def test_what_would_go_wrong_is_said_with_its_key_and_its_weight(
+    facts: PreflightFacts, wanted: Recipe | None, status: str, key: str, words: str
+) -> None:
+    (found,) = [result for result in judged(facts, wanted) if words in result.what]
+    assert (found.status, found.key) == (status, key)
+    assert bool(found.where) is bool(key)
+    assert found.fix or status != "error" or found.check in ("data", "script", "resume")
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted"),
+    [
+        (PreflightFacts(), None),
+        (PreflightFacts(shm_free_bytes=0), None),
+        (PreflightFacts(memory_total_bytes=24 * GIB, memory_available_bytes=20 * GIB, cores=2), None),
+        (PreflightFacts(inventories={"localhost": machine(gpu(0), gpu(1))}), ON_GPUS),
+        (
+            PreflightFacts(
+                torch=Torch(version="2.13", cuda="12.8"), inventories={"localhost": machine(gpu(0), gpu(1))}
+            ),
+            ON_GPUS,
+        ),
+        (PreflightFacts(torch=Torch(version="2.13", hip="6.4")), ON_GPUS),
+        (
+            PreflightFacts(save_dir=Folder(path="/c", checkpoints=3)),
+            recipe(train=f'{TRAIN}\nsave_dir = "/c"\nresume = "/c"'),
+        ),
+        (
+            PreflightFacts(save_dir=Folder(path="/c", checkpoints=3)),
+            recipe(train=f'{TRAIN}\nsave_dir = "/c"\nresume = "/c/step_2.pt"'),
+        ),
+    ],
+)
+def test_what_is_fine_or_unknown_is_no_reason_to_warn(facts: PreflightFacts, wanted: Recipe | None) -> None:
+    found = judged(facts, wanted)
+    assert (errors(found), warnings(found)) == ((), ())
+    assert summary(found) == "ready"
+
+
+def test_a_place_names_the_file_and_the_line() -> None:
+    (found,) = errors(
+        judged(PreflightFacts(data_seen=True, data=MissingInput(key="task.data", what="gone", fix="look for it")))
+    )
+    assert found.line == "one.toml:9: task.data: gone; look for it"
+
+
+# --- looking at this machine -----------------------------------------------------------------------------------------
+
+
+def looked(wanted: Recipe) -> PreflightFacts:
+    planned = plan(wanted, {}, local=HERE)
+    return collect_facts(wanted, planned, HERE, inventories={})
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books.txt").write_text("to be or not to be\n" * 100)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "words"),
+    [
+        ('data = "book.txt"', "task.data", "book.txt does not exist"),
+        ('data = "books.txt"\nvalid_data = "none.txt"', "task.valid_data", "none.txt does not exist"),
+        ('data = "books.txt"\npattern = ["*.c"]', None, ""),
+    ],
+)
+def test_missing_data_is_blamed_on_the_option_that_names_it(task: str, key: str | None, words: str) -> None:
+    found = looked(recipe(task=task)).data
+    assert (found.key if found else None) == key
+    assert words in (found.what if found else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "does not exist in"), ("def f(:\n", "line 1 is not Python"), ("print()\n", "")],
+)
+def test_a_script_must_be_there_and_be_python(folder: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (folder / "own.py").write_text(text)
+    found = looked(recipe(train='script = "own.py"', task="")).script
+    assert words in (found.what if found else "")
+    assert (found is None) is not bool(words)
+
+
+def test_a_busy_port_is_known_and_an_address_that_is_not_ours() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        number = server.getsockname()[1]
+        port = looked(recipe(cluster=f"port = {number}")).port
+        assert port is not None
+        assert (port.state, f"(pid {os.getpid()})" in port.holder) == ("busy", True)
+    away = looked(recipe(cluster='init_method = "tcp://192.0.2.7:23456"')).port
+    assert away is not None
+    assert (away.ours, away.address) == (False, "192.0.2.7")
+    here = looked(recipe(cluster='init_method = "tcp://127.0.0.1:23456"')).port
+    assert here is not None
+    assert here.ours
+
+
+def test_another_machines_port_is_not_judged_here() -> None:
+    away = ('host = "10.0.0.1"\ngpus = 1', 'host = "10.0.0.2"\ngpus = 1')
+    assert looked(recipe(*away, cluster="port = 22")).port is None
+
+
+def test_a_meeting_file_must_be_new_and_its_folder_there(folder: Path) -> None:
+    def problem(path: Path) -> str:
+        found = looked(recipe(cluster=f'init_method = "file://{path}"')).rendezvous
+        assert found is not None
+        return found.problem
+
+    (folder / "left").write_text("x")
+    (folder / "empty").touch()
+    assert problem(folder / "new") == problem(folder / "empty") == ""
+    assert "is left from an earlier run" in problem(folder / "left")
+    assert "there is no folder" in problem(folder / "none" / "meet")
+    assert "is a folder" in problem(folder)
+
+
+def test_folders_that_need_not_exist_yet_are_judged_by_what_is_above_them(folder: Path) -> None:
+    (folder / "file").touch()
+    (folder / "kept").mkdir()
+    (folder / "kept" / "step_00000002.pt").touch()
+    found = {
+        name: looked(recipe(train=f'{TRAIN}\nsave_dir = "{name}"')).save_dir for name in ("new/deep", "file", "kept")
+    }
+    assert (found["new/deep"].problem, found["new/deep"].checkpoints) == ("", 0)  # type: ignore[union-attr]
+    assert "is no folder" in found["file"].problem  # type: ignore[union-attr]
+    assert found["kept"].checkpoints == 1  # type: ignore[union-attr]
+    assert (found["kept"].free_bytes or 0) > 0  # type: ignore[union-attr]
+
+
+def test_the_limits_of_this_machine_are_read() -> None:
+    facts = looked(recipe())
+    assert 1 <= (facts.cores or 0) <= len(os.sched_getaffinity(0))
+    assert facts.memory_total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < (facts.memory_available_bytes or 0) < (facts.memory_total_bytes or 0)
+    assert facts.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert facts.torch is None, "ranks on CPUs take any torch"
+
+
+def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+    found = torch_here()
+    program = "import torch; print(torch.__version__, torch.version.cuda)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert f"{found.version} {found.cuda}" == said.strip()
+
+
+@pytest.mark.timing
+def test_looking_takes_no_time_to_speak_of() -> None:
+    wanted = recipe()
+    took = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        looked(wanted)
+        took.append(time.perf_counter() - begin)
+    assert min(took) < 0.05
+
+
+# --- the way to a run ------------------------------------------------------------------------------------------------
+
+
+def test_gpus_that_are_missing_are_the_machines_fault() -> None:
+    with pytest.raises(NotReadyError, match=r"cluster\.nodes\[0\]\.gpus: asks for 64 GPUs") as refused:
+        start.prepare(recipe("gpus = 64"))
+    (result,) = refused.value.results
+    assert (result.key, result.check) == ("cluster.nodes[0].gpus", "GPUs")
+
+
+@pytest.mark.parametrize(
+    ("host", "launcher", "key", "words"),
+    [
+        ("far", "auto", "cluster.nodes[0].host", "far is another machine, and ranks are started from here on this"),
+        ("far", "ssh", "cluster.launcher", "`gputrain plan one.toml --shell` prints them"),
+        ("far", "slurm", "cluster.launcher", "`gputrain plan one.toml --sbatch` prints"),
+        ("localhost", "ssh", "cluster.launcher", "all nodes are this machine: use local or auto"),
+    ],
+)
+def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launcher: str, key: str, words: str) -> None:
+    wanted = recipe(f'host = "{host}"\ncpu_ranks = 1', cluster=f'launcher = "{launcher}"')
+    (result,) = launching(wanted, plan(wanted, {}, local=HERE), HERE)
+    assert (result.status, result.key) == ("error", key)
+    assert result.where.endswith(f": {key}")
+    assert words in result.line
+
+
+def test_what_is_started_here_needs_no_word() -> None:
+    assert launching(recipe(), plan(recipe(), {}, local=HERE), HERE) == []
+
+
+def check(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "gputrain_tui", "check", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_tells_every_check_and_refuses_with_3(folder: Path) -> None:
+    wanted = recipe()
+    (folder / "one.toml").write_text(wanted.text)
+    ready = check("one.toml")
+    assert (ready.returncode, ready.stderr) == (0, "")
+    assert ready.stdout.startswith("one: ready\n✓ task")
+    refused = check("one.toml", "--set", "task.data=qqq")
+    assert refused.returncode == 3
+    lines = refused.stdout.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("✗ data"))
+    assert lines[at].endswith("qqq does not exist")
+    assert lines[at + 1].strip() == "→ set task.data to where it lies  (--set task.data)"
+    told = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
+    assert (told["recipe"], told["ready"]) == ("one", False)
+    assert [result["key"] for result in told["results"] if result["status"] == "error"] == ["task.data"]
+    assert json.loads(check("one.toml", "--json").stdout)["ready"] is True
+
+
+def test_a_wrong_recipe_is_2_and_not_3(folder: Path) -> None:
+    (folder / "one.toml").write_text(recipe(train='task = "lm"').text)
+    wrong = check("one.toml")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "one.toml:5: train.max_updates is 0, and nothing would end this training" in wrong.stderr
+    assert check("none.toml").returncode == 2

@@ -1,0 +1,561 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
+from gputrain_tui.recipe.pytext import DEFAULTS
+from gputrain_tui.recipe.source import key_lines, override
+from gputrain_tui.recipe.task_schema import schema_of, task_schema
+from gputrain_tui.recipe.toml_writer import dump_toml
+from trainer.contract.errors import RequestError
+from trainer.contract.schema import describe
+from trainer.contract.task_options import DocNNOptions, LmOptions, MaskedLmOptions, MnistOptions
+
+ROOT = Path(__file__).parents[2]
+
+MNIST = """\
+name = "mnist-two-nodes"
+
+[cluster]                       # where
+port = 11111
+[[cluster.nodes]]
+host = "10.0.0.1"
+gpus = 4
+[[cluster.nodes]]
+host = "10.0.0.2"
+cpu_ranks = 2
+
+[train]                         # what
+task = "mnist"
+batch_size = 64                 # per rank
+max_epochs = 20
+optimizer = "adadelta"
+lr = 1.01
+join_timeout = 20
+
+[task]
+data = "/data/mnist"
+"""
+
+PYTEXT = {
+    "config": {
+        "task": {
+            "DocClassificationTask": {
+                "data_handler": {
+                    "columns_to_read": ["text", "doc_label"],
+                    "train_path": "base_dir/train_tiny.tsv",
+                    "eval_path": "base_dir/test_tiny.tsv",
+                    "test_path": "base_dir/test_tiny.tsv",
+                }
+            }
+        },
+        "use_cuda_if_available": True,
+        "distributed_world_size": 8,
+    }
+}
+"""The seed's own ``distributed_docnn.json``."""
+
+
+def of(text: str, *settings: str) -> Recipe:
+    return build(text, name="r.toml", overrides=settings)
+
+
+def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
+    with pytest.raises(RecipeError) as caught:
+        build(text, name=name, overrides=settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def says(found: Recipe) -> tuple[Any, ...]:
+    """What a recipe says, without how it was written."""
+    return found.name, found.cluster, found.train, found.launch, found.script, dict(found.task_options)
+
+
+def test_a_recipe_is_read_with_its_tables_typed() -> None:
+    found = of(MNIST)
+    assert found.name == "mnist-two-nodes"
+    assert found.cluster == Cluster(
+        port=11111, nodes=(Node(host="10.0.0.1", gpus=4), Node(host="10.0.0.2", cpu_ranks=2))
+    )
+    assert (found.train.task, found.train.batch_size, found.train.lr) == ("mnist", (64,), 1.01)
+    assert found.launch.join_timeout == 20.0
+    assert found.task_options == {"data": "/data/mnist"}
+    assert found.script is None
+    assert found.text == MNIST
+
+
+def test_the_same_recipe_is_read_from_toml_json_and_standard_input(tmp_path: Path) -> None:
+    values = tomllib.loads(MNIST)
+    (tmp_path / "a.toml").write_text(MNIST)
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    (tmp_path / "no-suffix").write_text("\n  " + json.dumps(values, indent=2))
+    expected = says(load(str(tmp_path / "a.toml")))
+    for source, stdin in (
+        (str(tmp_path / "a.json"), None),
+        (str(tmp_path / "no-suffix"), None),
+        ("-", io.StringIO(MNIST)),
+        ("-", io.StringIO(json.dumps(values))),
+    ):
+        assert says(load(source, stdin=stdin)) == expected
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + MNIST.replace("\n", "\r\n").encode())
+    assert says(load(str(path))) == says(of(MNIST))
+
+
+def test_a_recipe_without_a_name_is_called_like_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "small run.toml"
+    path.write_text('[train]\ntask = "mnist"\n[task]\ndata = "d"\n')
+    assert load(str(path)).name == "small run"
+    assert load("-", stdin=io.StringIO(path.read_text())).name == "recipe"
+
+
+def test_a_recipe_without_a_cluster_means_this_machine() -> None:
+    assert of('[train]\ntask = "mnist"\n[task]\ndata = "d"\n').cluster == Cluster(nodes=(Node(),))
+
+
+BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MNIST.replace("lr = ", "lrr = "), "r.toml:17: train.lrr is not known; did you mean 'lr'?"),
+        (MNIST.replace("1.01", '"fast"'), "r.toml:17: train.lr is 'fast', but must be a number > 0"),
+        (MNIST.replace("1.01", "-1"), "r.toml:17: train.lr is -1, but must be a number > 0"),
+        (MNIST.replace("1.01", "nan"), "r.toml:17: train.lr is nan, but must be a finite number"),
+        (MNIST.replace("1.01", "true"), "r.toml:17: train.lr is True, but must be a number > 0"),
+        (MNIST.replace("64", "[64, 0]"), "r.toml:14: train.batch_size is [64, 0], but must be "),
+        (
+            MNIST.replace('"adadelta"', '"adadlta"'),
+            "r.toml:16: train.optimizer is 'adadlta', but must be one of adadelta, adagrad, adam, adamw, sgd; "
+            "did you mean 'adadelta'?",
+        ),
+        (MNIST.replace("data =", "dta ="), "r.toml:21: task.dta is not known; did you mean 'data'?"),
+        (BASE.replace('data = "d"', ""), "r.toml:3: task.data is missing: folder of MNIST's four IDX files"),
+        (MNIST.replace("port", "prot"), "r.toml:4: cluster.prot is not known; did you mean 'port'?"),
+        (MNIST.replace("11111", "70000"), "r.toml:4: cluster.port is 70000, but must be an integer"),
+        (MNIST.replace("cpu_ranks", "cpuranks"), "r.toml:10: cluster.nodes[1].cpuranks is not known"),
+        (MNIST.replace("cpu_ranks = 2", "cpu_ranks = 0"), "r.toml:10: cluster.nodes[1].cpu_ranks is 0, but must be"),
+        (MNIST.replace("cpu_ranks = 2", ""), "r.toml:8: cluster.nodes[1] does not say what it runs; give one of gpus"),
+        (MNIST.replace("gpus = 4", "gpus = 4\ncpu_ranks = 1"), "r.toml:5: cluster.nodes[0] has gpus and cpu_ranks"),
+        (MNIST.replace("gpus = 4", "gpus = 0"), "r.toml:7: cluster.nodes[0].gpus is 0, but must be a count >= 1"),
+        (MNIST.replace("gpus = 4", 'gpus = "al"'), '"all" or "free"; did you mean \'all\'?'),
+        (MNIST.replace('host = "10.0.0.1"', "host = 5"), "r.toml:6: cluster.nodes[0].host is 5, but must be text"),
+        (MNIST.replace("10.0.0.1", "-oProxyCommand=x"), "host is '-oProxyCommand=x', but must be a host name or"),
+        (MNIST.replace("10.0.0.1", "a b"), "r.toml:6: cluster.nodes[0].host is 'a b', but must be a host name or"),
+        ("[cluster]\nnodes = []\n" + BASE, "r.toml:2: cluster.nodes is empty"),
+        ("[cluster.nodes]\ngpus = 1\n" + BASE, "cluster.nodes must be a list of tables: write [[cluster.nodes]]"),
+        (
+            '[cluster]\ninit_method = "tcp://h"\n' + BASE,
+            "r.toml:2: cluster.init_method is 'tcp://h', but must be auto,",
+        ),
+        ('[cluster]\ninit_method = "tcp://h:0"\n' + BASE, "r.toml:2: cluster.init_method names port 0, but a port is"),
+        ('[cluster]\ninit_method = "file://a/b"\n' + BASE, "but must be auto, tcp://HOST:PORT, file:///SHARED/PATH"),
+        ('[cluster]\nport = 1\ninit_method = "tcp://h:2"\n' + BASE, "cluster.port is 1, but init_method names port 2"),
+        ("[cluster]\nmax_restarts = 1.5\n" + BASE, "r.toml:2: cluster.max_restarts is 1.5, but must be an integer"),
+        (
+            BASE.replace("mnist", "mnits"),
+            "r.toml:2: train.task is 'mnits': there is no such task; did you mean 'mnist'?",
+        ),
+        (BASE.replace('task = "mnist"', "lr = 1"), "r.toml:1: train.task is missing: lm, docnn, mnist, masked_lm, or"),
+        (BASE.replace('"mnist"', "7"), "r.toml:2: train.task is 7, but must be text"),
+        ("lr = 0.1\n" + BASE, "r.toml:1: lr is not known; it belongs in [train]"),
+        ("port = 1\n" + BASE, "r.toml:1: port is not known; it belongs in [cluster]"),
+        ("[trian]\n" + BASE, "r.toml:1: trian is not known; did you mean 'train'?"),
+        ("train = 5\n[task]\n", "r.toml:1: train is 5, but must be a table"),
+        ("name = 3\n" + BASE, "r.toml:1: name is 3, but must be one line of text"),
+        (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters; at most 100 fit a list"),
+        (BASE.replace("[task]", 'data = "d"\n[task]'), "r.toml:3: train.data is not known; it belongs in [task]"),
+        (BASE.replace("[task]", "cpu = true\n[task]"), "r.toml:3: train.cpu is computed; set cpu_ranks of a node"),
+        (BASE.replace("[task]", "distributed_rank = 4\n[task]"), "train.distributed_rank is computed for every node"),
+        (BASE.replace("[task]", 'script = "t.py"\n[task]'), "r.toml:3: train.script and train.task exclude each other"),
+        ('[train]\nargs = ["--lr"]\n', "r.toml:1: train.script is missing"),
+        ('[train]\nscript = "t.py"\nlr = 1.0\n', "r.toml:3: train.lr is for tasks, but train.script runs a script"),
+        (
+            '[train]\nscript = "t.py"\nresume = "x"\n',
+            "r.toml:3: train.resume is for tasks: a script resumes by its own",
+        ),
+        ('[train]\nscript = "t.py"\n[task]\nx = 1\n', "r.toml:3: task is for a task, but train.script runs a script"),
+        ("[train\n", "r.toml:1: is not valid TOML: Expected ']' at the end of a table declaration"),
+        ("a = 1\nb = 'x\n", "r.toml:2: is not valid TOML"),
+        ("a = 1\na = 2\n", "r.toml:2: is not valid TOML: Cannot overwrite a value"),
+        ('{"train": {"task": "mnist",}\n}', "r.toml:1: is not valid JSON"),
+        ("", "r.toml: train.task is missing"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_file_line_and_key(text: str, message: str) -> None:
+    assert message in refusal(text)
+
+
+def test_json_errors_name_the_line_too() -> None:
+    text = json.dumps({"train": {"task": "mnist", "lrr": 1}, "task": {"data": "d"}}, indent=1)
+    assert refusal(text, name="r.json") == "r.json:4: train.lrr is not known; did you mean 'lr'?"
+    assert "r.json:1: is not valid JSON" in refusal("[1, 2", name="r.json")
+    assert "a recipe in JSON is an object in braces, but this is a list" in refusal("[1, 2]", name="r.json")
+    assert "a recipe in JSON is an object in braces, but this is a list" in refusal('[{"train": {}}]')
+
+
+def test_a_key_that_a_json_object_says_twice_is_refused_with_its_line() -> None:
+    text = '{\n "train": {"task": "mnist",\n  "lr": 1,\n  "lr": 2}}'
+    assert refusal(text, name="r.json") == "r.json:4: 'lr' is there twice in one object; keep one of them"
+    two = '{"cluster": {"nodes": [{"gpus": 1}, {"gpus": 1, "gpus": 2}]}}'
+    assert refusal(two, name="r.json") == "r.json: 'gpus' is there twice in one object; keep one of them"
+
+
+def test_more_ranks_than_a_machine_can_have_are_a_slip_of_the_finger() -> None:
+    for node, words in (
+        ("cpu_ranks = 100000", "cluster.nodes[0].cpu_ranks is 100000, but must be an integer >= 1 and <= 1024"),
+        ("ranks = 100000", "cluster.nodes[0].ranks is 100000"),
+        ("gpus = 100000", "cluster.nodes[0].gpus is 100000, but one machine has at most 1024 ranks"),
+    ):
+        assert words in refusal(f'[[cluster.nodes]]\n{node}\n[train]\ntask = "mnist"\n[task]\ndata = "d"')
+
+
+def test_an_empty_name_is_no_recipe() -> None:
+    with pytest.raises(RecipeError, match="the recipe's name is empty"):
+        load("")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text(BASE)
+    (tmp_path / "binary.toml").write_bytes(b"name = '\xff'")
+    for name, message in (
+        ("dmeo.toml", "there is no such file; did you mean 'demo.toml'?"),
+        ("demo", "there is no such file; did you mean 'demo.toml'?"),
+        ("missing/demo.toml", "there is no such file"),
+        ("binary.toml", "is not UTF-8 text (byte 8)"),
+        (".", "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(RecipeError, match=r"^[^\n]+$") as caught:
+            load(str(tmp_path / name))
+        assert message in str(caught.value)
+    with pytest.raises(RecipeError, match="no standard input"):
+        load("-")
+
+
+@pytest.mark.parametrize(
+    ("setting", "read"),
+    [
+        ("train.lr=0.5", lambda found: found.train.lr == 0.5),
+        ("train.lr = 2", lambda found: found.train.lr == 2.0),
+        ("train.optimizer=sgd", lambda found: found.train.optimizer == "sgd"),
+        ('train.optimizer="sgd"', lambda found: found.train.optimizer == "sgd"),
+        ("train.batch_size=[32, 8]", lambda found: found.train.batch_size == (32, 8)),
+        ("train.batch_size=32,8", lambda found: found.train.batch_size == (32, 8)),
+        ("train.shuffle=false", lambda found: found.train.shuffle is False),
+        ("train.start_method=spawn", lambda found: found.launch.start_method == "spawn"),
+        ("task.data=/a=b c", lambda found: found.task_options["data"] == "/a=b c"),
+        ("name=2024-01-01", lambda found: found.name == "2024-01-01"),
+        ("cluster.nodes=[{cpu_ranks=2}]", lambda found: found.cluster.nodes == (Node(cpu_ranks=2),)),
+        ("cluster.nodes.1.cpu_ranks=7", lambda found: found.cluster.nodes[1].cpu_ranks == 7),
+        ("cluster.nodes[0].gpus=[1, 3]", lambda found: found.cluster.nodes[0].gpus == (1, 3)),
+        ("cluster.nodes[0].gpus=free", lambda found: found.cluster.nodes[0].gpus == "free"),
+        ("cluster.backend=gloo", lambda found: found.cluster.backend == "gloo"),
+    ],
+)
+def test_a_setting_overrides_any_key(setting: str, read: Any) -> None:
+    assert read(of(MNIST, setting))
+
+
+def test_a_setting_makes_the_tables_that_it_needs() -> None:
+    found = of("", "train.task=mnist", "task.data=d", "cluster.max_restarts=2")
+    assert (found.train.task, found.cluster.max_restarts) == ("mnist", 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.lrr=1", "--set train.lrr is not known; did you mean 'lr'?"),
+        ("train.lr=fast", "--set train.lr is 'fast', but must be a number > 0"),
+        ("train.lr", "--set train.lr is not KEY=VALUE"),
+        ("=1", "--set =1 is not KEY=VALUE"),
+        ("train..lr=1", "is not KEY=VALUE"),
+        ("name.x=1", "--set name.x: name is 'mnist-two-nodes', which holds no keys"),
+        ("cluster.nodes.2.gpus=1", "--set cluster.nodes.2.gpus: cluster.nodes has no entry '2' (entries: 0 to 1)"),
+        ("cluster.nodes[0].gpus=-1", "--set cluster.nodes[0].gpus is -1, but must be a count"),
+        ("cluster=5", "--set cluster is 5, but must be a table"),
+        ("trian.lr=5", "--set trian is not known"),
+    ],
+)
+def test_a_wrong_setting_is_named_as_it_was_typed(setting: str, message: str) -> None:
+    assert message in refusal(MNIST, setting)
+
+
+def test_overrides_leave_the_values_that_they_start_from_alone() -> None:
+    data = {"a": {"b": [1, {"c": 2}]}}
+    changed, keys = override(data, ["a.b.1.c=3"])
+    assert changed == {"a": {"b": [1, {"c": 3}]}}
+    assert data == {"a": {"b": [1, {"c": 2}]}}
+    assert keys == {("a", "b", 1, "c")}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (4, 4),
+        ("4", 4),
+        ([0, 2], (0, 2)),
+        ("0,2", (0, 2)),
+        ("[3]", (3,)),
+        ("all", "all"),
+        (" free ", "free"),
+        (["GPU-ab", "GPU-cd"], ("GPU-ab", "GPU-cd")),
+        ("GPU-ab", ("GPU-ab",)),
+        ('["MIG-1", 2]', ("MIG-1", 2)),
+    ],
+)
+def test_gpus_are_a_count_a_list_all_or_free(value: Any, expected: Any) -> None:
+    assert parse_gpus(value, where="w") == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, [], [-1], [True], "some", "", ["a"], {"a": 1}, "1,x"])
+def test_anything_else_for_gpus_is_refused(value: Any) -> None:
+    with pytest.raises(RecipeError, match=r"^w is .*, but must be a count >= 1, a list of device ids"):
+        parse_gpus(value, where="w")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ("a = 1\n[t]\nb = 2", ("t", "b"), 3),
+        ("# a = 1\n\na = 1", ("a",), 3),
+        ('[a."b.c"]\nd = 1', ("a", "b.c", "d"), 2),
+        ("x.y.z = 1", ("x", "y"), 1),
+        ('s = """\n[no]\nkey = 1\n"""\nt = 1', ("t",), 5),
+        ("s = '''a'''\nt = '#' # c\nu = 1", ("u",), 3),
+        ('s = "a\\"[x]"\nt = 1', ("t",), 2),
+        ("l = [\n 1,\n 2, # two\n]\nt = 1", ("l", 1), 3),
+        ("l = [\n {a = 1},\n {a = 2, b = {c = 3}},\n]", ("l", 1, "b", "c"), 3),
+        ("[[n]]\na = 1\n[[n]]\na = 2\n[n.sub]\nb = 1", ("n", 1, "a"), 4),
+        ("[[n]]\na = 1\n[[n]]\na = 2\n[n.sub]\nb = 1", ("n", 1, "sub", "b"), 6),
+        ("d = 2024-01-01T07:32:00Z\nf = 1.5e-3\ng = 1", ("g",), 3),
+    ],
+)
+def test_the_line_of_a_toml_key_is_found(text: str, key: tuple[str | int, ...], line: int) -> None:
+    tomllib.loads(text)
+    assert key_lines(text, "toml")[key] == line
+
+
+def test_the_line_of_a_json_key_is_found_at_any_depth() -> None:
+    text = '{\n "a": {"b": [1,\n {"c": "}],\\"x"},\n {"c": 1}]},\n "d": -1.5e3\n}'
+    json.loads(text)
+    lines = key_lines(text, "json")
+    assert (lines[("a",)], lines[("a", "b", 1, "c")], lines[("a", "b", 2, "c")], lines[("d",)]) == (2, 3, 4, 5)
+
+
+def test_unchanged_recipes_are_kept_to_the_letter() -> None:
+    assert dump_toml(of(MNIST)) == MNIST
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.lr=0.5", "train.seed=7", "task.data=/other"),
+        ("cluster.nodes=[{cpu_ranks=2}]",),
+        ("cluster.nodes[0].gpus=[1, 3]", "cluster.init_method=tcp://h:11111"),
+        ("train.batch_size=[8, 8]", "name=other", "train.start_method=spawn"),
+        ("train.lr=0.001",),
+    ],
+)
+def test_changed_recipes_keep_their_comments_and_load_to_the_same(settings: tuple[str, ...]) -> None:
+    found = of(MNIST, *settings)
+    text = dump_toml(found)
+    assert says(of(text)) == says(found)
+    assert "# where" in text
+    assert "# per rank" in text
+
+
+def test_a_recipe_changed_in_a_form_is_written_with_its_comments() -> None:
+    found = of(MNIST)
+    changed = replace(
+        found,
+        name="form",
+        train=msgspec.structs.replace(found.train, lr=2.0, task="mnist", batch_size=(16, 16)),
+        cluster=msgspec.structs.replace(found.cluster, port=None, max_restarts=3),
+        task_options={"data": "/elsewhere", "valid_subset": "none"},
+    )
+    text = dump_toml(changed)
+    assert says(of(text)) == says(changed)
+    assert "# per rank" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps(tomllib.loads(MNIST)), json.dumps(PYTEXT), BASE, '{"train": {"script": "a.py", "args": ["-x"]}}'],
+)
+def test_every_recipe_is_written_as_toml_that_loads_to_the_same(text: str) -> None:
+    found = of(text)
+    assert says(of(dump_toml(found))) == says(found)
+
+
+def test_pytexts_own_configuration_becomes_a_docnn_recipe() -> None:
+    found = build(json.dumps(PYTEXT), name="distributed_docnn.json")
+    assert found.cluster.nodes == (Node(ranks=8),)
+    assert found.name == "distributed_docnn"
+    assert found.task_options == {
+        "train_path": "base_dir/train_tiny.tsv",
+        "eval_path": "base_dir/test_tiny.tsv",
+        "test_path": "base_dir/test_tiny.tsv",
+        "format": "text_label",
+    }
+    train = found.train
+    assert (train.task, train.batch_size, train.max_epochs, train.optimizer) == ("docnn", (16,), 10, "adam")
+    assert (train.lr, train.weight_decay, train.seed, train.best_metric) == (1e-3, 1e-5, 0, "accuracy")
+
+
+def pytext(**changes: Any) -> str:
+    return json.dumps({"config": {**PYTEXT["config"], **changes}}, indent=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes"),
+    [
+        ({"use_cuda_if_available": False}, (Node(cpu_ranks=8),)),
+        ({"distributed_world_size": 1}, (Node(ranks=1),)),
+    ],
+)
+def test_pytexts_world_size_and_cuda_say_where_ranks_run(changes: dict[str, Any], nodes: tuple[Node, ...]) -> None:
+    assert of(pytext(**changes)).cluster.nodes == nodes
+
+
+def test_pytexts_keys_are_read_without_the_wrapper_and_with_recipe_tables() -> None:
+    assert of(json.dumps(PYTEXT["config"])).cluster.nodes == (Node(ranks=8),)
+    own = {"config": {**tomllib.loads(BASE), "distributed_world_size": 2, "use_cuda_if_available": False}}
+    found = of(json.dumps(own))
+    assert (found.train.task, found.cluster.nodes) == ("mnist", (Node(cpu_ranks=2),))
+
+
+def test_pytexts_training_settings_are_translated() -> None:
+    task = {
+        "DocClassificationTask": {
+            "data": {
+                "source": {"TSVDataSource": {"train_filename": "t.tsv", "field_names": ["label", "text"]}},
+                "batcher": {"PoolingBatcher": {"train_batch_size": 4}},
+            },
+            "trainer": {"epochs": 3, "max_clip_norm": None, "optimizer": {"SGD": {"lr": 0.1, "momentum": 0.9}}},
+            "model": {"DocModel": {"representation": {"DocNNRepresentation": {"cnn": {"kernel_sizes": [2, 3, 4]}}}}},
+        }
+    }
+    found = of(pytext(task=task, random_seed=5, use_tensorboard=True))
+    train = found.train
+    assert (train.batch_size, train.max_epochs, train.optimizer, train.lr, train.momentum) == ((4,), 3, "sgd", 0.1, 0.9)
+    assert (train.seed, train.clip_norm) == (5, 0.0)
+    assert found.task_options["kernel_sizes"] == [2, 3, 4]
+    assert found.task_options["format"] == "label_text"
+    assert ["use_tensorboard has no effect" in note for note in found.notes] == [True]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (pytext(task={"WordTaggingTask": {}}), "r.toml:4: config.task.WordTaggingTask has no counterpart here"),
+        (
+            pytext(task={"DocClassificationTask": {"data_handler": {"train_pth": "x"}}}),
+            "config.task.DocClassificationTask.data_handler.train_pth is not understood; did you mean",
+        ),
+        (pytext(task={"DocClassificationTask": {}}), "task.train_path is missing: TSV file to train on"),
+        (pytext(task={"DocClassificationTask": {"data_handler": {"columns_to_read": ["a"]}}}), 'must be ["text", "doc'),
+        (
+            pytext(distributed_world_size=0),
+            "r.toml:17: config.distributed_world_size is 0, but must be an integer >= 1",
+        ),
+        (pytext(use_cuda_if_available="yes"), "config.use_cuda_if_available is 'yes', but must be true or false"),
+        (pytext(load_snapshot_path="m.pt"), "config.load_snapshot_path is not understood"),
+        (pytext(cluster={"nodes": [{"gpus": 1}]}), "config.distributed_world_size and cluster.nodes both say where"),
+        (json.dumps({**PYTEXT, "name": "x"}), "name stands beside config"),
+        ('{"config": 3}', "r.toml:1: config is 3, but must be a table"),
+    ],
+)
+def test_what_pytext_says_and_nothing_here_does_is_refused_by_name(text: str, message: str) -> None:
+    assert message in refusal(text)
+
+
+def test_pytexts_values_are_overridden_under_either_name() -> None:
+    assert of(pytext(), "config.distributed_world_size=2").cluster.nodes == (Node(ranks=2),)
+    assert of(pytext(), "train.lr=0.5").train.lr == 0.5
+    assert "--set config.distributed_world_size is 'x'" in refusal(pytext(), "config.distributed_world_size=x")
+
+
+def test_pytexts_defaults_are_options_that_exist() -> None:
+    known = {option.name for option in train_options()}
+    assert {name for _, name in DEFAULTS} <= known
+
+
+def test_every_option_of_train_has_help_for_the_form() -> None:
+    assert [option.name for option in train_options() if not option.help] == []
+    for schema in (recipes.ClusterOptions, Node):
+        assert [option.name for option in describe(schema) if not option.help] == []
+
+
+@pytest.mark.parametrize("schema", [LmOptions, DocNNOptions, MnistOptions, MaskedLmOptions])
+def test_a_described_schema_becomes_the_same_schema_again(schema: type[Any]) -> None:
+    options = describe(schema)
+    encoded = msgspec.json.encode(options)
+    again = schema_of(msgspec.json.decode(encoded, type=list[type(options[0])]))
+    assert msgspec.json.decode(msgspec.json.encode(describe(again))) == msgspec.json.decode(encoded)
+
+
+USER_TASK = """
+import msgspec
+from typing import Annotated
+from trainer.tasks.task import Task
+
+class Options(msgspec.Struct, kw_only=True):
+    width: Annotated[int, msgspec.Meta(ge=1, description="hidden units")] = 8
+    path: str
+
+class Mine(Task):
+    Options = Options
+"""
+
+
+def test_a_users_task_is_asked_once_until_its_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    file = tmp_path / "mine.py"
+    file.write_text(USER_TASK)
+    text = f'[train]\ntask = "{file}:Mine"\n[task]\npath = "p"\nwidth = 3\n'
+    assert of(text).task_options == {"path": "p", "width": 3}
+    kept = list((tmp_path / "home" / "cache" / "tasks").glob("*.json"))
+    assert len(kept) == 1
+    before = kept[0].stat().st_mtime_ns
+    assert "r.toml:5: task.wdth is not known; did you mean 'width'?" in refusal(text.replace("width", "wdth"))
+    assert kept[0].stat().st_mtime_ns == before
+    file.write_text(USER_TASK.replace("width", "breadth"))
+    assert of(text.replace("width", "breadth")).task_options["breadth"] == 3
+
+
+def test_a_users_task_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    with pytest.raises(RequestError, match="does not exist"):
+        task_schema(str(tmp_path / "none.py:Mine"))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
+def test_every_recipe_of_the_repository_is_valid(path: Path) -> None:
+    found = load(str(path))
+    assert dump_toml(found) == path.read_text()
+
+
+def test_reading_a_recipe_imports_neither_torch_nor_a_toml_writer() -> None:
+    code = (
+        "import sys; from gputrain_tui.recipe.model import load; load(sys.argv[1]); "
+        "print([name for name in ('torch', 'textual', 'tomlkit', 'psutil') if name in sys.modules])"
+    )
+    words = [sys.executable, "-c", code, str(ROOT / "recipes" / "four_nodes.toml")]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,373 @@
+"""Somebody else's script as the ranks of a run: as under torchrun, with our record."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trainer.__main__ import main
+from trainer.agent.assignment import RankAssignment
+from trainer.agent.log_tail import last_error
+from trainer.agent.script_environment import launcher_environment, master
+from trainer.contract.options import Distributed
+from trainer.contract.outcome import NodeOutcome
+from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, Step, decode_events
+from trainer.host.descendants import descendants
+
+HERE = Path(__file__).parent
+
+
+class Ran:
+    """What the node of a script left behind."""
+
+    def __init__(self, folder: Path, code: int, stderr: str) -> None:
+        self.dir = RunDir(folder / "run")
+        self.code = code
+        self.stderr = stderr
+
+    def events(self, rank: int) -> list[AnyEvent]:
+        path = self.dir.rank_events(rank)
+        return list(decode_events(path.read_bytes())) if path.exists() else []
+
+    def states(self, rank: int) -> list[str]:
+        return [event.state for event in self.events(rank) if isinstance(event, RankState)]
+
+    def log(self, rank: int) -> str:
+        return self.dir.rank_log(rank).read_text()
+
+    @property
+    def outcome(self) -> NodeOutcome:
+        return msgspec.json.decode(self.dir.node_result(0).read_bytes(), type=NodeOutcome)
+
+    @property
+    def failure(self) -> Failure:
+        assert self.outcome.failure is not None
+        return self.outcome.failure
+
+
+def begin(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
+    if isinstance(script, str):
+        (folder / "own").mkdir(exist_ok=True)
+        (folder / "own" / "script.py").write_text(script)
+        script = Path("own/script.py")
+    quiet = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "GPUTRAIN_LEASE")}
+    flags = ["--script", str(script), "--cpu", "--distributed-world-size", str(ranks), "--run-dir", "run", "--"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer", *flags, *arguments],
+        cwd=folder,
+        env=quiet | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path])},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> Ran:
+    process = begin(folder, script, *arguments, ranks=ranks)
+    _, stderr = process.communicate(timeout=120)
+    return Ran(folder, process.returncode, stderr)
+
+
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+# --- success --------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_that_was_never_touched_trains_and_has_states_logs_and_machine_samples(tmp_path: Path) -> None:
+    done = run(tmp_path, HERE.parents[0] / "support" / "plain_script.py", "--epochs", "3", "--", "x")
+    assert (done.code, done.stderr) == (0, "trainer: 2 ranks on this node, on the CPU\n")
+    for rank in (0, 1):
+        assert done.states(rank) == ["training", "finished"]
+        assert done.log(rank) == f"rank {rank} of 2 on {rank} ['--epochs', '3', '--', 'x']\n"
+        assert done.outcome.ranks[rank].finished
+    node = list(decode_events(done.dir.node_events(0).read_bytes()))
+    assert [event.state for event in node if isinstance(event, RankState)] == ["spawned"] * 2
+    assert any(isinstance(event, NodeSample) for event in node)
+
+
+def test_a_watched_script_reports_its_steps_and_no_state_twice(tmp_path: Path) -> None:
+    done = run(tmp_path, HERE.parents[0] / "support" / "watched_script.py")
+    assert done.code == 0, done.stderr
+    for rank in (0, 1):
+        assert done.states(rank) == ["training", "finished"]
+        assert sum(event.steps for event in done.events(rank) if isinstance(event, Step)) == 12
+
+
+def test_what_fails_after_the_watched_training_is_a_failure(tmp_path: Path) -> None:
+    done = run(tmp_path, HERE.parents[0] / "support" / "watched_script.py", "fail")
+    assert done.code == 1
+    assert done.failure.message == "ValueError: no more data"
+    assert done.failure.rank is not None
+    assert done.states(done.failure.rank) == ["training", "failed"]
+    assert sum(isinstance(event, Failure) for event in done.events(done.failure.rank)) == 1
+
+
+def test_what_fails_in_a_data_loading_process_is_told_by_its_own_error(tmp_path: Path) -> None:
+    script = """\
+from torch.utils.data import DataLoader
+class Broken:
+    def __len__(self): return 4
+    def __getitem__(self, index): raise OSError(5, "Input/output error", "shard-7.bin")
+list(DataLoader(Broken(), num_workers=1))
+"""
+    done = run(tmp_path, script, ranks=1)
+    assert done.code == 1
+    told = "OSError: [Errno 5] Input/output error: 'shard-7.bin' (in DataLoader worker process 0)"
+    assert done.failure.message == told
+
+
+def test_the_script_finds_what_an_interpreter_of_its_own_would_give_it(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "beside.py").write_text("HERE = True")
+    script = """\
+import atexit, json, multiprocessing, os, pickle, sys, threading, time
+import beside
+class Own: pass
+assert pickle.loads(pickle.dumps(Own())).__class__ is Own
+def late():
+    time.sleep(0.2)
+    print("a thread ends")
+atexit.register(lambda: print("exit functions run"))
+threading.Thread(target=late).start()
+print(json.dumps([__name__, __file__, sys.argv, os.getcwd(), "torch" in sys.modules, "annotations" in globals(),
+    multiprocessing.get_start_method(), multiprocessing.current_process().name]))
+print("no newline", end="")
+sys.exit()
+"""
+    done = run(tmp_path, script, "-x", ranks=1)
+    assert done.code == 0, done.stderr
+    first, _, rest = done.log(0).partition("\n")
+    path = str(tmp_path / "own" / "script.py")
+    assert json.loads(first) == [
+        *("__main__", path, ["own/script.py", "-x"], str(tmp_path), False, False),
+        *("fork", "MainProcess"),
+    ]
+    assert rest == "no newlinea thread ends\nexit functions run\n"
+
+
+def test_a_script_that_leaves_at_once_with_exit_code_0_has_finished(tmp_path: Path) -> None:
+    done = run(tmp_path, "import os; os._exit(0)", ranks=1)
+    assert (done.code, done.states(0)) == (0, ["training", "finished"])
+
+
+# --- failure --------------------------------------------------------------------------------------------------------
+
+HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "message"),
+    [
+        ("def f(): raise ValueError('no more data\\nat all')\nf()", "exception", "ValueError: no more data"),
+        ("sys.exit(3)", "exit", "the script left by sys.exit(3)"),
+        ("print('use it well', file=sys.stderr); sys.exit(2)", "exit", "by sys.exit(2): use it well"),
+        ("sys.exit('wrong data')", "exit", "the script left with: wrong data"),
+        ("os._exit(9)", "exit", "the process ended with exit code 9 before its training was complete"),
+        (
+            "import traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc(); os._exit(1)",
+            "exit",
+            "exit code 1 before its training was complete: ZeroDivisionError: division by zero",
+        ),
+        ("raise MemoryError", "out_of_memory", "MemoryError"),
+        ("open(", "exception", "SyntaxError: '(' was never closed"),
+    ],
+)
+def test_how_a_script_failed_is_told_and_its_peers_end(tmp_path: Path, end: str, kind: str, message: str) -> None:
+    whole = end if end == "open(" else HANG + end
+    done = run(tmp_path, whole, ranks=1 if end == "open(" else 2)
+    rank = 0 if end == "open(" else 1
+    assert done.code == 1
+    assert (done.failure.kind, done.failure.rank) == (kind, rank)
+    assert message in done.failure.message
+    assert f"trainer: rank {rank} on" in done.stderr
+
+
+def test_the_traceback_is_the_scripts_own(tmp_path: Path) -> None:
+    done = run(tmp_path, "def f():\n    raise ValueError('x')\nf()\n", ranks=1)
+    path = tmp_path / "own" / "script.py"
+    assert done.log(0).splitlines() == [
+        "Traceback (most recent call last):",
+        f'  File "{path}", line 3, in <module>',
+        "    f()",
+        f'  File "{path}", line 2, in f',
+        "    raise ValueError('x')",
+        "ValueError: x",
+    ]
+    assert done.failure.traceback == done.log(0)
+    assert done.states(0) == ["training", "failed"]
+
+
+def test_a_killed_script_is_named_with_its_signal(tmp_path: Path) -> None:
+    done = run(tmp_path, HANG + "os.kill(os.getpid(), 9)")
+    assert done.code == 1
+    assert (done.failure.kind, done.failure.rank) == ("signal", 1)
+    assert "SIGKILL" in done.failure.message
+
+
+def test_control_c_ends_scripts_and_what_they_started(tmp_path: Path) -> None:
+    script = "import subprocess, time\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\nprint('up')\n"
+    process = begin(tmp_path, script + "time.sleep(600)\n")
+    logs = [RunDir(tmp_path / "run").rank_log(rank) for rank in (0, 1)]
+    until(lambda: all(log.exists() and "up" in log.read_text() for log in logs))
+    family = descendants(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1].startswith("trainer: stopped")
+    assert "Traceback" not in "".join(log.read_text() for log in logs)
+    assert not family & descendants(1)
+
+
+def test_a_script_that_saves_when_it_is_told_to_end_has_the_time_for_it(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, signal, sys, time\ndef save(*_):\n    time.sleep(2.0)\n    pathlib.Path('saved').touch()\n"
+    )
+    script += "    sys.exit(0)\nsignal.signal(signal.SIGTERM, save)\nprint('up')\ntime.sleep(600)\n"
+    process = begin(tmp_path, script, ranks=1)
+    log = RunDir(tmp_path / "run").rank_log(0)
+    until(lambda: log.exists() and "up" in log.read_text())
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert (tmp_path / "saved").exists()
+
+
+def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
+    process = begin(tmp_path, "import time\nprint('up')\ntime.sleep(600)\n")
+    logs = [RunDir(tmp_path / "run").rank_log(rank) for rank in (0, 1)]
+    until(lambda: all(log.exists() and "up" in log.read_text() for log in logs))
+    family = descendants(process.pid)
+    process.kill()
+    process.communicate()
+    until(lambda: not family & descendants(1), 3.0)
+
+
+# --- pure parts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--script", "nope.py"], "--script nope.py does not exist"),
+        (["--script", str(HERE)], "is a folder"),
+        (["--script", __file__, "--task", "lm"], "--script and --task exclude each other"),
+        (["--script", __file__, "--batch-size", "3"], "--batch-size is for tasks, but --script runs a script"),
+        (["--script", __file__, "--epochs", "3"], "'--epochs' is no option of the trainer; the script's own arguments"),
+        (["--script", __file__, "--distributed-gpu", "3"], "did you mean '--distributed-gpus'?"),
+        (["--task", "lm", "--", "x"], "the words after -- are the arguments of a script: name it with --script"),
+        (
+            [
+                *("--script", __file__, "--cpu", "--distributed-world-size", "2", "--distributed-gpus", "2"),
+                *("--distributed-init-method", "file:///tmp/x"),
+            ],
+            "a script meets at MASTER_ADDR and MASTER_PORT, not at a file; use tcp://HOST:PORT",
+        ),
+    ],
+)
+def test_a_wrong_request_is_refused_in_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments, {}) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+
+
+def assignment(device_id: int | None = None, local_world_size: int = 2) -> RankAssignment:
+    return RankAssignment(
+        rank=5,
+        local_rank=1,
+        world_size=6,
+        local_world_size=local_world_size,
+        node=2,
+        host="here",
+        device_id=device_id,
+        device="cpu",
+        init_method=None,
+        backend="gloo",
+        parent_pid=None,
+        distributed=Distributed(),
+        words=("s.py",),
+        run_dir="/runs/x",
+        run_id="x",
+        report=lambda _: None,
+    )
+
+
+def test_a_rank_is_told_its_place_as_torchrun_tells_it() -> None:
+    found = launcher_environment(assignment(), ("10.0.0.1", 29600), {})
+    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "2",
+    }
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29600")
+    assert (found["GPUTRAIN_RUN_DIR"], found["TORCHELASTIC_RUN_ID"]) == ("/runs/x", "x")
+
+
+@pytest.mark.parametrize(
+    ("device_id", "ranks", "environ", "name", "value"),
+    [
+        (None, 2, {}, "CUDA_VISIBLE_DEVICES", ""),
+        (None, 2, {}, "OMP_NUM_THREADS", "1"),
+        (None, 1, {}, "OMP_NUM_THREADS", None),
+        (None, 2, {"OMP_NUM_THREADS": "4"}, "OMP_NUM_THREADS", "4"),
+    ],
+)
+def test_settings_of_a_machine(
+    device_id: int | None, ranks: int, environ: dict[str, str], name: str, value: str | None
+) -> None:
+    found = launcher_environment(assignment(device_id, ranks), ("127.0.0.1", 1), environ)
+    assert found[name] == value
+
+
+def test_gpus_stay_visible_and_gloo_uses_the_loopback_only_where_the_ranks_meet_there() -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in launcher_environment(assignment(1), ("10.0.0.1", 1), {})
+    assert launcher_environment(assignment(), ("127.0.0.1", 1), {})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in launcher_environment(assignment(), ("10.0.0.1", 1), {})
+    assert "GLOO_SOCKET_IFNAME" not in launcher_environment(assignment(), ("::1", 1), {"GLOO_SOCKET_IFNAME": "x"})
+
+
+def test_scripts_meet_where_the_init_method_says() -> None:
+    assert master("tcp://[fd00::1]:4711", {}, free_port=0) == ("fd00::1", 4711)
+    assert master("env://", {"MASTER_ADDR": "a", "MASTER_PORT": "2"}, free_port=0) == ("a", 2)
+    assert master(None, {}, free_port=3) == ("127.0.0.1", 3)
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\n    f()\n    ^^^\n\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("all is well\n", ""),
+        (TRACEBACK + "ValueError: x\nbye\n", "ValueError: x"),
+        (TRACEBACK + "KeyError: 1\n\nDuring handling\n\n" + TRACEBACK + "ValueError: x\n", "ValueError: x"),
+        ("terminate called after throwing\n  what():  no memory\n", "no memory"),
+        ("Fatal Python error: Segmentation fault\n\n", "Fatal Python error: Segmentation fault"),
+        (TRACEBACK, ""),
+    ],
+)
+def test_the_last_error_of_a_log_is_found(tmp_path: Path, text: str, error: str) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(TRACEBACK + "OldError: of an earlier attempt\n" + text)
+    assert last_error(log, since=len(TRACEBACK) + len("OldError: of an earlier attempt\n")) == error
+    assert last_error(tmp_path / "missing") == last_error(None) == ""

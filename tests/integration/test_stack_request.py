@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gputrain_tui.console.stack_request import ask
+from gputrain_tui.state import RankView
+from trainer.contract.errors import RequestError
+from trainer.contract.record import RunDir
+
+RANK = """
+import faulthandler, os, signal, sys
+faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+def waits_for_a_batch():
+    print("ready", flush=True)
+    os.close(int(sys.argv[1]))
+    signal.pause()
+waits_for_a_batch()
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "run")
+    found.logs.mkdir(parents=True)
+    return found
+
+
+@pytest.fixture
+def rank(run_dir: RunDir) -> Iterator[RankView]:
+    ready, there = os.pipe()
+    with run_dir.rank_log(3).open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(there)], stdout=log, stderr=log, pass_fds=[there],
+            env={**os.environ, "GPUTRAIN_RUN": str(run_dir.path)},
+        )  # fmt: skip
+    os.close(there)
+    select.select([ready], [], [], 60)  # the other end is closed: it has come to where it waits, or has ended
+    os.close(ready)
+    view = RankView(3)
+    view.pid, view.host = process.pid, socket.gethostname()
+    yield view
+    process.kill()
+    process.wait()
+
+
+def until(deadline: float) -> Iterator[None]:
+    """Give the other process time, up to a limit; a file that grows is no event that could be awaited."""
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(0.01)
+
+
+def test_a_rank_tells_where_it_is_and_only_the_new_part_is_shown(run_dir: RunDir, rank: RankView) -> None:
+    assert b"ready" in run_dir.rank_log(3).read_bytes()
+    request = ask(run_dir, rank)
+    lines: list[str] = []
+    for _ in until(time.monotonic() + 20):
+        lines = request.answer()
+        if any("<module>" in line for line in lines):
+            break
+    assert "(most recent call first)" in lines[0]
+    assert any("waits_for_a_batch" in line for line in lines)
+    assert "ready" not in lines
+
+
+def test_a_process_that_is_not_of_the_run_is_never_signalled(run_dir: RunDir) -> None:
+    view = RankView(0)
+    view.pid, view.host = os.getpid(), "localhost"
+    with pytest.raises(RequestError, match="rank 0 is not running any more"):
+        ask(run_dir, view)
+
+
+def test_a_rank_of_another_machine_is_not_asked(run_dir: RunDir, rank: RankView) -> None:
+    rank.host = "node047"
+    with pytest.raises(RequestError, match="rank 3 runs on node047: send SIGUSR1 to process"):
+        ask(run_dir, rank)
+
+
+def test_a_rank_without_a_process_is_not_asked(run_dir: RunDir) -> None:
+    with pytest.raises(RequestError, match="rank 1 has no process yet"):
+        ask(run_dir, RankView(1))

@@ -1,0 +1,194 @@
+"""The console in a real terminal: launch the demo by keys, leave, come back, stop it, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gputrain_tui.console.screens.confirm import QUIET_S
+from gputrain_tui.history.runs import list_runs
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+GPUTRAIN = Path(sys.executable).parent / "gputrain"
+RANK = re.compile(r"^ *▸? *(\d+)(?: +\S+){0,2}? +training +(\d+) +(\d+\.\d+)", re.MULTILINE)
+"""A line of the rank table: rank, step and loss."""
+PATIENCE_S = 90.0
+"""Longer than anything takes on a busy machine."""
+
+
+class Tmux:
+    """A terminal with a shell in it, on a server of its own."""
+
+    def __init__(self, socket: Path, env: dict[str, str]) -> None:
+        self._words = ["tmux", "-S", os.fspath(socket), "-f", "/dev/null"]
+        self._env = env
+        self._run("new-session", "-d", "-x", "120", "-y", "40", "env PS1='$ ' sh")
+        self._run("set", "-sg", "escape-time", "0")
+        # A client that is told of everything that comes out: the event at which the screen is worth a look.
+        self._changes = subprocess.Popen(
+            [*self._words, "-C", "attach", "-f", "read-only,ignore-size"],
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        with self._changes:
+            self._changes.kill()
+        subprocess.run([*self._words, "kill-server"], env=self._env, check=False, capture_output=True)
+
+    def type(self, text: str) -> None:
+        self._run("send-keys", "-l", text)
+
+    def press(self, *keys: str) -> None:
+        self._run("send-keys", *keys)
+
+    def send(self, raw: str) -> None:
+        """Send bytes as a terminal does that takes nothing out of a paste."""
+        self._run("send-keys", "-H", *(f"{byte:02x}" for byte in raw.encode()))
+
+    def resize(self, columns: int, rows: int) -> None:
+        self._run("resize-window", "-x", str(columns), "-y", str(rows))
+
+    def screen(self) -> str:
+        return self._run("capture-pane", "-p")
+
+    def wait(self, *needles: str) -> str:
+        """Wait until all texts are on the screen; return the screen."""
+        return self.until(lambda screen: all(needle in screen for needle in needles), " and ".join(needles))
+
+    def until(self, there: Callable[[str], object], what: str) -> str:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            screen = self.screen()
+            if there(screen):
+                return screen
+            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{screen}"
+            self._await_change(deadline)
+
+    def _await_change(self, deadline: float) -> None:
+        """Wait until something came out since the last time."""
+        assert self._changes.stdout is not None
+        if select.select([self._changes.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+            assert os.read(self._changes.stdout.fileno(), 1 << 20), "tmux has ended"
+
+    def exit_code(self, command: str, number: int) -> int:
+        """Return how the last command ended, once the shell is back; ``number`` tells it from earlier ones."""
+        screen = self.until(lambda shown: re.search(rf"END{number}=\d+", shown), f"the end of {command}")
+        found = re.search(rf"END{number}=(\d+)", screen)
+        assert found is not None
+        return int(found[1])
+
+    def start(self, command: str, number: int) -> None:
+        self.type(f"clear; {command}; echo END{number}=$?")
+        self.press("Enter")
+
+    def _run(self, *words: str) -> str:
+        done = subprocess.run([*self._words, *words], env=self._env, check=True, capture_output=True, text=True)
+        return done.stdout
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Tmux]:
+    env = {
+        **os.environ,
+        "GPUTRAIN_HOME": str(tmp_path / "home"),
+        "GPUTRAIN_CACHE": str(tmp_path / "cache"),
+        "LANG": "C.UTF-8",
+        "LC_ALL": "C.UTF-8",
+    }
+    env.pop("TMUX", None)
+    tmux = Tmux(tmp_path / "tmux", env)
+    try:
+        yield tmux
+    finally:
+        tmux.close()
+
+
+def losses(screen: str) -> dict[int, float]:
+    """Return the loss of each rank that trains."""
+    return {int(rank): float(loss) for rank, _, loss in RANK.findall(screen)}
+
+
+def running_with(home: Path) -> dict[int, str]:
+    """Return the command lines of the processes that were started with this home, by process id."""
+    found = {}
+    mark = f"GPUTRAIN_HOME={home}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                found[int(process.name)] = line
+        except OSError:
+            continue  # it has ended, or is another person's
+    return {pid: line for pid, line in found.items() if line and not line.startswith(("tmux", "sh ", "env "))}
+
+
+def await_end(pid: int, deadline: float) -> None:
+    """Wait until a process that is nobody's child here has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
+    finally:
+        os.close(descriptor)
+
+
+def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmux, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    terminal.start(f"{GPUTRAIN}", 1)
+    terminal.wait("demo", "Quit")
+    terminal.press("d")
+    first = losses(terminal.until(lambda screen: set(losses(screen)) == {0, 1}, "the first step of both ranks"))
+    terminal.until(
+        lambda screen: all(losses(screen).get(rank, 99.0) < loss - 0.3 for rank, loss in first.items()),
+        f"losses below {first}",
+    )
+    terminal.resize(80, 24)
+    terminal.until(lambda screen: set(losses(screen)) == {0, 1} and "Quit" in screen, "the smaller screen")
+    terminal.press("q")
+    assert terminal.exit_code("gputrain", 1) == 0
+    (run,) = list_runs(home / "runs")
+    assert run.state == "running", "leaving the console leaves the run"
+
+    terminal.start(f"{GPUTRAIN} attach", 2)
+    again = losses(terminal.until(lambda screen: set(losses(screen)) == {0, 1}, "both ranks once more"))
+    assert all(again[rank] < loss for rank, loss in first.items())
+    terminal.press("S")
+    terminal.wait("Stop it")
+    time.sleep(2 * QUIET_S)  # no event tells that nothing was typed
+    terminal.press("y")
+    terminal.wait("stopped")
+    terminal.press("q")
+    assert terminal.exit_code("gputrain attach", 2) == 0
+    (run,) = list_runs(home / "runs")
+    assert (run.state, run.status.exit_code) == ("stopped", 130)
+
+    terminal.start(f"{GPUTRAIN} runs", 3)
+    assert terminal.exit_code("gputrain runs", 3) == 0
+    assert run.id in terminal.screen()
+    deadline = time.monotonic() + 10
+    while left := running_with(home):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        await_end(next(iter(left)), deadline)
+
+
+def test_pasted_escape_sequences_press_no_key(terminal: Tmux, tmp_path: Path) -> None:
+    terminal.start(f"{GPUTRAIN}", 1)
+    terminal.wait("demo", "Quit")
+    terminal.send(f"\x1b[200~d \x1b]{'dq' * 30}\x1b[31m d q\x1b[201~")
+    terminal.press("2")  # what comes after it is seen after it
+    terminal.wait("L Launch", "Quit")
+    assert list_runs(tmp_path / "home" / "runs") == []
+    terminal.press("q")
+    assert terminal.exit_code("gputrain", 1) == 0

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.contract.record import AnyEvent, Checksum, Failure, RankState, RunDir, Step, decode_events
+from trainer.watch import watch
+
+HERE = Path(__file__).parent
+SCRIPT = HERE.parents[0] / "support" / "watched_script.py"
+BIN = Path(sys.executable).parent
+
+
+def _run(command: list[str], run_dir: Path | None) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environ |= {"PYTHONPATH": str(HERE.parents[1]), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environ.pop("GPUTRAIN_RUN_DIR", None)
+    if run_dir is not None:
+        environ["GPUTRAIN_RUN_DIR"] = str(run_dir)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+def _events(run_dir: Path, rank: int) -> list[AnyEvent]:
+    return list(decode_events(RunDir(run_dir).rank_events(rank).read_bytes()))
+
+
+def _steps(run_dir: Path, rank: int) -> list[Step]:
+    return [event for event in _events(run_dir, rank) if isinstance(event, Step)]
+
+
+def _check_two_ranks(run_dir: Path) -> None:
+    for rank in (0, 1):
+        steps = _steps(run_dir, rank)
+        assert sum(event.steps for event in steps) == 12
+        assert steps[-1].step == 12
+        assert steps[-1].epoch == 2
+        assert sum(event.samples for event in steps) == 96
+        assert sum(event.tokens or 0 for event in steps) == 960
+        assert all(event.loss is not None and event.lr == 0.1 for event in steps)
+        # Between the end of the first step and that of the last lies an evaluation of 500 ms, which is in none.
+        assert steps[0].steps == 1
+        in_steps_ms = sum((event.step_ms or 0.0) * event.steps for event in steps[1:])
+        assert in_steps_ms <= 1e3 * (steps[-1].time - steps[0].time) - 495
+        states = [event.state for event in _events(run_dir, rank) if isinstance(event, RankState)]
+        assert states == ["training", "finished"]
+    prompt, late = _steps(run_dir, 0)[2:], _steps(run_dir, 1)[2:]
+    data = [
+        statistics.median(event.data_ms for event in steps if event.data_ms is not None) for steps in (prompt, late)
+    ]
+    assert data[1] > data[0] + 70, "rank 1 waits for its data"
+    waits = [
+        statistics.median(event.sync_exposed_ms for event in steps if event.sync_exposed_ms is not None)
+        for steps in (prompt, late)
+    ]
+    assert waits[0] > waits[1] + 50, "and rank 0 waits for rank 1"
+    checksums = [[event for event in _events(run_dir, rank) if isinstance(event, Checksum)] for rank in (0, 1)]
+    assert [event.step for event in checksums[0]] == [5, 10]
+    assert [event.parameters for event in checksums[0]] == [event.parameters for event in checksums[1]]
+
+
+@pytest.mark.timing
+def test_a_script_under_torchrun_is_recorded(tmp_path: Path) -> None:
+    done = _run([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(SCRIPT)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    _check_two_ranks(tmp_path)
+    assert [event.local_rank for event in _events(tmp_path, 1) if isinstance(event, RankState)] == [1, 1]
+
+
+@pytest.mark.timing
+def test_a_script_under_mp_spawn_is_recorded(tmp_path: Path) -> None:
+    done = _run([sys.executable, str(SCRIPT), "spawn", str(tmp_path / "store")], tmp_path)
+    assert done.returncode == 0, done.stderr
+    _check_two_ranks(tmp_path)
+
+
+@pytest.mark.timing
+def test_a_script_in_one_process_is_recorded_and_its_failure_too(tmp_path: Path) -> None:
+    done = _run([sys.executable, str(SCRIPT), "fail"], tmp_path)
+    assert done.returncode == 1
+    assert "no more data" in done.stderr
+    steps = _steps(tmp_path, 0)
+    assert sum(event.steps for event in steps) == 12
+    assert all(event.sync_ms is None for event in steps)
+    assert all(event.backward_ms is not None for event in steps)
+    state, failure = _events(tmp_path, 0)[-2:]
+    assert isinstance(state, RankState)
+    assert isinstance(failure, Failure)
+    assert (state.state, failure.message, failure.step) == ("failed", "ValueError: no more data", 12)
+    assert "in train" in (failure.traceback or "")
+
+
+def test_without_a_run_directory_nothing_is_hooked_in() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = [torch.ones(1, 2)]
+    with watch(model, optimizer, environ={}) as watched:
+        assert watched.batches(loader) is loader
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        watched.report(loss=1.0)
+
+
+def test_hooks_are_gone_after_the_block_and_a_loader_keeps_its_length(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, environ={"GPUTRAIN_RUN_DIR": str(tmp_path), "RANK": "3"}, first_step=7) as watched:
+        assert len(watched.batches([1, 2, 3])) == 3  # type: ignore[arg-type]
+        model(torch.ones(5, 2)).sum().backward()
+        model(torch.ones(5, 2)).sum().backward()
+        optimizer.step()
+    (step,) = _steps(tmp_path, 3)
+    assert (step.step, step.samples, step.rank) == (8, 10, 3), "micro-steps add up"
+    assert not model._forward_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_run_directory_that_cannot_be_written_is_told_and_the_script_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    model = nn.Linear(2, 2)
+    with watch(model, torch.optim.SGD(model.parameters()), environ={"GPUTRAIN_RUN_DIR": str(file)}) as watched:
+        assert watched.step == 0
+    assert f"not recording, GPUTRAIN_RUN_DIR={file}" in capsys.readouterr().err

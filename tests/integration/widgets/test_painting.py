@@ -1,0 +1,213 @@
+"""What a widget does in an app: repaint by the clock, follow keys and mouse, take the colours of the theme."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from frames import SyntheticRun, synthetic_run
+from textual import events
+from textual.app import App, ComposeResult
+from textual.geometry import Region
+from textual.message import Message
+from textual.pilot import Pilot
+from textual.widgets import Static
+
+from gputrain_tui.console.widgets.band_chart import BandChart
+from gputrain_tui.console.widgets.lateness_map import LatenessMap
+from gputrain_tui.console.widgets.rank_grid import BRIGHT_S, RankGrid
+from gputrain_tui.console.widgets.step_bars import StepBars
+from trainer.contract.record import Step
+
+Scenario = Callable[["Stage", Pilot[None]], Awaitable[None]]
+
+
+class Stage(App[None]):
+    def __init__(self, run: SyntheticRun) -> None:
+        super().__init__()
+        self.time = 100.0
+        self.grid = RankGrid(run, now=lambda: self.time, id="grid")
+        self.charts = [BandChart(run, "loss", "loss", "nats"), StepBars(run), LatenessMap(run)]
+        self.seen: list[Message] = []
+
+    def compose(self) -> ComposeResult:
+        yield self.grid
+        yield from self.charts
+        yield Static("below")
+
+    def on_rank_grid_picked(self, message: RankGrid.Picked) -> None:
+        self.seen.append(message)
+
+    def on_rank_grid_opened(self, message: RankGrid.Opened) -> None:
+        self.seen.append(message)
+
+
+def stage(scenario: Scenario, run: SyntheticRun | None = None, size: tuple[int, int] = (100, 40)) -> None:
+    async def play() -> None:
+        app = Stage(run or synthetic_run(40, 30))
+        async with app.run_test(size=size) as pilot:
+            app.grid.focus()
+            await pilot.pause()
+            await scenario(app, pilot)
+
+    asyncio.run(play())
+
+
+def lines(grid: RankGrid) -> list[str]:
+    return [grid.render_line(y).text for y in range(grid.size.height)]
+
+
+def test_keys_move_the_cursor_and_scroll_with_it() -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        await pilot.press("down")
+        assert app.grid.selected_rank == 0
+        await pilot.press("down", "j", "k")
+        assert app.grid.selected_rank == 1
+        await pilot.press("end")
+        assert app.grid.selected_rank == 39
+        assert "▸   39" in lines(app.grid)[-1]
+        await pilot.press("pageup")
+        assert 20 < app.grid.selected_rank < 39
+        await pilot.press("home", "enter")
+        assert [type(message) for message in app.seen][-1] is RankGrid.Opened
+        assert app.seen[-1].rank == 0  # type: ignore[attr-defined]
+
+    stage(scenario)
+
+
+def test_the_mouse_picks_sorts_and_scrolls() -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        await pilot.click("#grid", offset=(10, 5))
+        assert app.grid.selected_rank == 3
+        titles = lines(app.grid)[1]
+        await pilot.click("#grid", offset=(titles.index("loss"), 1))
+        assert (app.grid.sort_key, app.grid.descending) == ("loss", True)
+        await pilot.click("#grid", offset=(titles.index("loss"), 1))
+        assert (app.grid.sort_key, app.grid.descending) == ("loss", False)
+        app.grid.sort_by("rank", descending=False)
+        first = first_rank(app)
+        app.grid.post_message(events.MouseScrollDown(None, 1, 3, 0, 1, 0, False, False, False))
+        await pilot.pause()
+        assert first_rank(app) == first + 3
+
+    def first_rank(app: Stage) -> int:
+        return int(lines(app.grid)[2].strip("▸▲✗ ").split()[0])
+
+    stage(scenario)
+
+
+def test_nothing_is_painted_while_nothing_happens() -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        panels = [app.grid, *app.charts]
+        for panel in panels:
+            panel.tick()
+        await pilot.pause()
+        drawn = [panel._rows for panel in panels]
+        for panel in panels:
+            panel.tick()
+        assert all(panel._rows is rows for panel, rows in zip(panels, drawn, strict=True))
+
+    stage(scenario)
+
+
+def test_only_lines_that_changed_are_painted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        app.grid.tick()
+        await pilot.pause()
+        painted: list[Region] = []
+        monkeypatch.setattr(app.grid, "refresh", lambda *regions: painted.extend(regions))
+        run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
+        app.grid.tick()
+        assert painted == [Region(0, 6, app.grid.size.width, 1)]
+
+    run = synthetic_run(40, 30)
+    stage(scenario, run)
+
+
+def test_a_changed_line_is_bright_and_dims_by_itself() -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        app.grid.tick()
+        normal = app.grid.render_line(6)
+        run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
+        app.grid.tick()
+        bright = app.grid.render_line(6)
+        app.time += BRIGHT_S
+        app.grid.tick()
+        dim = app.grid.render_line(6)
+        assert styles(bright) != styles(normal)
+        assert styles(dim) != styles(bright)
+        assert bright.text == dim.text != normal.text
+
+    def styles(strip: object) -> set[object]:
+        return {segment.style.color for segment in strip if segment.text.strip()}  # type: ignore[attr-defined]
+
+    run = synthetic_run(40, 30)
+    stage(scenario, run)
+
+
+def test_the_cursor_stays_on_its_rank_while_ranks_change_places() -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        app.grid.sort_by("loss")
+        await pilot.press("down", "down", "down")
+        rank = app.grid.selected_rank
+        assert rank is not None
+        run.apply(Step(time=900.0, rank=rank, step=31, epoch=1, steps=1, samples=32, loss=0.001))
+        app.time += 10
+        app.grid.tick()
+        assert app.grid.selected_rank == rank
+        assert lines(app.grid)[-1].startswith("▸")
+
+    run = synthetic_run(40, 30)
+    stage(scenario, run)
+
+
+def test_a_filter_and_its_removal_keep_the_grid_in_bounds() -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        await pilot.press("end")
+        app.grid.set_filter("rank:0-1")
+        assert [line.split()[0] for line in lines(app.grid)[2:4]] == ["0", "1"]
+        app.grid.set_filter("")
+        assert len(app.grid._arranged) == 40
+
+    stage(scenario)
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "nord", "ansi-dark", "ansi-light"])
+def test_every_theme_colours_every_role(theme: str) -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        app.theme = theme
+        await pilot.pause()
+        await pilot.press("down")
+        for chart in app.charts:
+            chart.selected_rank = 13
+        await pilot.pause()
+        for panel in (app.grid, *app.charts):
+            for y in range(panel.size.height):
+                assert panel.render_line(y).cell_length == panel.size.width
+
+    stage(scenario)
+
+
+def test_charts_can_be_zoomed_smoothed_and_logarithmic() -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        chart = app.charts[0]
+        assert isinstance(chart, BandChart)
+        chart.show(scale="log", last=10, smoothing=0.5)
+        await pilot.pause()
+        head = chart.render_line(0).text
+        assert "log" in head
+        assert "last 10" in head
+        assert "smooth 0.5" in head
+
+    stage(scenario)
+
+
+@pytest.mark.parametrize("size", [(12, 4), (30, 10), (80, 24), (200, 60)])
+def test_any_size_of_the_terminal_is_painted(size: tuple[int, int]) -> None:
+    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+        await pilot.resize_terminal(size[0] + 7, size[1] + 3)
+        await pilot.pause()
+        assert app.grid.size.width == size[0] + 7
+
+    stage(scenario, size=size)

@@ -1,0 +1,55 @@
+"""A node's parent process for test_spawn.py: starts ranks of a target from spawn_targets.py, nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from trainer.agent import forkserver, node_agent, shutdown
+from trainer.agent.assignment import RankAssignment
+from trainer.contract.options import Distributed
+from trainer.contract.outcome import RankReport
+
+
+def _unreported(_: RankReport) -> None:
+    raise AssertionError("run_node fills in how a rank reports")
+
+
+def main(target: str, run_dir: str, start_method: str = "light", init_method: str = "") -> int:
+    """Run two ranks; ``light`` is the fork server without torch, which most targets do not need."""
+    world = 2
+    if start_method == "light":
+        forkserver.PRELOADED = ["trainer.agent.preload_first", "node_agent_targets"]
+    assignments = [
+        RankAssignment(
+            rank=rank,
+            local_rank=rank,
+            world_size=world,
+            local_world_size=world,
+            node=0,
+            host="here",
+            device_id=None,
+            device="cpu",
+            init_method=init_method or None,
+            backend="gloo",
+            parent_pid=None,
+            distributed=Distributed(),
+            words=("--task", "none"),
+            run_dir=run_dir,
+            run_id="test",
+            report=_unreported,
+        )
+        for rank in range(world)
+    ]
+    shutdown.EXIT_S = 0.5
+    outcome = node_agent.run_node(
+        assignments,
+        start_method="spawn" if start_method == "spawn" else "forkserver",
+        environ=os.environ,
+        target=f"node_agent_targets:{target}",
+    )
+    return outcome.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,191 @@
+"""What the ranks of test_spawn.py run; importable, because a rank's process imports it by name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainer.agent.assignment import RankAssignment
+from trainer.contract.errors import RequestError
+from trainer.contract.record import Failure
+
+
+def _mark(assignment: RankAssignment, text: str = "") -> None:
+    """Say in the run directory that this rank has come this far."""
+    assert assignment.run_dir is not None
+    path = Path(assignment.run_dir) / f"mark-{assignment.rank}"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text or str(os.getpid()))
+    temporary.replace(path)
+
+
+def _await_marks(assignment: RankAssignment) -> None:
+    """Wait until all ranks have come as far."""
+    assert assignment.run_dir is not None
+    folder = Path(assignment.run_dir)
+    while not all((folder / f"mark-{rank}").exists() for rank in range(assignment.world_size)):
+        time.sleep(0.005)
+
+
+def _hang_with_gil() -> None:
+    """Block where no other Python thread runs either, as in gloo's destructor: only the kernel can end this."""
+    libc = ctypes.PyDLL(None)
+    while True:
+        libc.pause()
+
+
+def _hang_without_gil() -> None:
+    """Block where the main thread handles no signal, as in a collective: only a default action gets through."""
+    libc = ctypes.CDLL(None)
+    while True:
+        libc.pause()
+
+
+def trains(assignment: RankAssignment) -> None:
+    print(f"rank {assignment.rank} prints", flush=True)
+    print("and complains", file=sys.stderr)
+    assignment.finished()
+
+
+def aborts_after_success(assignment: RankAssignment) -> None:
+    assignment.finished()
+    if assignment.rank == 1:
+        os.abort()
+
+
+def hangs_after_success(assignment: RankAssignment) -> None:
+    assignment.finished()
+    if assignment.rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _hang_with_gil()
+
+
+def leaves_early(assignment: RankAssignment) -> None:
+    if assignment.rank != 1:
+        _hang_without_gil()
+
+
+def leaves_with_255(assignment: RankAssignment) -> int:
+    if assignment.rank != 1:
+        _hang_without_gil()
+    return 255
+
+
+def one_says_nothing(assignment: RankAssignment) -> None:
+    if assignment.rank == 0:
+        all_lose_a_peer(assignment)
+    _hang_without_gil()
+
+
+def one_is_ended_by_the_watchdog_of_nccl(assignment: RankAssignment) -> None:
+    if assignment.rank == 0:
+        print(
+            "  what():  [PG ID 0 Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)", file=sys.stderr
+        )
+        os.abort()
+    _hang_without_gil()
+
+
+def one_has_left(assignment: RankAssignment) -> None:
+    if assignment.rank == 1:
+        assignment.finished()
+        _mark(assignment)
+        return
+    assert assignment.run_dir is not None
+    while not (Path(assignment.run_dir) / "mark-1").exists():
+        time.sleep(0.005)
+    all_lose_a_peer(assignment)
+
+
+def one_raises(assignment: RankAssignment) -> None:
+    _mark(assignment)
+    if assignment.rank == 1:
+        _await_marks(assignment)
+        raise ZeroDivisionError("one over nothing\nand more")
+    _hang_without_gil()
+
+
+def one_finds_the_request_wrong(assignment: RankAssignment) -> None:
+    if assignment.rank == 0:
+        raise RequestError("/data is missing")
+    _hang_without_gil()
+
+
+def one_is_killed_and_the_other_loses_its_peer(assignment: RankAssignment) -> None:
+    _mark(assignment)
+    _await_marks(assignment)
+    if assignment.rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assignment.failed(
+        Failure(time=time.time(), kind="exception", message="RuntimeError: Connection closed by peer [10.0.0.2]:4711")
+    )
+    _hang_without_gil()
+
+
+def all_lose_a_peer(assignment: RankAssignment) -> None:
+    assignment.failed(Failure(time=time.time(), kind="lost_peer", message="Connection reset by peer"))
+
+
+def all_hang(assignment: RankAssignment) -> None:
+    _mark(assignment)
+    _hang_without_gil()
+
+
+def all_hang_with_the_gil(assignment: RankAssignment) -> None:
+    _mark(assignment)
+    _hang_with_gil()
+
+
+def all_hang_and_ignore_sigterm(assignment: RankAssignment) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _mark(assignment)
+    _hang_without_gil()
+
+
+def has_children(assignment: RankAssignment) -> None:
+    """Leave a child, and a daemon in a session of its own, then hang."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    daemon = subprocess.Popen(
+        ["/bin/sh", "-c", "setsid sleep 600 & echo $!"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert daemon.stdout is not None
+    _mark(assignment, f"{os.getpid()} {child.pid} {daemon.stdout.readline().strip()}")
+    if assignment.rank == 0:
+        _hang_without_gil()
+    _await_marks(assignment)
+    raise ZeroDivisionError
+
+
+def tells_its_surroundings(assignment: RankAssignment) -> None:
+    """Say what a rank has inherited."""
+    import tempfile
+    import threading
+
+    loaded = "torch._dynamo" in sys.modules
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    _mark(
+        assignment,
+        f"{loaded} {threads} {threading.active_count()} {os.environ.get('OMP_NUM_THREADS')} {tempfile.gettempdir()}",
+    )
+    assignment.finished()
+
+
+def all_reduces_for_ever(assignment: RankAssignment) -> None:
+    """A real collective that cannot complete: rank 1 does not take part."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=assignment.init_method, world_size=assignment.world_size, rank=assignment.rank
+    )
+    dist.all_reduce(torch.ones(1))
+    _mark(assignment)
+    if assignment.rank == 0:
+        dist.all_reduce(torch.ones(1))
+    _hang_without_gil()

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from math import isnan
+
+import pytest
+
+from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
+from gputrain_tui.history.compare import LossHistory, Points, RecipeDifference, differences, resampled
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import Recipe
+from trainer.contract.record import RunStarted, Step, Validation
+
+BASE = 'name = "one"\n[train]\ntask = "lm"\nlr = 0.1\n[task]\ndata = "stdlib"\n'
+
+
+def recipe(text: str = BASE, *settings: str) -> Recipe:
+    return recipes.build(text, name="recipe.toml", overrides=settings)
+
+
+def test_equal_recipes_have_no_difference() -> None:
+    assert differences([recipe(), recipe(BASE + "# a comment\n"), recipe(BASE, "train.seed=1")]) == []
+
+
+def test_differences_come_in_the_order_of_a_recipe_with_defaults_filled_in() -> None:
+    found = differences(
+        [recipe(), recipe(BASE, "train.lr=0.5", "train.seed=7", "task.dim=64", "name=two", "cluster.max_restarts=2")]
+    )
+    assert found == [
+        RecipeDifference(key="name", values=("one", "two")),
+        RecipeDifference(key="cluster.max_restarts", values=("0", "2")),
+        RecipeDifference(key="task.dim", values=("128", "64")),
+        RecipeDifference(key="train.lr", values=("0.1", "0.5")),
+        RecipeDifference(key="train.seed", values=("1", "7")),
+    ]
+
+
+def test_nodes_are_compared_one_by_one() -> None:
+    one = recipe(BASE, "cluster.nodes=[{cpu_ranks = 2}]")
+    two = recipe(BASE, 'cluster.nodes=[{cpu_ranks = 2}, {host = "n1", gpus = [0, 1]}]')
+    assert differences([one, two]) == [
+        RecipeDifference(key="cluster.nodes[1].host", values=("", "n1")),
+        RecipeDifference(key="cluster.nodes[1].gpus", values=("", "0, 1")),
+    ]
+
+
+def test_a_task_differs_with_its_own_options() -> None:
+    found = differences([recipe(), recipe('name = "one"\n[train]\ntask = "mnist"\nlr = 0.1\n[task]\ndata = "d"\n')])
+    keys = {difference.key: difference.values for difference in found}
+    assert keys["train.task"] == ("lm", "mnist")
+    assert keys["task.data"] == ("stdlib", "d")
+    assert keys["task.dim"][1] == ""
+
+
+def history(steps: int, seconds: float) -> LossHistory:
+    found = LossHistory(2)
+    found.apply(RunStarted(time=100.0, run="r", recipe="r", world_size=2, run_dir="d"))
+    for step in range(1, steps + 1):
+        for rank in range(2):
+            time = 100 + step * seconds
+            found.apply(Step(time=time, rank=rank, step=step, epoch=1, steps=1, samples=1, loss=float(step)))
+    return found
+
+
+def test_a_curve_runs_over_steps_or_over_seconds_since_the_start() -> None:
+    found = history(100, 0.5)
+    assert (found.last_step, found.last_second, found.loss) == (100, 50.0, 100.0)
+    assert found.second(10) == 5.0
+    assert found.second(10.5) == 5.25
+    steps, seconds = found.points(10, over_time=False), found.points(10, over_time=True)
+    assert steps.at[0] == pytest.approx(5.95)
+    assert [at * 0.5 for at in steps.at] == pytest.approx(seconds.at)
+    assert steps.values == seconds.values
+
+
+def test_the_best_validation_is_the_least_loss_of_the_valid_split() -> None:
+    found = history(1, 1.0)
+    assert found.best_validation is None
+    for split, loss in (("valid", 3.0), ("valid", 2.0), ("test", 1.0), ("valid", 2.5)):
+        found.apply(Validation(time=1.0, step=1, epoch=1, split=split, loss=loss))  # type: ignore[arg-type]
+    assert found.best_validation == 2.0
+
+
+def test_a_shorter_run_ends_before_the_end_of_a_common_axis() -> None:
+    line = resampled(Points(at=[0.0, 5.0], values=[1.0, 2.0]), 20, 10.0)
+    assert line[0] == 1.0
+    assert line[10] == 2.0
+    assert line[5] == 1.5
+    assert all(map(isnan, line[11:]))
+
+
+def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
+    line = resampled(Points(at=[80.0, 90.0], values=[1.0, 2.0]), 20, 100.0, first=80.0)
+    assert (line[0], line[10]) == (1.0, 2.0)
+    shown = Overlay(lines=[OverlayLine(name="on", values=line, value=2.0)], first=80, last=100, over_time=False)
+    labels = text_of(draw_overlay(shown, 60, 8)[-1]).split()
+    assert labels[0] == "80"
+    assert labels[-1] == "100"
+
+
+def test_gaps_stay_out_and_no_step_is_an_empty_curve() -> None:
+    assert all(map(isnan, resampled(Points(at=[], values=[]), 4, 10.0)))
+    assert all(map(isnan, resampled(Points(at=[1.0], values=[1.0]), 4, 0.0)))
+    assert LossHistory(2).points(10, over_time=True) == Points(at=(), values=())
+
+
+def overlay(*values: list[float], over_time: bool = False) -> Overlay:
+    lines = [OverlayLine(name=f"run-{index}", values=line, value=line[-1]) for index, line in enumerate(values)]
+    return Overlay(lines=lines, last=100, over_time=over_time)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 12), (40, 6), (20, 3), (9, 2), (200, 40)])
+def test_the_chart_has_the_size_that_it_was_asked_for(width: int, height: int) -> None:
+    rows = draw_overlay(overlay([3.0, 2.0, 1.0] * 20, [2.0, 1.0, 0.5] * 20), width, height)
+    assert len(rows) == height
+    assert all(len(text_of(row)) == width for row in rows[1:])
+
+
+def test_each_run_has_its_own_colour_and_its_line_in_the_legend() -> None:
+    shown = overlay([3.0] * 40, [1.0] * 40)
+    roles = {role for row in draw_overlay(shown, 60, 10) for _, role in row}
+    assert {"curve-0", "curve-1"} <= roles
+    assert [text_of(row)[:20].split() for row in legend(shown.lines, 60)] == [
+        ["1", "━━", "run-0"],
+        ["2", "━━", "run-1"],
+    ]
+
+
+def test_the_axis_is_labelled_in_steps_or_in_time() -> None:
+    assert text_of(draw_overlay(overlay([1.0, 2.0] * 30), 60, 8)[-1]).endswith("step 100")
+    assert text_of(draw_overlay(overlay([1.0, 2.0] * 30, over_time=True), 60, 8)[-1]).endswith("1:40")
+    assert any("no step yet" in text_of(row) for row in draw_overlay(overlay(), 60, 9))

@@ -1,0 +1,969 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
+from gputrain_tui.diagnosis.statistics import excess, jitter, midmean, quantile, spread
+from gputrain_tui.state import RunState
+from trainer.contract.record import (
+    Checksum,
+    Doing,
+    Failure,
+    Finding,
+    GpuSample,
+    Joining,
+    NodeSample,
+    RankSample,
+    RankState,
+    Step,
+)
+
+PARTS = {"data": 1.0, "h2d": 0.5, "forward": 12.0, "backward": 24.0, "optimizer": 2.5}
+"""A balanced step of a rank, ms."""
+
+Slow = Callable[[int, int], Mapping[str, float]]
+"""Step and rank to what is longer than usual, ms."""
+
+
+def balanced(_step: int, _rank: int) -> Mapping[str, float]:
+    return {}
+
+
+class Run:
+    """A run whose ranks synchronise: who is late makes the others wait in the same step's synchronisation."""
+
+    def __init__(
+        self,
+        ranks: int = 4,
+        *,
+        wire_ms: float = 3.0,
+        noise: float = 0.02,
+        seed: int = 1,
+        broadcast: Mapping[int, Sequence[int]] | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Begin.
+
+        Args:
+            ranks: how many.
+            wire_ms: bare transfer of the gradients.
+            noise: of each part, as a share of it.
+            seed: of the noise.
+            broadcast: per rank, for whom it waits at the start of its forward pass; None: nobody does.
+            device: of every rank.
+        """
+        self.state = RunState(world_size=ranks, history=HISTORY)
+        self.diagnosis = Diagnosis()
+        self.now = 1000.0
+        self.step = 0
+        self.wire_ms = wire_ms
+        self.noise = noise
+        self.broadcast = broadcast or {}
+        self.random = random.Random(seed)
+        self.tails = dict.fromkeys(range(ranks), 0.0)
+        """Optimizer times of the last step: they come before this step's synchronisation."""
+        for rank in range(ranks):
+            self.state.apply(
+                RankState(
+                    time=self.now, rank=rank, state="training", node=rank // 2, host=f"node{rank // 2}", device=device
+                )
+            )
+
+    def steps(self, count: int, slow: Slow = balanced, *, loss: float | None = 2.0, every: int = 1) -> list[Finding]:
+        """Do so many steps and look after each ``every``-th; return what was found."""
+        found = []
+        for _ in range(count):
+            self.step += 1
+            events = self._one(slow, loss)
+            self.state.apply_all(events)
+            if self.step % every == 0:
+                found += self.look()
+        return found
+
+    def look(self, after_s: float = 0.0) -> list[Finding]:
+        self.now += after_s
+        found = self.diagnosis.look(self.state, self.now)
+        self.state.apply_all(found)
+        return found
+
+    def _one(self, slow: Slow, loss: float | None) -> list[Step]:
+        events = []
+        begins, own = {}, {}
+        for rank in self.tails:
+            extra = slow(self.step, rank)
+            times = {p: ms * self._jitter() + extra.get(p, 0.0) for p, ms in PARTS.items()}
+            waits = {p: extra[f"{p}_wait"] for p in (*PARTS, "sync") if f"{p}_wait" in extra}
+            times = {part: ms + waits.get(part, 0.0) for part, ms in times.items()}
+            begins[rank] = self.tails[rank] + times["data"] + times["h2d"]
+            events.append((rank, times, waits, extra))
+        for rank, times, _, _ in events:
+            awaited = [begins[other] for other in self.broadcast.get(rank, ())]
+            times["forward"] += max(0.0, max(awaited, default=0.0) - begins[rank])
+            own[rank] = self.tails[rank] + sum(ms for part, ms in times.items() if part != "optimizer")
+            self.tails[rank] = times["optimizer"]
+        last = max(own.values())
+        wire = self.wire_ms * self._jitter()
+        self.now += (last + wire) / 1e3
+        return [
+            Step(
+                time=self.now,
+                rank=rank,
+                step=self.step,
+                epoch=1,
+                steps=1,
+                samples=8,
+                loss=loss,
+                grad_norm=1.0 if loss is not None else None,
+                step_ms=sum(times.values()) + last - own[rank] + wire,
+                gc_ms=extra.get("gc", 0.0),
+                core_wait_ms=waits,
+                sync_ms=last - own[rank] + wire,
+                sync_exposed_ms=last - own[rank] + wire,
+                sync_bytes=4_000_000,
+                sync_buckets=1,
+                **{f"{part}_ms": ms for part, ms in times.items()},
+            )
+            for rank, times, waits, extra in events
+        ]
+
+    def _jitter(self) -> float:
+        return 1.0 + self.noise * abs(self.random.gauss(0.0, 1.0))
+
+
+def late(rank: int, first: int = 61, last: int = 10**9, **extra: float) -> Slow:
+    return lambda step, who: extra if who == rank and first <= step < last else {}
+
+
+def told(found: list[Finding]) -> list[tuple[str, str, int | None, str | None]]:
+    return [(finding.kind, finding.state, finding.rank, finding.cause) for finding in found]
+
+
+# --- stragglers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("part", ["data", "h2d", "forward", "backward", "optimizer"])
+def test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps(ranks: int, part: str) -> None:
+    run = Run(ranks)
+    assert run.steps(60) == []
+    found = run.steps(20, late(1, **{part: 30.0}))
+    assert told(found) == [("straggler", "raised", 1, part)]
+    finding = found[0]
+    assert (finding.host, finding.device, finding.severity) == ("node0", "cpu", "critical")
+    assert finding.evidence["late_ms"] == pytest.approx(30.0, rel=0.1)
+    assert finding.evidence[f"{part}_excess_ms"] == pytest.approx(30.0, rel=0.1)
+    assert finding.evidence["sync_late_ms"] == pytest.approx(30.0, rel=0.1)
+    assert finding.advice
+    assert finding.step is not None
+    assert finding.step <= 80
+
+
+@pytest.mark.parametrize(
+    ("extra", "cause"),
+    [
+        ({"forward": 30.0, "gc": 28.0}, "garbage_collection"),
+        ({"forward": 15.0, "backward": 15.0}, "unattributed"),
+        ({"forward": 25.0, "backward": 5.0}, "forward"),
+        ({"forward": 22.0, "backward": 8.0}, "unattributed"),
+    ],
+    ids=["within the forward pass", "two parts alike", "more than four fifths", "less than four fifths"],
+)
+def test_a_cause_is_named_only_when_it_covers_four_fifths(extra: dict[str, float], cause: str) -> None:
+    run = Run(device="cuda:0")
+    run.steps(60)
+    assert told(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
+
+
+def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_longest_part() -> None:
+    """The backward pass has more than four fifths of the lateness, as it has of the work."""
+    usual = {**PARTS, "backward": 84.0}
+    slower = {part: 0.5 * ms for part, ms in usual.items()}
+    assert slower["backward"] > 0.8 * sum(slower.values())
+
+    def found_with(extra: Mapping[str, float]) -> list[Finding]:
+        """Make one rank of four slower by this after 60 steps."""
+        slow = late(2, **extra)
+
+        def longer(step: int, rank: int) -> Mapping[str, float]:
+            more = slow(step, rank)
+            return {**more, "backward": usual["backward"] - PARTS["backward"] + more.get("backward", 0.0)}
+
+        return Run(device="cuda:0").steps(100, longer)
+
+    [found] = found_with(slower)
+    assert told([found]) == [("straggler", "raised", 2, "unattributed")]
+    assert "as all that it does takes longer, most of all its backward pass (+4" in found.message
+    assert told(found_with({"backward": slower["backward"]})) == [("straggler", "raised", 2, "backward")]
+
+
+def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
+    """A quarter of the steps are hardly late; seven tenths of the others' lateness are no four fifths of it."""
+    pattern = (2.0, 2.0, 2.0, 20.0, 20.0, 20.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0)
+    run = Run(2, noise=0.0, device="cuda:0")
+    run.steps(60)
+
+    def uneven(step: int, rank: int) -> Mapping[str, float]:
+        late_ms = pattern[step % len(pattern)] if rank == 1 else 0.0
+        return {"backward": 0.7 * late_ms, "forward": 0.3 * late_ms}
+
+    assert told(run.steps(60, uneven)) == [("straggler", "raised", 1, "unattributed")]
+
+
+def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does() -> None:
+    """As other guests of a host make it: each part longer, a few seconds at a time."""
+    all_longer = {"forward": 12.0, "backward": 14.0, "optimizer": 4.0}
+    run = Run(2)
+    assert run.steps(60) == []
+    for _ in range(3):
+        began = run.now
+        assert run.steps(44, late(1, first=run.step + 1, **all_longer)) == []
+        assert run.now - began > 3.0
+        assert run.steps(60) == []
+    began = run.now
+    found = run.steps(90, late(1, first=run.step + 1, **all_longer))
+    assert told(found) == [("straggler", "raised", 1, "unattributed")]
+    assert 4.0 < found[0].time - began < 7.0
+
+
+def test_a_rank_that_is_slow_from_the_first_step_is_found() -> None:
+    assert told(Run().steps(60, late(3, first=1, backward=10.0))) == [("straggler", "raised", 3, "backward")]
+
+
+def test_a_finding_is_cleared_once_and_raised_again() -> None:
+    run = Run()
+    slow = late(1, first=61, last=101, forward=30.0)
+    assert told(run.steps(100, slow)) == [("straggler", "raised", 1, "forward")]
+    assert told(run.steps(40, slow)) == [("straggler", "cleared", 1, "forward")]
+    assert run.state.findings == {}
+    assert told(run.steps(20, late(1, data=30.0))) == [("straggler", "raised", 1, "data")]
+
+
+def test_faults_that_are_over_are_not_taken_for_the_noise_of_the_machine() -> None:
+    run = Run(2)
+    assert run.steps(60) == []
+    for turn, part in enumerate(["forward", "backward", "data", "optimizer"] * 3):
+        rank = turn % 2
+        found = run.steps(20, lambda _, who: {part: 30.0} if who == rank else {})  # noqa: B023 - called at once
+        assert told(found) == [("straggler", "raised", rank, part)]
+        found = run.steps(15, lambda _, who: {part: 30.0} if who == rank else {}) + run.steps(25)  # noqa: B023
+        assert told(found) == [("straggler", "cleared", rank, part)]
+
+
+def test_a_finding_stands_while_more_than_half_of_the_threshold_is_left() -> None:
+    run = Run(noise=0.0)
+    assert told(run.steps(120, late(1, forward=6.0))) == [("straggler", "raised", 1, "forward")]
+    assert run.steps(60, late(1, forward=3.5)) == []
+    assert told(run.steps(40, late(1, forward=1.5))) == [("straggler", "cleared", 1, "forward")]
+
+
+def test_a_little_lateness_must_last_longer_than_much() -> None:
+    run = Run(noise=0.02)
+    assert run.steps(85, late(1, forward=6.0)) == []
+    found = run.steps(40, late(1, forward=6.0))
+    assert [(finding.state, finding.rank, finding.severity) for finding in found] == [("raised", 1, "warning")]
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.06, None), (0.14, "warning"), (0.30, "critical")])
+def test_lateness_counts_by_its_share_of_the_step(share: float, severity: str | None) -> None:
+    run = Run(noise=0.0)
+    late_ms = 43.0 * share / (1 - share)
+    found = run.steps(130, late(0, forward=late_ms))
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
+
+
+def test_two_slow_ranks_of_four_are_both_named() -> None:
+    run = Run()
+    run.steps(60)
+    found = run.steps(20, lambda step, rank: {"forward": 30.0} if rank in (1, 2) else {})
+    assert {finding.rank for finding in found} >= {1, 2}
+
+
+def test_lateness_within_the_noise_is_no_finding() -> None:
+    """Thresholds come from the machine's own noise: 10 ms is much on a quiet machine and nothing on a noisy one."""
+    quiet, noisy = Run(noise=0.02), Run(noise=0.6)
+    quiet.steps(60)
+    noisy.steps(60)
+    assert told(quiet.steps(20, late(1, forward=10.0))) == [("straggler", "raised", 1, "forward")]
+    assert noisy.steps(20, late(1, forward=10.0)) == []
+
+
+@pytest.mark.parametrize("part", ["data", "optimizer"])
+def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier(part: str) -> None:
+    """As where other guests of the host take time that nobody counts, which mostly hits the longest parts."""
+    dice = random.Random(3)
+
+    def stolen(step: int, rank: int) -> dict[str, float]:
+        return {longest: dice.expovariate(1 / 25.0) for longest in ("forward", "backward")}
+
+    run = Run(2)
+    assert run.steps(300, stolen) == []
+    first = run.step + 1
+    found = run.steps(20, lambda step, rank: {**stolen(step, rank), **({part: 30.0} if rank == 0 else {})})
+    assert told(found) == [("straggler", "raised", 0, part)]
+    assert first < (found[0].step or 0) < first + 20
+    assert found[0].evidence["noise_ms"] < 30.0
+
+
+TREES: dict[int, dict[int, list[int]]] = {
+    2: {0: [1], 1: [0]},
+    3: {0: [1, 2], 1: [0], 2: [0]},
+    4: {0: [1, 2], 1: [0], 2: [0], 3: [0, 1]},
+}
+"""Who waits for whom in gloo's broadcast from rank 0, as measured."""
+
+
+@pytest.mark.parametrize("part", ["data", "optimizer"])
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
+def test_who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow(ranks: int, slow: int, part: str) -> None:
+    run = Run(ranks, broadcast=TREES[ranks])
+    assert run.steps(60) == []
+    found = run.steps(60, late(slow, **{part: 30.0}))
+    assert told(found) == [("straggler", "raised", slow, part)]
+    assert found[0].evidence["late_ms"] == pytest.approx(30.0, rel=0.1)
+    waiting = [rank for rank in TREES[ranks] if slow in TREES[ranks][rank] or (slow == 0 and rank)]
+    assert found[0].evidence.get("followers", 0) == len(waiting)
+    assert ("buffers that DDP broadcasts" in found[0].message) == bool(waiting)
+    assert told(run.steps(40)) == [("straggler", "cleared", slow, part)]
+
+
+def test_without_a_broadcast_two_ranks_that_are_slow_in_two_ways_are_both_named() -> None:
+    run = Run(4)
+    run.steps(60)
+    found = run.steps(20, lambda _step, rank: ({}, {"data": 30.0}, {"forward": 45.0}, {})[rank])
+    assert {(f.rank, f.cause) for f in found} == {(1, "data"), (2, "forward")}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_thousand_balanced_steps_with_a_broadcast_on_a_busy_machine_are_no_finding(seed: int) -> None:
+    run = Run(3, noise=0.15, seed=seed, broadcast=TREES[3])
+    assert run.steps(1000, busy_machine(seed, bursts=True), every=5) == []
+
+
+def busy_machine(seed: int, *, bursts: bool) -> Slow:
+    """Other work takes a core from one rank or another, for a step or for a second."""
+    dice = random.Random(seed)
+    held: dict[int, int] = {}
+
+    def slow(step: int, rank: int) -> Mapping[str, float]:
+        if bursts and held.get(rank, 0) < step and dice.random() < 0.01:
+            held[rank] = step + dice.randrange(1, 30)
+        busy = held.get(rank, 0) >= step
+        waits = {part: dice.expovariate(1 / (40.0 if busy else 8.0)) for part in ("forward", "backward")}
+        return {f"{part}_wait": ms for part, ms in waits.items()}
+
+    return slow
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("bursts", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_thousand_balanced_steps_on_a_busy_machine_are_no_finding(ranks: int, bursts: bool, seed: int) -> None:
+    run = Run(ranks, noise=0.15, seed=seed)
+    assert run.steps(1000, busy_machine(seed, bursts=bursts), every=5) == []
+
+
+def test_a_delay_is_found_among_waits_for_cores_that_are_longer() -> None:
+    run = Run(2, noise=0.1)
+    busy = busy_machine(4, bursts=True)
+    run.steps(60, busy)
+    found = run.steps(20, lambda step, rank: {**busy(step, rank), **({"backward": 30.0} if rank == 0 else {})})
+    assert told(found) == [("straggler", "raised", 0, "backward")]
+
+
+def test_a_rank_that_shares_its_core_is_found_to_wait_for_it() -> None:
+    run = Run()
+    found = run.steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
+    assert told(found) == [("straggler", "raised", 2, "core_wait")]
+
+
+def test_what_other_guests_take_is_named_when_one_node_alone_suffers() -> None:
+    run = Run()
+    for node, steal in ((0, 0.0), (1, 45.0)):
+        run.state.apply(NodeSample(time=run.now, node=node, host=f"node{node}", steal_percent=steal))
+    run.steps(60)
+    found = run.steps(20, lambda step, rank: {"forward": 10.0, "backward": 20.0} if rank == 3 else {})
+    assert told(found) == [("straggler", "raised", 3, "cpu_steal")]
+
+
+def test_a_throttled_gpu_is_named_by_its_clock() -> None:
+    run = Run()
+    for rank in range(4):
+        gpu = GpuSample(index=0, uuid=f"GPU-{rank}", rank=rank, sm_clock_mhz=700 if rank == 3 else 1980)
+        run.state.apply(NodeSample(time=run.now, node=rank // 2, host=f"node{rank // 2}", gpus=[gpu]))
+    run.steps(60)
+    found = run.steps(20, lambda step, rank: {"forward": 20.0, "backward": 40.0} if rank == 3 else {})
+    assert told(found) == [("straggler", "raised", 3, "gpu_clock")]
+
+
+def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[Finding]:
+    """Do steps that are so fast that an event covers several."""
+    found = []
+    for _ in range(events):
+        rows = []
+        for _ in range(steps):
+            run.step += 1
+            rows.append(run._one(slow, 2.0))
+        for last, *before in zip(*reversed(rows), strict=True):
+            for name in [name for name in last.__struct_fields__ if name.endswith("_ms")]:
+                values = [getattr(event, name) for event in (last, *before)]
+                if all(isinstance(value, float) for value in values):
+                    setattr(last, name, sum(values) / steps)
+            last.steps, last.core_wait_ms = steps, None
+            run.state.apply(last)
+        found += run.look()
+    return found
+
+
+@pytest.mark.parametrize("steps", [2, 5, 17])
+def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
+    run = Run(2)
+    assert covering(run, 60, steps) == []
+    assert told(covering(run, 20, steps, late(1, first=run.step + 1, optimizer=30.0))) == [
+        ("straggler", "raised", 1, "optimizer")
+    ]
+
+
+def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_a_dozen_of_the_slow_ones() -> None:
+    run = Run(2)
+    assert covering(run, 60, 25) == []
+    slow = late(1, first=run.step + 1, forward=200.0)
+    assert covering(run, 3, 2, slow) == []
+    assert told(covering(run, 3, 2, slow)) == [("straggler", "raised", 1, "forward")]
+    assert told(covering(run, 40, 25)) == [("straggler", "cleared", 1, "forward")]
+
+
+@pytest.mark.parametrize("covered", [(2, 2, 1), (1, 1, 1, 2), (2, 1)])
+def test_slow_steps_of_which_some_share_an_event_and_some_have_their_own_are_told_as_soon(
+    covered: tuple[int, ...],
+) -> None:
+    run = Run(2)
+    assert covering(run, 60, 6) == []
+    first = run.step + 1
+    found: list[Finding] = []
+    while not found and run.step < first + 30:
+        for steps in covered:
+            found += covering(run, 1, steps, late(1, first=first, data=200.0))
+    assert told(found) == [("straggler", "raised", 1, "data")]
+    assert found[0].step is not None
+    assert found[0].step < first + 14
+
+
+def test_a_few_slow_steps_among_very_fast_ones_are_no_straggler() -> None:
+    run = Run(2)
+    assert covering(run, 60, 25) == []
+    for _ in range(5):
+        assert covering(run, 4, 2, late(1, first=run.step + 1, forward=200.0)) == []
+        assert covering(run, 12, 25) == []
+
+
+def test_a_rank_whose_parts_are_all_longer_for_a_moment_is_no_straggler() -> None:
+    run = Run(2)
+    assert covering(run, 60, 6) == []
+    assert covering(run, 8, 2, late(1, first=run.step + 1, forward=80.0, backward=90.0, optimizer=60.0)) == []
+    assert covering(run, 40, 6) == []
+
+
+@pytest.mark.parametrize("steps", [2, 17])
+def test_events_that_cover_several_noisy_balanced_steps_are_no_finding(steps: int) -> None:
+    assert covering(Run(2, noise=0.5), 400, steps) == []
+
+
+def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one() -> None:
+    run = Run(2)
+    assert covering(run, 30, 2) == []
+    found = run.steps(20, late(1, backward=30.0))
+    assert told(found) == [("straggler", "raised", 1, "backward")]
+
+
+def holding(run: Run, number: int, models: str) -> list[Finding]:
+    """Let each rank tell a checksum; ranks with the same letter hold the same model."""
+    for rank, letter in enumerate(models):
+        run.state.apply(Checksum(time=run.now, rank=rank, step=number, parameters=letter, buffers=""))
+    return run.look()
+
+
+def test_ranks_that_only_tell_their_checksums_and_hold_another_model_are_named_once_until_they_agree() -> None:
+    run = Run(4)
+    assert holding(run, 100, "aaaa") == []
+    (found,) = holding(run, 200, "aaba")
+    assert told([found]) == [("desync", "raised", 2, "parameters")]
+    assert (found.severity, found.step, found.host) == ("critical", 200, "node1")
+    assert found.message == "rank 2 holds other parameters than the rest"
+    assert holding(run, 300, "aaca") == []
+    assert told(holding(run, 400, "dddd")) == [("desync", "cleared", 2, "parameters")]
+
+
+def test_a_desync_that_the_ranks_found_themselves_is_not_told_again() -> None:
+    run = Run(2)
+    run.state.apply(Finding(time=run.now, kind="desync", rank=1, cause="parameters", message="first in parameter w"))
+    assert holding(run, 100, "ab") == []
+
+
+def test_a_step_whose_synchronisation_was_not_measured_changes_nothing() -> None:
+    run = Run(2)
+    assert told(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
+    run.step += 1
+    for event in run._one(late(1, forward=30.0), 2.0):
+        event.sync_exposed_ms = event.sync_ms = None
+        run.state.apply(event)
+    assert run.look() == []
+
+
+def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
+    run = Run(2)
+    for _ in range(100):
+        run.step += 1
+        for event in run._one(late(1, forward=30.0), 2.0):
+            event.sync_exposed_ms = event.sync_ms = None
+            run.state.apply(event)
+        assert run.look() == []
+
+
+def test_one_rank_alone_is_nobody_s_straggler() -> None:
+    assert Run(1).steps(200, late(0, forward=50.0)) == []
+
+
+def test_a_rank_that_has_not_reported_is_waited_for() -> None:
+    run = Run(2)
+    run.state.rank(2)
+    assert run.steps(100, late(1, first=1, forward=30.0)) == []
+
+
+def test_a_restarted_run_is_judged_anew() -> None:
+    run = Run(2)
+    assert told(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
+    for rank in (0, 1):
+        run.state.apply(RankState(time=run.now, rank=rank, state="spawned"))
+    assert told(run.look()) == [("straggler", "cleared", 1, "forward")]
+    assert run.steps(60) == []
+
+
+# --- what binds a run -----------------------------------------------------------------------------------------------
+
+
+def test_waiting_for_data_on_all_ranks_is_input_bound() -> None:
+    run = Run()
+    found = run.steps(100, lambda _step, _rank: {"data": 40.0})
+    assert told(found) == [("input_bound", "raised", None, "data")]
+    assert found[0].evidence["data_share"] == pytest.approx(0.48, abs=0.05)
+    assert told(run.steps(100)) == [("input_bound", "cleared", None, "data")]
+
+
+def test_a_slow_reader_alone_does_not_bind_the_run() -> None:
+    assert told(Run(2).steps(150, late(1, first=1, data=60.0))) == [("straggler", "raised", 1, "data")]
+
+
+def test_bare_transfers_bind_a_run_but_waiting_for_a_late_rank_does_not() -> None:
+    found = Run(wire_ms=50.0).steps(100)
+    assert told(found) == [("communication_bound", "raised", None, "communication")]
+    assert "update_freq" in found[0].advice
+    assert found[0].evidence["wire_exposed_ms"] == pytest.approx(50.0, rel=0.1)
+    late_rank = Run().steps(100, late(0, first=1, forward=80.0))
+    assert {finding.kind for finding in late_rank} == {"straggler"}
+
+
+def test_transfers_on_a_machine_without_enough_cores_are_not_the_network_s() -> None:
+    run = Run(wire_ms=50.0)
+    assert run.steps(100, lambda _step, _rank: {"forward_wait": 20.0, "backward_wait": 20.0}) == []
+
+
+# --- health ---------------------------------------------------------------------------------------------------------
+
+
+def grow(run: Run, sizes: list[float], rank: int = 1) -> list[Finding]:
+    """Follow a rank's memory, GiB a second."""
+    run.steps(30)
+    found = []
+    for size in sizes:
+        run.now += 1.0
+        run.state.apply(
+            NodeSample(time=run.now, node=0, host="node0", ranks=[RankSample(rank=rank, rss_bytes=int(size * 2**30))])
+        )
+        found += run.look()
+    return [finding for finding in found if finding.kind == "memory_creep"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ([4.0 + 0.01 * second for second in range(200)], ["raised"]),
+        ([4.0] * 200, []),
+        ([4.0 + 2.0 * (1 - 0.97**second) for second in range(400)], []),
+        ([4.0 if second < 100 else 6.0 for second in range(300)], []),
+        ([4.0 + 0.5 * (second % 20) / 20 for second in range(300)], []),
+        ([4.0 + 0.001 * second for second in range(300)], []),
+    ],
+    ids=["growing", "flat", "filling up", "one step up", "a saw", "slower than counts"],
+)
+def test_memory_that_goes_on_growing_is_a_finding(sizes: list[float], kinds: list[str]) -> None:
+    found = grow(Run(2), sizes)
+    assert [finding.state for finding in found] == kinds
+    assert all(finding.rank == 1 and finding.evidence["growth_bytes_per_hour"] > 0 for finding in found)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), None], ids=["nan", "inf", "as the record has it"])
+def test_a_loss_that_is_no_number_is_a_finding(loss: float | None) -> None:
+    run = Run(2)
+    run.steps(40)
+    found = run.steps(3, loss=loss)
+    assert [(finding.kind, finding.rank, finding.step) for finding in found] == [
+        ("non_finite", 0, 41),
+        ("non_finite", 1, 41),
+    ]
+    assert [finding.state for finding in run.steps(1)] == ["cleared", "cleared"]
+
+
+def test_a_loss_that_is_told_now_and_then_is_no_finding() -> None:
+    run = Run(2)
+    found = []
+    for _ in range(40):
+        found += run.steps(1, loss=2.0) + run.steps(2, loss=None)
+    assert found == []
+
+
+def test_a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not() -> None:
+    run = Run(2)
+    for _ in range(40):
+        run.steps(1, loss=2.0 + run.random.gauss(0, 0.05))
+    assert run.steps(1, loss=9.0) == []
+    assert run.steps(3, loss=2.0) == []
+    assert told(run.steps(4, loss=9.0)) == [("loss_spike", "raised", None, None)]
+
+
+# --- stalls ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
+    run = Run(4)
+    run.steps(40)
+    run.step += 1
+    run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 2])
+    run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=[RankSample(rank=2, cpu_percent=99.0)]))
+    assert run.look(5.0) == []
+    found = run.look(10.0)
+    assert told(found) == [("stalled", "raised", 2, "busy")]
+    assert "rank 2 on node1 has done no step for" in found[0].message
+    assert found[0].evidence["last_step"] == 40
+
+
+def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_goes_on() -> None:
+    run = Run(2)
+    run.steps(40)
+    run.look()
+    assert run.look(15.0) == []
+    assert told(run.look(20.0)) == [("stalled", "raised", None, None)]
+    assert told(run.steps(1)) == [("stalled", "cleared", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "rank"),
+    [([2.0, 99.0], 1), ([2.0, 1.0], None), ([99.0, 2.0, 98.0, 99.0], 1), ([99.0, 98.0, 2.0, 1.0], None)],
+    ids=["one computes", "all wait", "one waits for something else", "two and two"],
+)
+def test_of_ranks_at_the_same_step_the_one_that_does_something_else_is_named(
+    cpu: list[float], rank: int | None
+) -> None:
+    run = Run(len(cpu))
+    run.steps(40)
+    samples = [RankSample(rank=rank, cpu_percent=percent) for rank, percent in enumerate(cpu)]
+    run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+    run.look()
+    assert [(finding.kind, finding.rank) for finding in run.look(25.0)] == [("stalled", rank)]
+
+
+def test_the_rank_that_is_at_an_earlier_part_of_the_step_is_named_with_that_part() -> None:
+    run = Run(2)
+    run.steps(40)
+    run.look()
+    for rank, part, done in ((0, "sync", 4), (1, "forward", 2)):
+        run.state.apply(
+            Doing(time=run.now + 5.0, rank=rank, step=41, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
+        )
+    found = run.look(12.0)
+    assert told(found) == [("stalled", "raised", 1, "forward")]
+    assert "rank 1 is in its forward pass" in found[0].message
+    assert told(run.steps(1)) == [("stalled", "cleared", 1, "forward")]
+    assert run.state.ranks[1].doing is None
+
+
+def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
+    run = Run(2)
+    run.steps(40)
+    samples = [RankSample(rank=rank, cpu_percent=98.0) for rank in (0, 1)]
+    run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+    assert run.look(250.0) == []
+    assert told(run.look(60.0)) == [("stalled", "raised", None, "busy")]
+
+
+def test_a_rank_that_spins_without_a_core_is_not_idle() -> None:
+    run = Run(2)
+    run.steps(40)
+    samples = [
+        RankSample(rank=0, cpu_percent=1.0, wait_percent=0.5),
+        RankSample(rank=1, cpu_percent=12.0, wait_percent=85.0),
+    ]
+    run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+    run.look()
+    assert told(run.look(25.0)) == [("stalled", "raised", 1, "busy")]
+
+
+def test_ranks_that_have_finished_do_not_wait_for_one_that_has_done_as_many_steps() -> None:
+    run = Run(2)
+    run.steps(40)
+    run.state.apply(RankState(time=run.now, rank=0, state="finished"))
+    run.look()
+    assert run.look(600.0) == []
+
+
+def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None:
+    run = Run(3)
+    run.steps(40)
+    run.state.apply(RankState(time=run.now, rank=1, state="finished"))
+    run.step += 1
+    run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 1])
+    run.look()
+    (found,) = run.look(15.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 1, "left")
+    assert found.message.startswith("rank 1 has ended after step 40, and for 15 s the others have done no step")
+
+
+def enter(run: Run, state: str, *ranks: int, after_s: float = 0.0) -> None:
+    run.now += after_s
+    for rank in ranks:
+        run.state.apply(RankState(time=run.now, rank=rank, state=state))  # type: ignore[arg-type]
+    run.look()
+
+
+def wait_for_all(run: Run, *ranks: int, after_s: float = 0.0) -> None:
+    """Let ranks have done their own part and wait for all others outside of steps."""
+    run.now += after_s
+    for rank in ranks:
+        run.state.apply(Doing(time=run.now, rank=rank, step=run.step + 1, part="group", parts_done=0, waited_ms=0.0))
+    run.look()
+
+
+@pytest.mark.parametrize("took_s", [1.0, 30.0])
+def test_in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others_is_named(took_s: float) -> None:
+    run = Run(3)
+    run.steps(40)
+    enter(run, "validating", 0, 1, 2)
+    wait_for_all(run, 0, 2, after_s=took_s)
+    patience_s = max(10.0, 4 * took_s) - took_s
+    assert run.look(patience_s - 1.0) == []
+    (found,) = run.look(2.0)
+    assert (found.kind, found.rank) == ("stalled", 1)
+    assert "rank 1 on node0 has been validating for" in found.message
+    assert "and the others wait for it" in found.message
+    wait_for_all(run, 1)
+    assert ("stalled", 1) not in run.state.findings
+
+
+def test_a_validation_may_last_some_times_as_long_as_the_longest_before() -> None:
+    run = Run(2)
+    run.steps(40)
+    enter(run, "validating", 0, 1)
+    enter(run, "training", 0, 1, after_s=50.0)
+    run.steps(40)
+    enter(run, "validating", 0, 1)
+    assert run.look(190.0) == []
+    (found,) = run.look(15.0)
+    assert (found.kind, found.rank) == ("stalled", None)
+    assert found.message.startswith("every rank has been validating for 205 s, after step 80")
+
+
+def test_a_rank_that_does_not_begin_a_validation_is_awaited_by_those_that_have() -> None:
+    run = Run(2)
+    run.steps(40)
+    enter(run, "validating", 0)
+    (found,) = run.look(12.0)
+    assert (found.rank, found.kind) == (1, "stalled")
+
+
+def test_a_first_save_may_take_minutes_while_something_is_written_and_a_later_one_some_times_as_long() -> None:
+    run = Run(2)
+    run.steps(40)
+    enter(run, "saving", 0)
+    assert run.look(250.0) == []
+    enter(run, "training", 0, after_s=10.0)
+    run.steps(10)
+    enter(run, "saving", 0)
+    assert run.look(1000.0) == []
+    assert told(run.look(100.0)) == [("stalled", "raised", None, None)]
+
+
+def starting(ranks: int, state: str) -> Run:
+    run = Run(ranks)
+    run.state = RunState(world_size=ranks, history=HISTORY)
+    enter(run, state, *range(ranks))
+    return run
+
+
+@pytest.mark.parametrize("took_s", [0.5, 5.0])
+def test_in_the_first_step_the_rank_whose_gradients_the_others_wait_for_is_named(took_s: float) -> None:
+    run = starting(2, "training")
+    begun = run.now
+    run.now += took_s + 5.0
+    for rank, part, done in ((0, "sync", 4), (1, "forward", 2)):
+        run.state.apply(
+            Doing(time=run.now, rank=rank, step=1, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
+        )
+    patience_s = max(10.0, 4 * took_s)
+    assert run.look(begun + patience_s - 1.0 - run.now) == []
+    (found,) = run.look(2.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 1, "forward")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [("ready", "has been getting ready for 12 s"), ("training", "has done no step for 12 s")],
+)
+def test_before_the_first_step_the_rank_that_the_others_wait_for_is_named(state: str, words: str) -> None:
+    run = starting(3, state)
+    if state == "ready":
+        wait_for_all(run, 0, 1, after_s=2.0)
+    else:
+        run.step += 1
+        run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 2])
+        run.look(2.0)
+    assert run.look(7.0) == []
+    (found,) = run.look(3.0)
+    assert (found.kind, found.rank) == ("stalled", 2)
+    assert f"rank 2 {words}" in found.message
+
+
+def test_while_ranks_join_those_that_are_missing_are_named() -> None:
+    run = starting(3, "joining")
+    run.state.apply(Joining(time=run.now, joined=[0, 2], missing=[1], waited_ms=1000.0))
+    run.look()
+    assert run.look(55.0) == []
+    (found,) = run.look(10.0)
+    assert (found.kind, found.rank) == ("stalled", 1)
+    assert "rank 1 has been joining for 65 s" in found.message
+
+
+def sampled(run: Run, seconds: int, *percents: float) -> list[Finding]:
+    """Let as many seconds pass, each with a look at the ranks' processes."""
+    found = []
+    for _ in range(seconds):
+        run.now += 1.0
+        samples = [RankSample(rank=rank, cpu_percent=percent) for rank, percent in enumerate(percents)]
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+        found += run.look()
+    return found
+
+
+def test_ranks_that_tell_no_steps_are_judged_by_their_processes() -> None:
+    run = starting(2, "training")
+    assert sampled(run, 1000, 3.0, 100.0) == []
+    assert sampled(run, 59, 0.0, 1.0) == []
+    (found,) = sampled(run, 3, 0.0, 1.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", None, "idle")
+    assert told(sampled(run, 1, 0.0, 40.0)) == [("stalled", "cleared", None, "idle")]
+    assert sampled(run, 200, 0.0, 0.0) == []  # it has once been as quiet as that for a minute, and went on
+    assert len(sampled(run, 100, 0.0, 0.0)) == 1
+
+
+def test_of_ranks_that_tell_no_steps_the_one_that_computes_while_all_others_do_nothing_is_named() -> None:
+    run = starting(3, "training")
+    assert sampled(run, 299, 0.0, 99.0, 0.0) == []
+    (found,) = sampled(run, 3, 0.0, 99.0, 0.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 1, "busy")
+
+
+@pytest.mark.parametrize(
+    ("places", "rank"),
+    [
+        (["futex_wait_queue", "hrtimer_nanosleep"], 1),
+        (["futex_do_wait", "futex_do_wait", "do_signal_stop"], 2),
+        (["futex_wait_queue", "futex_wait_queue"], None),
+        (["hrtimer_nanosleep", "do_sys_poll"], None),
+        (["futex_wait_queue", None], None),
+        ([None, None], None),
+    ],
+)
+def test_of_ranks_that_all_do_nothing_the_one_that_does_not_wait_at_a_lock_is_named(
+    places: list[str | None], rank: int | None
+) -> None:
+    run = starting(len(places), "training")
+    for _ in range(62):
+        run.now += 1.0
+        samples = [RankSample(rank=each, cpu_percent=0.0, sleeps_in=place) for each, place in enumerate(places)]
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+        found = run.look()
+        if found:
+            break
+    assert [(finding.kind, finding.rank) for finding in found] == [("stalled", rank)]
+    if rank is not None:
+        assert f"the process of rank {rank} sleeps in the kernel's {places[rank]}, unlike" in found[0].message
+
+
+def test_a_failure_does_not_clear_a_stall() -> None:
+    run = Run(2)
+    run.steps(40)
+    wait_for_all(run, 0)
+    (found,) = run.look(12.0)
+    assert found.rank == 1
+    lost = Failure(time=run.now, kind="lost_peer", rank=0, message="Timed out waiting 10000ms for recv operation")
+    run.state.apply_all([RankState(time=run.now, rank=0, state="failed"), lost])
+    assert run.look(1.0) == []
+    assert ("stalled", 1) in run.state.findings
+
+
+def test_patience_grows_with_the_length_of_steps() -> None:
+    run = Run(2)
+    run.steps(40, lambda _step, _rank: {"forward": 3000.0})
+    run.look()
+    assert run.look(40.0) == []
+    assert told(run.look(30.0)) == [("stalled", "raised", None, None)]
+
+
+# --- all together ---------------------------------------------------------------------------------------------------
+
+
+def test_findings_of_ranks_are_passed_on_and_not_repeated() -> None:
+    run = Run(2)
+    run.state.apply(Finding(time=run.now, kind="desync", severity="critical", rank=1, message="other parameters"))
+    assert "desync" not in KINDS
+    assert run.steps(60) == []
+    assert ("desync", 1) in run.state.findings
+
+
+def test_who_takes_over_goes_on_with_what_was_raised() -> None:
+    run = Run(2)
+    slow = late(1, forward=30.0)
+    run.steps(80, slow)
+    run.diagnosis = Diagnosis()
+    assert run.steps(20, slow) == []
+    assert told(run.steps(40)) == [("straggler", "cleared", 1, "forward")]
+
+
+def test_a_state_without_history_is_diagnosed_as_nothing() -> None:
+    run = Run(2)
+    run.state = RunState(world_size=2)
+    assert run.steps(100, late(1, forward=30.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([5.0], [0.0]),
+        ([1.0, 4.0], [-3.0, 3.0]),
+        ([1.0, 2.0, 9.0], [-4.5, -3.0, 7.5]),
+        ([2.0, 2.0, 2.0, 8.0], [0.0, 0.0, 0.0, 6.0]),
+    ],
+)
+def test_excess_is_over_the_median_of_the_others(values: list[float], expected: list[float]) -> None:
+    assert excess(values) == expected
+
+
+def test_measures_of_noise_are_deaf_to_outliers() -> None:
+    noise = random.Random(5)
+    values = [noise.gauss(10.0, 1.0) for _ in range(400)]
+    values[::40] = [1000.0] * 10
+    assert spread(values) == pytest.approx(1.0, rel=0.25)
+    assert jitter(values) == pytest.approx(1.0, rel=0.25)
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.25) == 2.0
+    assert midmean([1000.0, 2.0, 0.0, 0.0, 2.0, 2.0, 0.0, -1000.0]) == 1.0

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import pytest
+from test_diagnosis import Run, Slow, busy_machine, late, told
+
+from gputrain_tui.cli import COMMANDS
+from gputrain_tui.console.actions import ACTIONS
+from gputrain_tui.diagnosis.advice import ADVICE
+from trainer.contract.record import Checkpoint, Finding, GpuSample, NodeSample, RankState, Validation
+
+SLOW_DEVICE: Slow = lambda step, rank: {"forward": 12.0, "backward": 24.0} if rank == 3 and step > 60 else {}  # noqa: E731
+"""A device of half the speed."""
+
+
+def sample_gpus(run: Run, clocks: list[int], reasons: Mapping[int, list[str]], celsius: float = 60.0) -> None:
+    """Tell every GPU's clock, and what holds it down."""
+    for node in sorted({rank // 2 for rank in range(len(clocks))}):
+        gpus = [
+            GpuSample(
+                index=rank % 2,
+                uuid=f"GPU-{rank}",
+                rank=rank,
+                sm_clock_mhz=clocks[rank],
+                max_sm_clock_mhz=1980,
+                temperature_celsius=celsius if rank in reasons else 60.0,
+                power_watts=400.0,
+                throttle_reasons=reasons.get(rank, []),
+            )
+            for rank in range(2 * node, min(2 * node + 2, len(clocks)))
+        ]
+        run.state.apply(NodeSample(time=run.now, node=node, host=f"node{node}", gpus=gpus))
+
+
+@pytest.mark.parametrize(
+    ("clock", "reasons", "celsius", "cause", "because"),
+    [
+        (960, ["thermal_software"], 88.0, "gpu_thermal", "(960 MHz at 88 °C, the others 1980 MHz)"),
+        (960, ["power_cap", "thermal_hardware"], 91.0, "gpu_thermal", "because of heat (960 MHz at 91 °C"),
+        (
+            960,
+            ["power_cap"],
+            60.0,
+            "gpu_clock",
+            "lower clock (960 MHz, the others 1980 MHz), held down by its power cap",
+        ),
+        (960, ["hardware_slowdown", "power_brake"], 60.0, "gpu_clock", "(heat or power) and the machine's power brake"),
+        (960, [], 60.0, "gpu_clock", "lower clock (960 MHz, the others 1980 MHz)"),
+        (1980, ["thermal_software"], 88.0, "unattributed", "forward +12.0 ms, backward +24.0 ms"),
+        (1900, ["thermal_software"], 88.0, "unattributed", "forward +12.0 ms, backward +24.0 ms"),
+    ],
+    ids=["heat", "heat and power", "power cap", "two reasons", "no reason told", "full clock", "a little lower"],
+)
+def test_a_gpu_whose_clock_accounts_for_the_lateness_is_named_with_what_holds_it_down(
+    clock: int, reasons: list[str], celsius: float, cause: str, because: str
+) -> None:
+    run = Run(noise=0.0, device="cuda:1 NVIDIA H200")
+    sample_gpus(run, [1980, 1980, 1980, clock], {3: reasons}, celsius)
+    run.steps(60)
+    found = run.steps(20, SLOW_DEVICE)
+    assert told(found) == [("straggler", "raised", 3, cause)]
+    finding = found[0]
+    assert because in finding.message
+    assert (finding.host, finding.device) == ("node1", "cuda:1 NVIDIA H200")
+    if cause != "unattributed":
+        assert finding.evidence["sm_clock_mhz"] == clock
+        assert finding.evidence["usual_sm_clock_mhz"] == 1980
+        assert finding.evidence["temperature_celsius"] == celsius
+        assert finding.evidence["power_watts"] == 400.0
+
+
+def test_throttling_that_ends_clears_the_finding_and_comes_again_with_its_cause() -> None:
+    run = Run(noise=0.0, device="cuda:1")
+    sample_gpus(run, [1980, 1980, 1980, 960], {3: ["thermal_software"]}, 88.0)
+    run.steps(60)
+    assert told(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_thermal")]
+    sample_gpus(run, [1980] * 4, {})
+    assert told(run.steps(40)) == [("straggler", "cleared", 3, "gpu_thermal")]
+    sample_gpus(run, [1980, 1980, 1980, 960], {3: ["power_cap"]})
+    assert told(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_clock")]
+
+
+def test_all_gpus_throttled_alike_make_nobody_late() -> None:
+    run = Run(device="cuda:0")
+    sample_gpus(run, [960] * 4, {rank: ["power_cap"] for rank in range(4)})
+    assert run.steps(200) == []
+
+
+def test_a_gpu_of_a_slower_kind_is_a_straggler_that_stays_and_is_told_once() -> None:
+    """Its parts tell that the device is slow as a whole; its clock is as fast as the others'."""
+    run = Run(device="cuda:0")
+    sample_gpus(run, [1980] * 4, {})
+    found = run.steps(400, late(3, first=1, forward=12.0, backward=24.0, optimizer=2.5))
+    assert told(found) == [("straggler", "raised", 3, "unattributed")]
+    assert "for no single reason: forward +12." in found[0].message
+    assert "several parts longer at once point to the device itself" in found[0].advice
+
+
+CAUSES: list[tuple[dict[str, float], str, str]] = [
+    ({"data": 30.0}, "data", "because of its data loading"),
+    ({"h2d": 30.0}, "h2d", "because of copying batches to its device"),
+    ({"forward": 30.0}, "forward", "because of its forward pass"),
+    ({"backward": 30.0}, "backward", "because of its backward pass"),
+    ({"optimizer": 30.0}, "optimizer", "because of its optimizer step"),
+    ({"backward": 30.0, "gc": 29.0}, "garbage_collection", "because of Python's garbage collection"),
+]
+
+
+@pytest.mark.parametrize(("extra", "cause", "because"), CAUSES, ids=[cause for _, cause, _ in CAUSES])
+def test_a_finding_says_who_how_much_why_and_what_to_do(extra: dict[str, float], cause: str, because: str) -> None:
+    run = Run(noise=0.0, device="cuda:1 NVIDIA H200")
+    run.steps(60)
+    found = run.steps(40, late(3, **extra))
+    assert told(found) == [("straggler", "raised", 3, cause)]
+    finding = found[0]
+    assert finding.message.startswith("rank 3 is 30.0 ms late in each step (41 % of a step), " + because)
+    assert (finding.rank, finding.host, finding.device) == (3, "node1", "cuda:1 NVIDIA H200")
+    assert finding.evidence["late_ms"] == pytest.approx(30.0)
+    assert finding.evidence["step_ms"] == pytest.approx(73.0)
+    assert len(finding.advice) > 40
+    assert told(run.steps(40)) == [("straggler", "cleared", 3, cause)]
+
+
+def units(finding: Finding) -> list[str]:
+    """Return the names of the evidence that have no unit."""
+    known = ("_ms", "_s", "_bytes", "_share", "_percent", "_mhz", "_celsius", "_watts", "_nats", "_per_s", "_per_hour")
+    counts = ("followers", "steps", "first_step", "last_step")
+    return [name for name in finding.evidence if not name.endswith(known) and name not in counts]
+
+
+def test_every_number_of_the_evidence_has_a_unit() -> None:
+    run = Run(device="cuda:0")
+    sample_gpus(run, [1980, 1980, 1980, 700], {3: ["thermal_software"]})
+    found = run.steps(100, SLOW_DEVICE)
+    found += Run(wire_ms=60.0).steps(100)
+    found += Run().steps(100, lambda _step, _rank: {"data": 60.0})
+    found += Run().steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
+    stopped = Run(2)
+    stopped.steps(40)
+    stopped.look()
+    found += stopped.look(60.0)
+    assert {finding.kind for finding in found} == {"straggler", "communication_bound", "input_bound", "stalled"}
+    assert [units(finding) for finding in found] == [[]] * len(found)
+
+
+# --- no finding ---------------------------------------------------------------------------------------------------
+
+
+def test_slow_first_steps_are_no_finding() -> None:
+    first: Slow = lambda step, rank: {"forward": 900.0 / step} if step <= 5 and rank == 1 else {}  # noqa: E731
+    assert Run().steps(100, first) == []
+
+
+@pytest.mark.parametrize("every", [10, 25])
+def test_pauses_for_validation_and_checkpoints_are_no_finding(every: int) -> None:
+    """The pause itself is in no step; caches that it has emptied make the first step after it longer on one rank."""
+    run = Run()
+    for n in range(400 // every):
+        cold = run.step + 1
+        slow: Slow = lambda step, rank, cold=cold: {"forward": 200.0} if (step, rank) == (cold, 0) else {}  # type: ignore[misc] # noqa: E731
+        assert run.steps(every, slow) == []
+        pause = "validating" if n % 2 else "saving"
+        for rank in range(4):
+            run.state.apply(RankState(time=run.now, rank=rank, state=pause))  # type: ignore[arg-type]
+        assert run.look(300.0) == []
+        run.state.apply(
+            Validation(time=run.now, step=run.step, epoch=1, split="valid", loss=2.0)
+            if n % 2
+            else Checkpoint(time=run.now, step=run.step, path="c", bytes=1, write_ms=1.0)
+        )
+
+
+def test_uneven_batches_at_the_end_of_epochs_are_no_finding() -> None:
+    short: Slow = lambda step, rank: {"forward": -6.0, "backward": -12.0} if step % 30 == 0 and rank != 2 else {}  # noqa: E731
+    assert Run().steps(400, short) == []
+
+
+@pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer"])
+def test_hiccups_now_and_then_are_no_finding(part: str) -> None:
+    hiccup: Slow = lambda step, rank: {part: 400.0} if step % 17 == 0 and rank == step // 17 % 4 else {}  # noqa: E731
+    assert Run().steps(500, hiccup) == []
+
+
+def test_a_second_in_which_one_rank_is_held_up_is_no_finding() -> None:
+    """Nine steps of 70 ms are fewer than three quarters of a window."""
+    run = Run()
+    assert run.steps(300, lambda step, rank: {"backward": 30.0} if 101 <= step < 107 and rank == 1 else {}) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_machine_whose_ranks_share_cores_is_no_finding(ranks: int) -> None:
+    run = Run(ranks, noise=0.2, seed=9)
+    assert run.steps(600, busy_machine(9, bursts=True), every=3) == []
+
+
+# --- what was not measured ------------------------------------------------------------------------------------------
+
+
+def unmeasured(run: Run, count: int, slow: Slow, *, backward: bool = False, every: int = 1) -> list[Finding]:
+    """Do steps of which every ``every``-th tells nothing of the synchronisation, nor perhaps of the backward pass."""
+    found = []
+    for _ in range(count):
+        run.step += 1
+        for event in run._one(slow, 2.0):
+            if run.step % every == 0:
+                event.sync_exposed_ms = event.sync_ms = event.sync_bytes = event.sync_buckets = None
+                event.backward_ms = None if backward else event.backward_ms
+            run.state.apply(event)
+        found += run.look()
+    return found
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["no sync", "neither sync nor backward"])
+def test_who_is_late_is_not_said_where_the_synchronisation_is_not_measured(backward: bool) -> None:
+    """What a rank waited is in the rest of its step then: the fast ones would look slow."""
+    run = Run(3)
+    assert unmeasured(run, 200, late(1, first=1, forward=40.0), backward=backward) == []
+    run = Run(3, wire_ms=60.0)
+    assert unmeasured(run, 200, late(1, first=1), backward=backward) == []
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_steps_whose_synchronisation_was_not_measured_do_not_blame_those_that_waited(every: int) -> None:
+    run = Run(3)
+    assert unmeasured(run, 90, late(1, first=10**6), every=every) == []
+    found = unmeasured(run, 60, late(1, forward=40.0), every=every)
+    assert told(found) == [("straggler", "raised", 1, "forward")]
+    assert found[0].evidence["late_ms"] == pytest.approx(40.0, rel=0.1)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["no sync", "neither sync nor backward"])
+def test_waiting_for_data_is_told_without_the_synchronisation(backward: bool) -> None:
+    run = Run(3)
+    found = unmeasured(run, 100, lambda _step, _rank: {"data": 60.0}, backward=backward)
+    assert told(found) == [("input_bound", "raised", None, "data")]
+
+
+def test_a_straggler_is_cleared_when_the_synchronisation_is_no_longer_measured() -> None:
+    run = Run(3)
+    assert told(run.steps(80, late(1, forward=40.0))) == [("straggler", "raised", 1, "forward")]
+    assert told(unmeasured(run, 20, late(1, forward=40.0))) == [("straggler", "cleared", 1, "forward")]
+
+
+@pytest.mark.parametrize(("device", "estimated"), [("cpu", True), ("cuda:0", False)])
+def test_a_transfer_that_may_hold_waits_for_cores_is_told_as_an_estimate(device: str, estimated: bool) -> None:
+    """Without the comm hook (``sync_detail_every = 0``) ranks on CPU do not tell what they waited for a core."""
+    run = Run(wire_ms=60.0, device=device)
+    found = []
+    for _ in range(80):
+        run.step += 1
+        for event in run._one(late(0, first=10**6), 2.0):
+            event.core_wait_ms = None
+            run.state.apply(event)
+        found += run.look()
+    assert told(found) == [("communication_bound", "raised", None, "communication")]
+    assert ("waits for a core were not measured" in found[0].message) == estimated
+    assert "not measured" not in Run(wire_ms=60.0).steps(80)[0].message
+
+
+def test_who_waits_in_an_earlier_synchronisation_of_the_step_is_not_blamed() -> None:
+    """Of several synchronisations in a step the last one is measured; the others are part of the backward pass."""
+    earlier: Slow = lambda step, rank: {"data": 30.0} if rank == 1 else {"backward": 30.0}  # noqa: E731
+    run = Run(3)
+    run.steps(60)
+    assert run.steps(100, earlier) == []
+
+
+@pytest.mark.parametrize("about", sorted(ADVICE))
+def test_advice_names_only_commands_and_keys_that_there_are(about: str) -> None:
+    for name in re.findall(r"gputrain (\w+)", ADVICE[about]):
+        assert name in COMMANDS
+    for key in re.findall(r"\b(\w) on (?:the|a) rank's page", ADVICE[about]):
+        assert any(action.name == "stack" and key in action.keys for action in ACTIONS)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.draft import Draft, Field, field_of, key_of, without_place
+from gputrain_tui.recipe.files import recipe_files
+from gputrain_tui.recipe.toml_writer import dump_toml
+from trainer.contract.errors import RequestError
+
+TEXT = """# What it is for.
+name = "one"
+
+[[cluster.nodes]]
+cpu_ranks = 2           # two of them
+
+[train]
+task = "lm"
+lr = 0.1                # high
+
+[task]
+data = "stdlib"
+"""
+
+
+def draft(text: str = TEXT) -> Draft:
+    return Draft(text, name="one.toml")
+
+
+def field(draft: Draft, key: str) -> Field:
+    return next(field for field in draft.fields() if field.key == key)
+
+
+def test_every_option_is_a_field_with_help_and_group() -> None:
+    fields = draft().fields()
+    keys = [field.key for field in fields]
+    assert len(keys) == len(set(keys)) > 70
+    assert {"name", "train.task", "task.dim", "cluster.nodes[0].gpus", "cluster.port", "train.lr"} <= set(keys)
+    assert all(field.option.help and field.group for field in fields)
+
+
+def test_a_field_shows_what_is_written_and_else_the_default() -> None:
+    lr, seed = field(draft(), "train.lr"), field(draft(), "train.seed")
+    assert (lr.text, lr.written, lr.changed) == ("0.1", True, False)
+    assert (seed.text, seed.written, seed.changed) == ("1", False, False)
+
+
+def test_a_change_is_what_set_says_and_keeps_comments() -> None:
+    one = draft()
+    one.set("train.lr", "0.5")
+    one.set("task.dim", "64")
+    assert field(one, "train.lr").changed
+    recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
+    assert (recipe.train.lr, recipe.task_options["dim"]) == (0.5, 64)
+    saved = dump_toml(recipe)
+    assert "# What it is for." in saved
+    assert "# two of them" in saved
+    one.saved(saved, name="two.toml")
+    assert not one.changes
+    assert field(one, "train.lr").text == "0.5"
+
+
+def test_what_a_node_runs_is_one_of_three_and_setting_one_clears_the_others() -> None:
+    one = draft()
+    one.set("cluster.nodes[0].gpus", "0, 1")
+    assert field(one, "cluster.nodes[0].gpus").text == "0, 1"
+    assert not field(one, "cluster.nodes[0].cpu_ranks").written
+    recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
+    assert recipe.cluster.nodes[0].gpus == (0, 1)
+    one.reset("cluster.nodes[0].gpus")
+    assert field(one, "cluster.nodes[0].cpu_ranks").text == "2"
+    assert not one.changes
+
+
+def test_nodes_can_be_added_and_removed_but_for_the_last() -> None:
+    one = draft()
+    assert one.add_node() == 1
+    one.set("cluster.nodes[1].host", "n1")
+    one.set("cluster.nodes[0].host", "n0")
+    recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
+    assert [(node.host, node.cpu_ranks) for node in recipe.cluster.nodes] == [("n0", 2), ("n1", 2)]
+    assert one.remove_node(0)
+    assert not one.remove_node(0)
+
+
+def test_resetting_takes_back_the_change_first_and_then_what_is_written() -> None:
+    one = draft()
+    one.set("train.lr", "0.5")
+    one.reset("train.lr")
+    assert field(one, "train.lr").text == "0.1"
+    one.reset("train.lr")
+    assert not field(one, "train.lr").written
+    assert "# What it is for." in one.text
+
+
+def test_an_empty_value_means_the_default() -> None:
+    one = draft()
+    one.set("train.lr", "")
+    assert not field(one, "train.lr").written
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("train.lr", "0.5", ""),
+        ("train.lr", "-1", "a number > 0"),
+        ("train.lr", "high", "a number > 0"),
+        ("train.batch_size", "8, 4", ""),
+        ("train.batch_size", "0", "integers >= 1"),
+        ("train.optimizer", "adan", "did you mean"),
+        ("train.adam_betas", "0.9", "2 numbers"),
+        ("train.distributed_timeout", "0", "> 0"),
+        ("task.dim", "wide", "an integer"),
+        ("cluster.port", "70000", "<= 65535"),
+        ("cluster.nodes[0].gpus", "free", ""),
+        ("cluster.nodes[0].gpus", "fre", "did you mean"),
+        ("cluster.nodes[0].gpus", "0, x", "a list of device ids"),
+        ("cluster.nodes[0].cpu_ranks", "0", ">= 1"),
+        ("name", "any name", ""),
+    ],
+)
+def test_a_value_is_checked_as_it_is_typed(key: str, text: str, said: str) -> None:
+    one = draft()
+    problem = one.problem(field(one, key), text)
+    assert said in problem
+    assert bool(said) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("message", "key", "rest"),
+    [
+        ("--set train.lr is 'x', but must be a number", "train.lr", "is 'x', but must be a number"),
+        ("a/b.toml:3: train.lr is 'x'", "train.lr", "is 'x'"),
+        ("b.toml: cluster.nodes[1].gpus names GPU 0", "cluster.nodes[1].gpus", "names GPU 0"),
+        ("b.toml:4: cluster.nodes[0] has gpus and ranks", "cluster.nodes[0]", "has gpus and ranks"),
+        ("port 29600 is taken by python", "", "port 29600 is taken by python"),
+    ],
+)
+def test_a_message_is_put_beside_its_field(message: str, key: str, rest: str) -> None:
+    assert (key_of(message), without_place(message)) == (key, rest)
+
+
+def test_a_message_about_a_table_stands_at_its_first_field() -> None:
+    found = field_of(draft().fields(), "cluster.nodes[0]")
+    assert found is not None
+    assert found.key == "cluster.nodes[0].host"
+    assert field_of(draft().fields(), "") is None
+
+
+def test_a_script_has_its_own_fields() -> None:
+    one = draft('[train]\nscript = "train.py"\nargs = ["--x", "1"]\n')
+    assert field(one, "train.script").text == "train.py"
+    assert field(one, "train.args").text == "--x, 1"
+    assert not [field for field in one.fields() if field.group == "Task"]
+
+
+def test_text_that_is_no_recipe_is_refused() -> None:
+    with pytest.raises(RequestError, match="is not valid TOML"):
+        draft("[train\n")
+
+
+def test_recipes_are_found_in_the_folder_and_in_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "here" / "recipes").mkdir(parents=True)
+    (tmp_path / "own" / "recipes").mkdir(parents=True)
+    (tmp_path / "here" / "recipes" / "a.toml").write_text(TEXT)
+    (tmp_path / "here" / "b.toml").write_text('[train]\ntask = "lm"\n')
+    (tmp_path / "here" / "broken.toml").write_text("[train]\nlr = \n")
+    (tmp_path / "here" / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    (tmp_path / "own" / "recipes" / "c.toml").write_text(TEXT.replace("one", "mine"))
+    found = recipe_files(tmp_path / "here", tmp_path / "own")
+    assert [(file.group, file.name) for file in found] == [
+        ("recipes/", "one"),
+        ("this folder", "b"),
+        ("this folder", "broken"),
+        ("yours", "mine"),
+    ]

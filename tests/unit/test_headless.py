@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from gputrain_tui.headless.progress import (
+    Headless,
+    clip,
+    closing_lines,
+    closing_table,
+    ending,
+    event_line,
+    failure_block,
+    finding_lines,
+    length,
+    number,
+    paint,
+    plain_line,
+    progress_line,
+    ranks_text,
+)
+from gputrain_tui.state import RunState
+from trainer.contract.record import (
+    Checkpoint,
+    Checksum,
+    Failure,
+    Finding,
+    Joining,
+    RankState,
+    RankStateName,
+    RunEnded,
+    RunStarted,
+    Sample,
+    Step,
+    TrainingPlan,
+    Validation,
+)
+
+
+def started(world_size: int = 2) -> RunState:
+    state = RunState()
+    state.apply(RunStarted(time=1000.0, run="r", recipe="demo", world_size=world_size, run_dir="/r"))
+    return state
+
+
+def trained(world_size: int = 2, *, limit: bool = True) -> RunState:
+    state = started(world_size)
+    if limit:
+        state.apply(
+            TrainingPlan(
+                time=1000.0, world_size=world_size, updates_per_epoch=100, samples_per_epoch=6400, max_epochs=4
+            )
+        )
+    for rank in range(world_size):
+        state.apply(RankState(time=1001.0, rank=rank, state="training", host="node-a", device="cpu"))
+    for n in range(1, 121):
+        for rank in range(world_size):
+            state.apply(
+                Step(
+                    time=1001.0 + n * 0.05,
+                    rank=rank,
+                    step=n,
+                    epoch=1 + (n - 1) // 100,
+                    steps=1,
+                    samples=32,
+                    loss=5.5 - n * 0.02 + rank * 0.01,
+                    step_ms=50.0,
+                    data_ms=1.0,
+                    forward_ms=10.0,
+                    backward_ms=15.0 + 10 * (rank == 1),
+                    optimizer_ms=2.0,
+                    sync_exposed_ms=12.0 - 10 * (rank == 1),
+                )
+            )
+    return state
+
+
+def plain(lines: list[list[tuple[str, str]]]) -> str:
+    return "\n".join(paint(line, colour=False) for line in lines)
+
+
+LINES = {
+    80: " 30%  ep 2/4  120/400  loss 3.1050  1,280/s  slow r1 +10 ms  sync 14%  eta 14 s",
+    120: "━━━━━────────────  30%  epoch 2/4  step 120/400  loss 3.1050  1,280 samples/s"
+    "  slowest r1 +10.0 ms  sync 14.0%  eta 14 s",
+}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_progress_line_tells_everything_at_the_usual_widths(width: int) -> None:
+    assert paint(progress_line(trained(), width, now=1007.0), colour=False) == LINES[width]
+
+
+@pytest.mark.parametrize("width", [1, 10, 20, 40, 60, 79, 80, 100, 120, 200, 400])
+@pytest.mark.parametrize("limit", [True, False])
+def test_the_progress_line_never_wraps(width: int, limit: bool) -> None:
+    assert length(progress_line(trained(limit=limit), width, now=1007.0)) <= width
+    assert length(progress_line(started(), width, now=1007.0)) <= width
+
+
+@pytest.mark.parametrize("width", [36, 40, 60])
+def test_step_and_loss_are_left_out_last(width: int) -> None:
+    line = paint(progress_line(trained(), width, now=1007.0), colour=False)
+    assert "120/400" in line
+    assert "loss 3.1050" in line
+
+
+def test_without_a_limit_there_is_no_bar_and_no_time_left() -> None:
+    line = paint(progress_line(trained(limit=False), 120, now=1007.0), colour=False)
+    assert line.startswith("epoch 2  step 120  loss 3.1050")
+    assert "%" not in line.replace("sync 14.0%", "")
+    assert "eta" not in line
+
+
+def test_one_rank_alone_has_no_slowest_rank_and_no_sync_share() -> None:
+    line = paint(progress_line(trained(1), 120, now=1007.0), colour=False)
+    assert "slow" not in line
+    assert "sync" not in line
+
+
+def test_the_start_tells_for_whom_the_others_wait() -> None:
+    state = started(3)
+    assert paint(progress_line(state, 80, now=1003.0), colour=False) == "starting 3 ranks  3 s"
+    state.apply(Joining(time=1002.0, joined=[0], missing=[1, 2], waited_ms=2000.0))
+    assert plain_line(state, now=1004.0) == "joined 1 of 3, waiting for ranks 1, 2  4 s"
+
+
+def test_a_plain_line_has_every_measure() -> None:
+    assert plain_line(trained(), now=1007.0) == (
+        "epoch 2/4  step 120/400 (30%)  loss 3.1050  1,280 samples/s  slowest r1 +10.0 ms  sync 14.0%  eta 14 s"
+    )
+
+
+TABLES = {
+    80: """\
+rank  host    device  steps    loss  samples/s  data  compute   sync  optimizer
+   0  node-a  cpu       120  3.5900      640.0  2.0%    50.0%  24.0%       4.0%
+   1  node-a  cpu       120  3.6000      640.0  2.0%    70.0%   4.0%       4.0%""",
+    120: """\
+rank  host    device  steps    loss  samples/s  step ms  data  compute   sync  optimizer
+   0  node-a  cpu       120  3.5900      640.0     50.0  2.0%    50.0%  24.0%       4.0%
+   1  node-a  cpu       120  3.6000      640.0     50.0  2.0%    70.0%   4.0%       4.0%""",
+}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_closing_table_has_a_row_per_rank(width: int) -> None:
+    assert plain(closing_table(trained(), width)) == TABLES[width]
+
+
+def test_a_narrow_closing_table_keeps_the_numbers() -> None:
+    table = plain(closing_table(trained(), 60)).splitlines()
+    assert table[0].split() == ["rank", "steps", "loss", "samples/s", "data", "compute", "sync"]
+    assert max(map(len, table)) <= 60
+
+
+def test_of_very_many_ranks_those_that_were_waited_for_are_listed() -> None:
+    lines = plain(closing_table(trained(100), 120)).splitlines()
+    assert len(lines) == 34
+    assert lines[1].split()[0] == "1"
+    assert lines[-1] == "… and 68 ranks that were waited for less"
+
+
+def test_the_end_tells_evaluation_agreement_checkpoint_and_sample() -> None:
+    state = trained()
+    state.apply(Validation(time=1008.0, step=120, epoch=2, split="valid", loss=2.55, metrics={"accuracy": 0.41}))
+    for rank in (0, 1):
+        state.apply(Checksum(time=1008.0, rank=rank, step=120, parameters="a", buffers="b"))
+    state.apply(Checkpoint(time=1008.0, step=120, path="/r/checkpoints/120.pt", bytes=1_234_567, write_ms=5.0))
+    state.apply(Sample(time=1008.0, step=120, text="def foo(\n\x1b[2Jself"))
+    state.apply(RunEnded(time=1009.0, status="finished", exit_code=0))
+    assert plain(closing_lines(state, 80)).splitlines()[3:] == [
+        "valid      epoch 2  step 120  loss 2.5500  accuracy 0.4100",
+        "parameters equal on all ranks",
+        "checkpoint /r/checkpoints/120.pt",
+        "sample",
+        "  │ def foo(",
+        "  │ ␛[2Jself",
+    ]
+    assert paint(ending(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
+
+
+def test_the_end_tells_what_was_found_and_what_of_it_still_stands() -> None:
+    state = trained()
+    state.apply(Finding(time=1005.0, kind="straggler", rank=1, step=70, message="rank 1 is late", advice="look"))
+    state.apply(Finding(time=1006.0, kind="straggler", rank=1, step=90, message="rank 1 is late", state="cleared"))
+    state.apply(Finding(time=1007.0, kind="input_bound", step=110, message="data takes 40 % of a step"))
+    state.apply(Finding(time=1007.0, kind="not_measured", severity="info", message="no bucket times"))
+    assert plain(closing_lines(state, 80)).splitlines()[3:] == [
+        "finding    data takes 40 % of a step since step 110",
+        "was found  rank 1 is late, no longer",
+    ]
+
+
+def test_of_very_many_findings_the_first_are_told() -> None:
+    state = trained(40)
+    for rank in range(40):
+        state.apply(Finding(time=1005.0, kind="straggler", rank=rank, message=f"rank {rank} is late"))
+    lines = plain(finding_lines(state)).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "… and 30 findings more"
+
+
+def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
+    failure = Failure(time=1.0, kind="out_of_memory", rank=3, host="node-b", step=7, message="tried to allocate 80 GiB")
+    assert plain(failure_block(failure, ["loading", "boom"], "/r/logs/3.log")) == (
+        "rank 3 failed on node-b at step 7: out of memory\n"
+        "  tried to allocate 80 GiB\n"
+        "  its last output, of /r/logs/3.log:\n"
+        "  │ loading\n"
+        "  │ boom"
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            Validation(time=1.0, step=5, epoch=1, split="test", loss=0.5, metrics={"accuracy": 0.9}),
+            "test epoch 1  step 5  loss 0.5000  accuracy 0.9000",
+        ),
+        (
+            Checkpoint(time=1.0, step=5, path="/c/5.pt", bytes=1_572_864, write_ms=3.0),
+            "saved step 5  /c/5.pt (1.5 MiB)",
+        ),
+        (
+            Checkpoint(time=1.0, step=5, path="/c\x1b]52;c;eA==\x07\n/5.pt", bytes=1, write_ms=3.0),
+            "saved step 5  /c␛]52;c;eA==␇␊/5.pt (1 B)",
+        ),
+        (
+            Finding(time=1.0, kind="straggler", rank=1, message="rank 1 is late", advice="look at its loader"),
+            "warning: rank 1 is late; look at its loader",
+        ),
+        (
+            Finding(time=1.0, kind="straggler", state="cleared", rank=1, step=90, message="rank 1 is late"),
+            "cleared at step 90: rank 1 is late",
+        ),
+        (Finding(time=1.0, kind="seed_on_resume", severity="info", message="seed 9 orders"), "seed 9 orders"),
+        (Finding(time=1.0, kind="note", severity="info"), None),
+        (RankState(time=1.0, rank=0, state="ready"), None),
+    ],
+)
+def test_events_that_deserve_a_line_get_one(event: Validation, line: str | None) -> None:
+    pieces = event_line(event)
+    assert (None if pieces is None else paint(pieces, colour=False)) == line
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "–"), (0.123, "0.1"), (999.94, "999.9"), (1234.5, "1,234"), (1e6, "1,000,000")]
+)
+def test_numbers_are_short(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 2], "ranks 1, 2"), (list(range(12)), "ranks 0, 1, 2, 3, 4, 5, 6, 7, … (12)")],
+)
+def test_many_ranks_are_named_shortly(ranks: list[int], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_a_cut_line_says_so() -> None:
+    assert paint(clip([("abc", "bold"), ("defg", "")], 5), colour=False) == "abcd…"
+
+
+def test_colour_is_left_out_where_it_is_not_wanted() -> None:
+    line = progress_line(trained(), 120, now=1007.0)
+    assert "\x1b" not in paint(line, colour=False)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", paint(line, colour=True)) == paint(line, colour=False)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1007.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def view(state: RunState, clock: Clock, *, live: bool) -> tuple[Headless, io.StringIO]:
+    stream = io.StringIO()
+    return Headless(state, stream, live=live, colour=False, width=lambda: 80, now=clock), stream
+
+
+def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_only_when_something_changed() -> None:
+    clock = Clock()
+    screen, stream = view(trained(), clock, live=True)
+    for _ in range(50):
+        screen.update([])
+        clock.now += 0.02
+    assert stream.getvalue().count("\r") == 1
+
+
+def test_a_line_that_stays_takes_the_progress_line_away_first() -> None:
+    screen, stream = view(trained(), Clock(), live=True)
+    screen.update([])
+    screen.say([("hello", "")])
+    assert stream.getvalue().endswith("\r\x1b[Khello\n")
+
+
+def test_a_log_gets_a_line_every_few_seconds_and_per_validation() -> None:
+    clock = Clock()
+    screen, stream = view(trained(), clock, live=False)
+    for _ in range(101):
+        screen.update([])
+        clock.now += 0.1
+    screen.update([Validation(time=1.0, step=5, epoch=1, split="valid", loss=0.5)])
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[-1] == "valid epoch 1  step 5  loss 0.5000"
+    assert "\r" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(("state", "shown"), [("joining", []), ("ready", []), ("training", ["run 1"])])
+def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
+    state: RankStateName, shown: list[str]
+) -> None:
+    run = RunState(world_size=1)
+    screen, stream = view(run, Clock(), live=False)
+    screen.introduce([("run 1", "")])
+    run.apply(RankState(time=1.0, rank=0, state=state))
+    screen.update([])
+    assert stream.getvalue().splitlines() == shown
+    screen.say([("said", "")])
+    assert stream.getvalue().splitlines() == ["run 1", "said"]
+
+
+def test_a_log_tells_of_a_start_only_when_it_takes_long() -> None:
+    clock = [1000.0]
+    told = io.StringIO()
+    view = Headless(RunState(world_size=2), told, live=False, colour=False, width=lambda: 80, now=lambda: clock[0])
+    view.introduce([("run one", "")])
+    clock[0] += 14.0  # torch loads on a slow machine; a rank may still refuse
+    view.update([])
+    assert told.getvalue() == ""
+    clock[0] += 2.0
+    view.update([])
+    assert told.getvalue().splitlines() == ["run one", "starting 2 ranks"]

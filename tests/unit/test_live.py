@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from gputrain_tui.console import live as live_module
+from gputrain_tui.console.live import QUIET_S, LiveRun
+from gputrain_tui.history import preview
+from gputrain_tui.history.runs import write_status
+from gputrain_tui.state import RunState
+from trainer.contract.record import AnyEvent, RunEnded, Step
+from trainer.host.process_identity import identify
+
+
+class Clock:
+    """Time that a test moves; every look at it takes some."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.time = 100.0
+        self.tick = tick
+
+    def __call__(self) -> float:
+        self.time += self.tick
+        return self.time
+
+
+class Portions:
+    """A source that gives what a test put there, one portion at a time."""
+
+    def __init__(self, *portions: list[AnyEvent]) -> None:
+        self.portions = list(portions)
+        self.polls = 0
+
+    @property
+    def backlog_bytes(self) -> int:
+        return 100 * len(self.portions)
+
+    def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
+        self.polls += 1
+        return self.portions.pop(0) if self.portions else []
+
+    def close(self) -> None:
+        self.portions.clear()
+
+
+def steps(first: int, last: int) -> list[AnyEvent]:
+    return [Step(time=float(n), rank=0, step=n, epoch=1, steps=1, samples=1, loss=1.0) for n in range(first, last)]
+
+
+def test_one_poll_shows_the_whole_history_of_a_run(tmp_path: Path) -> None:
+    live = LiveRun(synthetic.run(tmp_path, steps=120, status="finished"))
+    assert not live.poll(budget_s=60)
+    assert live.caught_up
+    assert live.status == "finished"
+    assert live.state.step == 120
+    assert (live.series.first_step, live.series.last_step) == (1, 120)
+    live.close()
+
+
+def test_what_is_appended_later_is_taken_in_and_moves_the_version(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=3)
+    live = LiveRun(run)
+    live.poll()
+    version = live.version
+    live.poll()
+    assert live.version == version
+    for rank in (0, 1):
+        synthetic.write(run.dir.rank_events(rank), *(event for event in steps(4, 5)))
+    live.poll()
+    assert live.version > version
+    assert live.state.rank(0).step == 4
+    live.close()
+
+
+def test_a_poll_keeps_its_budget_and_says_that_more_is_waiting(tmp_path: Path) -> None:
+    source = Portions(steps(1, 10), steps(10, 20), steps(20, 30), steps(30, 40))
+    live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=Clock(tick=0.015))
+    assert live.poll(0.02)
+    assert live.state.rank(0).step == 19
+    version = live.version
+    assert not live.poll(0.02)
+    assert live.version > version
+    assert live.state.rank(0).step == 39
+    assert live.caught_up
+
+
+def test_the_share_that_was_read_is_told_until_all_of_it_is(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=200)
+    size = sum(path.stat().st_size for path in run.dir.events.iterdir())
+
+    class Halves(Portions):
+        @property
+        def backlog_bytes(self) -> int:
+            return size // 2 * len(self.portions)
+
+    live = LiveRun(run, source=Halves([], [], []), clock=Clock(tick=1.0))
+    assert live.reading is None
+    live.poll()
+    assert live.reading == pytest.approx(0.0, abs=0.01)
+    live.poll()
+    assert live.reading == pytest.approx(0.5, abs=0.01)
+    live.poll()
+    assert live.reading is None
+    assert live.caught_up
+
+
+def test_a_quiet_run_is_looked_at_less_often(tmp_path: Path) -> None:
+    clock, source = Clock(), Portions(steps(1, 3))
+    live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=clock)
+    for _ in range(3):
+        clock.time += 0.1
+        live.poll()
+    assert source.polls == 3
+    clock.time += QUIET_S
+    for _ in range(10):
+        clock.time += 0.1
+        live.poll()
+    assert source.polls < 8
+
+
+def test_an_ended_run_is_hardly_looked_at(tmp_path: Path) -> None:
+    clock, source = Clock(), Portions([*steps(1, 3), RunEnded(time=9.0, status="finished", exit_code=0)])
+    live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=clock)
+    for _ in range(19):
+        live.poll()
+        clock.time += 0.1
+    assert live.over
+    assert source.polls == 1
+
+
+def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=5)
+    run.status.supervisor = identify(os.getpid())
+    write_status(run.dir, run.status)
+    clock = Clock()
+    live = LiveRun(run, clock=clock)
+    live.poll()
+    assert live.status == "running"
+    run.status.supervisor = type(run.status.supervisor)(
+        pid=os.getpid(), start_ticks=1, boot_id=run.status.supervisor.boot_id, host=run.status.supervisor.host
+    )
+    write_status(run.dir, run.status)
+    clock.time += 60
+    live.poll()
+    assert live.status == "lost"
+    live.close()
+
+
+def test_the_plan_says_where_ranks_will_be_before_they_are_heard_of(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, nodes=2, ranks_per_node=4, steps=0)
+    live = LiveRun(run)
+    assert live.state.rank(5).host == "node001"
+    assert live.state.rank(5).local_rank == 1
+
+
+def test_elapsed_time_stops_with_the_run(tmp_path: Path) -> None:
+    running = LiveRun(synthetic.run(tmp_path, steps=10), now=lambda: synthetic.BEGIN + 50)
+    running.poll()
+    assert running.elapsed_s == 50
+    over = LiveRun(synthetic.run(tmp_path, name="over", steps=10, status="stopped"), now=lambda: synthetic.BEGIN + 50)
+    over.poll()
+    assert over.elapsed_s == pytest.approx(7.0)
+    running.close()
+    over.close()
+
+
+def test_a_long_record_is_skimmed_and_then_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "WORTH_BYTES", 1)
+    monkeypatch.setattr(live_module, "PORTION_BYTES", 1)
+    monkeypatch.setattr(preview, "MOST_SAMPLES", 40)
+    run = synthetic.run(tmp_path, nodes=2, ranks_per_node=2, steps=2000, straggler=1)
+    live = LiveRun(run, clock=Clock(tick=1.0))
+    assert live.state.step == 2000
+    assert live.state.rank(3).host == "node001"
+    assert [finding.kind for finding in live.state.findings.values()] == ["straggler"]
+    window = live.series.window("loss", 20)
+    assert not any(value != value for value in window.median)
+    assert window.median[0] > 3 > 2 > window.median[-1]
+    assert window.first_step < 200
+    assert window.last_step >= 1950
+    assert live.poll()
+    version = live.version
+    for rank in range(4):
+        event = synthetic.step_of(rank, 2001, random.Random(rank))
+        synthetic.write(run.dir.rank_events(rank), event)
+    assert live.poll()
+    assert live.version > version
+    assert live.state.step == 2001
+    while live.poll():
+        assert live.reading is not None
+    assert live.reading is None
+    assert live.state.rank(2).totals.samples == 2001 * 16
+    assert (live.series.first_step, live.series.last_step) == (1, 2001)
+    assert len(live.state.past_findings) == 3
+    live.close()
+
+
+def test_samples_give_the_curve_that_reading_everything_gives(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, ranks_per_node=4, steps=3000)
+    skimmed = preview.Preview(run.dir, RunState(world_size=4))
+    skimmed.poll()
+    live = LiveRun(run)
+    live.poll(budget_s=60)
+    short, long = (series.window("loss", 30).median for series in (skimmed.series, live.series))
+    for one, two in zip(short[3:], long[3:], strict=True):  # where the curve is not steeper than the samples are dense
+        assert one == pytest.approx(two, abs=0.15)
+    skimmed.close()
+    live.close()

@@ -1,0 +1,122 @@
+"""Files and words that are no recipe, or no file: each is one line, nothing waits, and nothing fills the memory."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from gputrain_tui import cli
+from gputrain_tui.hosts.hostfile import read_hostfile
+from gputrain_tui.lifecycle import start
+from gputrain_tui.preflight import NotReadyError
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.files import recipe_name
+from gputrain_tui.recipe.model import load
+from trainer.contract.errors import RequestError
+
+GOOD = '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_updates = 1\n[task]\ndata = "{data}"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("x = " + "[" * 300 + "]" * 300, "nested too deeply"),
+        ("x = " + "{a = " * 400 + "1" + "}" * 400, "nested too deeply"),
+        (".".join(["a"] * 3000) + " = 1", "nested too deeply"),
+        ('{"train": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
+        ('{"train": ' + "[" * 90000 + "]" * 90000 + "}", "nested too deeply"),
+        ("[train]\nmax_updates = " + "9" * 5000, "more digits"),
+        ('{"train": {"max_updates": ' + "9" * 5000 + "}}", "more digits"),
+        ('{"train": {"task": "lm", "save_dir": "a\\u0000b"}}', "zero character"),
+        ('{"train": {"task": "lm"}, "task": {"data": "\\ud800"}}', "must be text in UTF-8"),
+    ],
+)
+def test_what_no_recipe_holds_is_refused_in_one_short_line(text: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as refused:
+        recipes.build(text, name="odd.toml")
+    assert len(str(refused.value).splitlines()) == 1
+    assert len(str(refused.value)) < 120
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.lr=" + "[" * 3000, "--set train.lr: is nested too deeply"),
+        ("a" + ".a" * 3000 + "=1", "--set a: is nested too deeply"),
+        ("train.max_updates=" + "9" * 5000, "--set train.max_updates: holds a number with more digits"),
+        ("cluster.nodes.².gpus=1", "cluster.nodes has no entry '²'"),
+        ("task.data=\udcff", "must be text in UTF-8"),
+    ],
+)
+def test_an_odd_setting_is_refused_in_one_line(setting: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        recipes.build(GOOD.format(data="stdlib"), name="odd.toml", overrides=[setting])
+
+
+def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
+    for read in (lambda: load("/dev/zero"), lambda: read_hostfile(Path("/dev/zero"))):
+        with pytest.raises(RequestError, match="/dev/zero is longer than 1 MiB"):
+            read()
+    with Path("/dev/zero").open(encoding="utf-8") as zero, pytest.raises(RequestError, match="stdin is longer than"):
+        load("-", stdin=zero)
+
+
+def test_standard_input_is_utf_8_whatever_the_locale_is() -> None:
+    text = 'name = "é"\n' + GOOD.format(data="stdlib")
+    assert load("-", stdin=io.TextIOWrapper(io.BytesIO(text.encode()), encoding="ascii")).name == "é"
+    with pytest.raises(RequestError, match=r"stdin is not UTF-8 text \(byte 0\)"):
+        load("-", stdin=io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="ascii"))
+
+
+def test_a_pipe_is_never_looked_into_for_a_list(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    assert recipe_name(pipe) is None  # nobody writes into it: opening it would wait for ever
+
+
+def test_a_recipe_comes_through_a_pipe(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, GOOD.format(data="stdlib").encode())
+    os.close(writer)
+    assert load(f"/dev/fd/{reader}").train.task == "lm"
+    os.close(reader)
+
+
+def test_a_deep_file_in_the_folder_hides_no_other_recipe(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.toml"
+    deep.write_text("x = " + "[" * 5000 + "]" * 5000)
+    assert recipe_name(deep) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [("task.data", []), ("train.resume", ["train.resume={long}"]), ("train.save_dir", ["train.save_dir={long}"])],
+)
+def test_a_name_that_no_file_system_takes_is_a_check_that_fails(key: str, setting: list[str]) -> None:
+    long = "x" * 5000
+    text = GOOD.format(data=long if key == "task.data" else "stdlib")
+    recipe = recipes.build(text, name="odd.toml", overrides=[each.format(long=long) for each in setting])
+    with pytest.raises(NotReadyError) as refused:
+        start.prepare(recipe)
+    assert key in refused.value.errors[0].key
+    assert "File name too long" in refused.value.errors[0].what
+
+
+def test_a_script_with_a_name_that_no_file_system_takes_is_a_check_that_fails() -> None:
+    text = f'[[cluster.nodes]]\ncpu_ranks = 2\n[train]\nscript = "{"x" * 5000}"\n'
+    with pytest.raises(NotReadyError, match="File name too long"):
+        start.prepare(recipes.build(text, name="odd.toml"))
+
+
+def test_what_is_quoted_commands_no_terminal_and_breaks_no_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / "odd.toml"
+    odd.write_text('"\\u001b[2J\\nx" = 1\n')
+    assert cli.main(["plan", str(odd)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "␛[2J␊x is not known" in line

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.engine.optimizers import Schedule, build_optimizer, restore
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([2.0, -1.0]))]
+
+
+def schedule(**options: Any) -> Schedule:
+    training = Training(**options)
+    return Schedule(training, build_optimizer(training, parameters()))
+
+
+HETSEQ_MNIST = {"lr": 1.01, "lr_scheduler": "polynomial_decay", "total_num_update": 50_000}
+HETSEQ_BERT = {
+    "lr": 1e-4,
+    "lr_scheduler": "polynomial_decay",
+    "warmup_updates": 10_000,
+    "total_num_update": 1_000_000,
+}
+FAIRSEQ_LM = {"lr": 5e-4, "lr_scheduler": "inverse_sqrt", "warmup_updates": 4000, "warmup_init_lr": 1e-7}
+
+
+@pytest.mark.parametrize(
+    ("options", "update", "expected"),
+    [
+        (HETSEQ_MNIST, 0, 1.01),
+        (HETSEQ_MNIST, 1, 1.0099798),
+        (HETSEQ_MNIST, 938, 0.99105240),
+        (HETSEQ_MNIST, 25_000, 0.505),
+        (HETSEQ_MNIST, 50_000, 0.0),
+        (HETSEQ_MNIST, 60_000, 0.0),
+        (HETSEQ_BERT, 0, 0.0),
+        (HETSEQ_BERT, 1, 1e-8),
+        (HETSEQ_BERT, 5_000, 5e-5),
+        (HETSEQ_BERT, 10_000, 1e-4),
+        (HETSEQ_BERT, 505_000, 5e-5),
+        (HETSEQ_BERT, 1_000_000, 0.0),
+        (FAIRSEQ_LM, 0, 1e-7),
+        (FAIRSEQ_LM, 2_000, 2.5005e-4),
+        (FAIRSEQ_LM, 4_000, 5e-4),
+        (FAIRSEQ_LM, 16_000, 2.5e-4),
+    ],
+)
+def test_learning_rates_are_those_of_the_seeds(options: dict[str, Any], update: int, expected: float) -> None:
+    assert schedule(**options).lr_at(update) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lr_scheduler": "fixed"}, {0: 1.0, 7: 1.0}),
+        ({"lr_scheduler": "fixed", "warmup_updates": 4}, {0: 0.0, 1: 0.25, 4: 1.0, 9: 1.0}),
+        ({"lr_scheduler": "fixed", "warmup_updates": 4, "warmup_init_lr": 0.5}, {0: 0.5, 2: 0.75, 4: 1.0}),
+        ({"lr_scheduler": "inverse_sqrt"}, {0: 1.0, 1: 1.0, 4: 0.5, 100: 0.1}),
+        ({"lr_scheduler": "cosine", "max_updates": 100}, {0: 1.0, 25: 0.5 + math.sqrt(0.125), 50: 0.5, 100: 0.0}),
+        (
+            {"lr_scheduler": "cosine", "total_num_update": 110, "warmup_updates": 10, "end_learning_rate": 0.2},
+            {5: 0.5, 10: 1.0, 60: 0.6, 110: 0.2, 500: 0.2},
+        ),
+        ({"lr_scheduler": "polynomial_decay", "max_updates": 10, "power": 2.0}, {0: 1.0, 5: 0.25, 10: 0.0}),
+        ({"lr_scheduler": "polynomial_decay", "max_updates": 10, "end_learning_rate": 0.5}, {5: 0.75, 11: 0.5}),
+        (
+            {"lr_scheduler": "step", "lr_step_updates": 3, "warmup_updates": 2, "lr_step_gamma": 0.5},
+            {1: 0.5, 2: 1.0, 4: 1.0, 5: 0.5, 7: 0.5, 8: 0.25},
+        ),
+    ],
+)
+def test_every_shape_starts_after_a_linear_warm_up(options: dict[str, Any], expected: dict[int, float]) -> None:
+    built = schedule(lr=1.0, **options)
+    assert {update: built.lr_at(update) for update in expected} == pytest.approx(expected)
+
+
+def test_total_num_update_wins_over_max_updates() -> None:
+    built = schedule(lr=1.0, lr_scheduler="polynomial_decay", total_num_update=10, max_updates=1000)
+    assert built.lr_at(5) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lr_scheduler": "polynomial_decay"},
+            "--lr-scheduler polynomial_decay needs --total-num-update or --max-updates, to know where it ends",
+        ),
+        (
+            {"lr_scheduler": "cosine"},
+            "--lr-scheduler cosine needs --total-num-update or --max-updates, to know where it ends",
+        ),
+        (
+            {"lr_scheduler": "cosine", "max_updates": 100, "warmup_updates": 100},
+            "--warmup-updates is 100, but --lr-scheduler cosine ends at --max-updates 100; the warm-up must be shorter",
+        ),
+        (
+            {"lr_scheduler": "step"},
+            "--lr-scheduler step needs --lr-step-updates, the optimizer steps between two decays",
+        ),
+        ({"optimizer": "sgd", "nesterov": True}, "--nesterov needs a --momentum above 0"),
+    ],
+)
+def test_a_setting_that_is_missing_is_named_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        schedule(**options)
+    assert str(refusal.value) == message
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(RequestError, match="no parameters to train"):
+        build_optimizer(Training(), [])
+
+
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [
+        ({"optimizer": "sgd"}, lambda p: torch.optim.SGD(p, 0.1)),
+        (
+            {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        ),
+        (
+            {"optimizer": "adam", "adam_betas": (0.9, 0.98), "adam_eps": 1e-6, "weight_decay": 0.3},
+            lambda p: torch.optim.Adam(p, 0.1, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.3),
+        ),
+        (
+            {"optimizer": "adamw", "weight_decay": 0.3},
+            lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.3),
+        ),
+        (
+            {"optimizer": "adadelta", "adadelta_rho": 0.8, "adadelta_eps": 1e-5},
+            lambda p: torch.optim.Adadelta(p, 0.1, rho=0.8, eps=1e-5),
+        ),
+        ({"optimizer": "adagrad", "adam_eps": 1e-3}, lambda p: torch.optim.Adagrad(p, 0.1, eps=1e-3)),
+    ],
+)
+def test_optimizers_by_name_are_those_of_torch(options: dict[str, Any], reference: Any) -> None:
+    ours, theirs = parameters(), parameters()
+    optimizers = build_optimizer(Training(lr=0.1, **options), ours), reference(theirs)
+    for _ in range(3):
+        for params, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            params[0].square().sum().backward()
+            optimizer.step()
+    assert torch.equal(ours[0], theirs[0])
+
+
+def test_weight_decay_of_adam_is_l2_and_that_of_adamw_is_decoupled() -> None:
+    moved = {}
+    for name in ("adam", "adamw"):
+        [parameter] = parameters()
+        optimizer = build_optimizer(Training(lr=0.1, optimizer=name, weight_decay=0.5), [parameter])
+        parameter.grad = torch.zeros(2)
+        optimizer.step()
+        moved[name] = parameter.tolist()
+    # L2: the decay is the whole gradient, which Adam normalises to a step of lr. Decoupled: lr · decay · parameter.
+    assert moved["adam"] == pytest.approx([1.9, -0.9])
+    assert moved["adamw"] == pytest.approx([1.9, -0.95])
+
+
+def test_a_group_keeps_the_ratio_of_its_learning_rate() -> None:
+    [first], [second] = parameters(), parameters()
+    training = Training(lr=1.0, lr_scheduler="polynomial_decay", max_updates=10)
+    optimizer = build_optimizer(training, [{"params": [first]}, {"params": [second], "lr": 0.1}])
+    built = Schedule(training, optimizer)
+    for update in range(11):
+        built.step(update)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1 - update / 10, 0.1 - update / 100])
+    assert built.lr == 0.0
+
+
+def test_a_warm_up_from_zero_does_not_waste_the_first_update() -> None:
+    built = schedule(lr=1.0, warmup_updates=10)
+    rates = [built.lr]
+    for update in range(1, 4):
+        built.step(update)
+        rates.append(built.lr)
+    assert rates == pytest.approx([0.1, 0.1, 0.2, 0.3])
+
+
+def test_a_resumed_schedule_continues_at_the_saved_update() -> None:
+    options = {"lr": 0.7, "lr_scheduler": "cosine", "warmup_updates": 3, "max_updates": 20}
+    straight, resumed = schedule(**options), schedule(**options)
+    straight.step(13)
+    resumed.load_state_dict(straight.state_dict())
+    assert resumed.lr == straight.lr == straight.lr_at(13)
+
+
+def test_loading_an_optimizer_before_its_schedule_keeps_the_ratios() -> None:
+    training = Training(lr=1.0, lr_scheduler="polynomial_decay", max_updates=10)
+
+    def build() -> tuple[torch.optim.Optimizer, Schedule]:
+        optimizer = build_optimizer(training, [{"params": parameters()}, {"params": parameters(), "lr": 0.1}])
+        return optimizer, Schedule(training, optimizer)
+
+    optimizer, built = build()
+    built.step(5)
+    saved = optimizer.state_dict(), built.state_dict()
+    optimizer, built = build()
+    optimizer.load_state_dict(saved[0])
+    built.load_state_dict(saved[1])
+    built.step(6)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.04])
+
+
+def test_a_resumed_optimizer_has_the_saved_state_and_the_settings_of_its_own_run() -> None:
+    [parameter] = parameters()
+    saved = build_optimizer(Training(optimizer="adamw", weight_decay=0.5), [parameter])
+    parameter.grad = torch.ones(2)
+    saved.step()
+    resumed = build_optimizer(Training(optimizer="adamw", weight_decay=0.25), [parameter])
+    restore(resumed, saved.state_dict())
+    assert resumed.param_groups[0]["weight_decay"] == 0.25
+    assert torch.equal(resumed.state[parameter]["exp_avg"], saved.state[parameter]["exp_avg"])
+
+
+@pytest.mark.parametrize(("saved", "asked"), [*itertools.permutations(["sgd", "adam", "adadelta", "adagrad"], 2)])
+def test_the_state_of_another_optimizer_is_refused(saved: Any, asked: Any) -> None:
+    state = build_optimizer(Training(optimizer=saved), parameters()).state_dict()
+    with pytest.raises(RequestError, match="its optimizer is not"):
+        restore(build_optimizer(Training(optimizer=asked), parameters()), state)

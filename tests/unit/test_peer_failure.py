@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from trainer.distributed.peer_failure import PeerReport, attribute_failure
+from trainer.distributed.rendezvous import RankMachine, span
+
+MACHINES = [
+    RankMachine(host="h1", ranks=[0, 1]),
+    RankMachine(host="h2", ranks=[2]),
+    RankMachine(host="h3", ranks=[3, 4, 5]),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([4], "rank 4"), ([4, 5], "ranks 4, 5"), ([4, 5, 6], "ranks 4 to 6"), ([0, 2, 3, 7], "ranks 0, 2, 3, 7")],
+)
+def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
+    assert span(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("heard", "rank", "in_touch", "down", "says"),
+    [
+        ([0, 1, 2], 2, True, "", "no word from ranks 3 to 5 on h3"),
+        ([0, 1, 2, 3, 5], 0, True, "", "no word from rank 4 on h3"),
+        ([0, 1], 1, True, "", "no word from rank 2 on h2, ranks 3 to 5 on h3"),
+        ([0, 1, 2, 3, 4, 5], 1, True, "", ""),
+        ([], 4, False, "", "h1 (ranks 0, 1) is gone, or out of reach from h3"),
+        ([], 4, False, "eth0", "h3 has lost the others: its interface eth0 is down"),
+        ([0], 0, True, "eth0", "h1 has lost the others: its interface eth0 is down"),
+    ],
+)
+def test_who_says_nothing_is_lost_unless_it_is_this_machine_that_is_cut_off(
+    heard: list[int], rank: int, in_touch: bool, down: str, says: str
+) -> None:
+    words = {other: PeerReport() for other in heard}
+    assert attribute_failure(MACHINES, words, rank=rank, in_touch=in_touch, down=down) == says
+
+
+def test_what_a_rank_has_failed_of_comes_before_who_says_nothing() -> None:
+    heard = {0: PeerReport(), 3: PeerReport(failure="ValueError: no")}
+    assert attribute_failure(MACHINES, heard, rank=0, in_touch=True, down="") == "rank 3 on h3 failed: ValueError: no"

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from frames import assert_frame, synthetic_run
+
+from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.rank_columns import COLUMNS, layout, sort_ranks
+from gputrain_tui.console.widgets.rank_filter import RankFilter
+from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
+from gputrain_tui.state import RankView
+from trainer.contract.errors import RequestError
+from trainer.contract.record import Failure, RankState
+
+RUN = synthetic_run()
+RUN.apply(Failure(time=900.0, kind="exception", message="boom", rank=9, host="node001"))
+VIEWS = list(RUN.state.ranks.values())
+LATE = RUN.state.lateness()
+HOSTS = {"node000", "node001"}
+
+
+def grid(views: list[RankView] | None = None, **changes: object) -> GridView:
+    settings: dict[str, object] = {
+        "rows": VIEWS if views is None else views,
+        "ranks": 16,
+        "late": LATE,
+        "warned": {5},
+        "cursor": 2,
+        "hosts": HOSTS,
+        "failing": True,
+        **changes,
+    }
+    return GridView(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 6), (78, 12), (118, 12), (198, 20)])
+def test_the_grid_is_composed_at_every_width(width: int, height: int) -> None:
+    assert_frame(f"rank_grid_{width}x{height}", draw_grid(grid(), width, height), width, height)
+
+
+def test_a_sorted_and_filtered_grid_says_so() -> None:
+    kept = [view for view in VIEWS if RankFilter("late>5").keeps(view, LATE)]
+    rows = sort_ranks(kept, LATE, "late", descending=True)
+    frame = draw_grid(grid(rows, sort_key="late", descending=True, filter_text="late>5"), 98, 8)
+    assert_frame("rank_grid_filtered", frame, 98, 8)
+
+
+def test_a_filter_that_keeps_nothing_is_named() -> None:
+    frame = draw_grid(grid([], filter_text="host:moon"), 78, 6)
+    assert "no rank matches host:moon" in "".join(map(text_of, frame))
+
+
+def test_ranks_that_have_not_started_show_dashes() -> None:
+    frame = draw_grid(grid([RankView(0), RankView(1)]), 118, 6)
+    assert_frame("rank_grid_silent", frame, 118, 6)
+
+
+@pytest.mark.parametrize("width", range(1, 220, 7))
+def test_columns_never_overlap_nor_leave_the_grid(width: int) -> None:
+    for hosts in ((), {"a"}, {"a", "n" * 60}):
+        places = layout(width, 2048, hosts)
+        ends = [2, *(place.end + 1 for place in places)]
+        assert all(place.begin >= end for place, end in zip(places, ends, strict=False))
+        assert all(place.end <= width for place in places)
+
+
+def test_wide_grids_show_every_column() -> None:
+    assert [place.column.key for place in layout(160, 1024, HOSTS)] == [column.key for column in COLUMNS]
+
+
+@pytest.mark.parametrize("key", [column.key for column in COLUMNS])
+@pytest.mark.parametrize("descending", [False, True])
+def test_sorting_keeps_equal_ranks_in_order_and_absent_values_last(key: str, descending: bool) -> None:
+    views = [*random.Random(5).sample(VIEWS, len(VIEWS)), RankView(99), RankView(98)]
+    ordered = sort_ranks(views, LATE, key, descending=descending)
+    assert sorted(view.rank for view in ordered) == sorted(view.rank for view in views)
+    column = next(column for column in COLUMNS if column.key == key)
+    values = [column.value(view, LATE) for view in ordered]
+    present = [value for value in values if value is not None]
+    assert present == sorted(present, reverse=descending)  # type: ignore[type-var]
+    assert values[: len(present)] == present
+    for one, two in pairwise(ordered):
+        if column.value(one, LATE) == column.value(two, LATE):
+            assert one.rank < two.rank
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("", set(range(16))),
+        ("rank:3", {3}),
+        ("rank:0-2,7", {0, 1, 2, 7}),
+        ("7", {7}),
+        ("host:001", set(range(8, 16))),
+        ("node001", set(range(8, 16))),
+        ("!host:001", set(range(8))),
+        ("state:failed", {9}),
+        ("state!=training", {9}),
+        ("late>40", {5}),
+        ("late>=0 rank<3", {0, 1, 2}),
+        ("device=cuda:1", {1, 9}),
+        ("HOST:NODE000 rank>6", {7}),
+        ("loss<0", set()),
+    ],
+)
+def test_filters_keep_what_every_word_says(text: str, kept: set[int]) -> None:
+    found = RankFilter(text)
+    assert {view.rank for view in VIEWS if found.keeps(view, LATE)} == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("hots:n1", "did you mean 'host'"),
+        ("late>x", "expected a number, such as late>5"),
+        ("rank:a", "such as rank:0-7,12"),
+        ("host>3", "host is text"),
+        ("bogus:1", "one of rank, host"),
+    ],
+)
+def test_a_filter_that_is_not_understood_says_what_is_allowed(text: str, complaint: str) -> None:
+    with pytest.raises(RequestError, match=complaint):
+        RankFilter(text)
+
+
+def test_no_grid_leaves_its_cells() -> None:
+    source = random.Random(11)
+    run = synthetic_run(40, 3)
+    for rank in range(0, 40, 3):
+        run.apply(RankState(time=1e3, rank=rank, state="failed", host="h" * source.randrange(40), device="cpu"))
+    views = list(run.state.ranks.values())
+    for rank in (0, 1):
+        last = views[rank].last
+        assert last is not None
+        last.loss, last.sync_exposed_ms, last.step = float("nan"), float("inf"), 10**12
+    for _ in range(200):
+        width, height = source.randrange(1, 230), source.randrange(1, 50)
+        frame = draw_grid(
+            grid(views, ranks=10**source.randrange(1, 7), top=source.randrange(40), focused=True,
+                 hosts={view.host for view in views if view.host}),
+            width, height,
+        )  # fmt: skip
+        assert len(frame) == height
+        assert all(len(text_of(row)) == width for row in frame)

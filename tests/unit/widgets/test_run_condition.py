@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from gputrain_tui.console.widgets.drawing import length, text_of
+from gputrain_tui.console.widgets.run_condition import JUDGED_FROM, run_condition
+from gputrain_tui.console.widgets.run_header import RunHeading, Summary, draw_header
+from gputrain_tui.diagnosis import KINDS
+from gputrain_tui.state import RunState
+from trainer.contract.record import Finding, Step
+
+
+def state_with(*findings: Finding, step: int = JUDGED_FROM) -> RunState:
+    state = RunState(world_size=2)
+    for rank in (0, 1):
+        state.apply(Step(time=1.0, rank=rank, step=step, epoch=1, steps=1, loss=1.0, samples=8))
+    for finding in findings:
+        state.apply(finding)
+    return state
+
+
+def late(rank: int, late_ms: float, **more: str) -> Finding:
+    return Finding(time=2.0, kind="straggler", rank=rank, evidence={"late_ms": late_ms}, **more)  # type: ignore[arg-type]
+
+
+def said(*findings: Finding, step: int = JUDGED_FROM) -> list[str]:
+    return [text_of(form) for form in run_condition(state_with(*findings, step=step))]
+
+
+def test_a_run_without_findings_says_so_once_there_was_enough_to_judge() -> None:
+    assert said() == ["✓ no findings"]
+    assert said(step=JUDGED_FROM - 1) == []
+
+
+def test_the_latest_rank_is_named_with_its_cause() -> None:
+    found = said(late(0, 12.0), late(1, 148.7, cause="data"))
+    assert found == ["▲ rank 1 late 149 ms: data loading  +1 more", "▲ rank 1 late 149 ms: data loading",
+                     "▲ rank 1 late 149 ms"]  # fmt: skip
+
+
+def test_what_is_critical_comes_first() -> None:
+    assert said(late(0, 500.0), Finding(time=3.0, kind="non_finite", rank=1, severity="critical"))[1].startswith(
+        "✗ rank 1"
+    )
+
+
+def test_what_was_cleared_is_not_told() -> None:
+    over = Finding(time=3.0, kind="straggler", rank=1, state="cleared")
+    assert said(late(1, 20.0), over) == ["✓ no findings"]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS | {"desync", "something_new"}))
+def test_every_kind_of_finding_has_its_few_words(kind: str) -> None:
+    (*_, shortest) = said(Finding(time=2.0, kind=kind))
+    assert 4 < len(shortest) < 30
+    assert "_" not in shortest
+
+
+@pytest.mark.parametrize("width", range(1, 140, 3))
+def test_the_header_has_the_verdict_before_the_clock_and_the_names(width: int) -> None:
+    head = RunHeading(
+        status="running", name="bert", id="20270115-080000-bert", world_size=24, hosts=3, summary=Summary(),
+        elapsed_s=60.0, eta_s=5000.0, verdict=run_condition(state_with(late(1, 20.0, cause="data"))),
+    )  # fmt: skip
+    row = draw_header(head, width, 2)[0]
+    assert length(row) == width
+    text = text_of(row)
+    if width >= 64:
+        assert "rank 1 late 20 ms" in text
+        assert "left 1:23:20" in text
+    if "on 3 hosts" in text or "elapsed" in text:
+        assert "late 20 ms: data loading" in text or width < 64

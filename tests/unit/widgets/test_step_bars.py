@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from frames import assert_frame, synthetic_run
+
+from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.step_bars import Bar, bars, draw_bars
+from gputrain_tui.state import RankView
+
+RUN = synthetic_run()
+VIEWS = [RUN.state.ranks[rank] for rank in sorted(RUN.state.ranks)]
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 9), (98, 18)])
+def test_steps_are_stacked_at_three_sizes(width: int, height: int) -> None:
+    rows = draw_bars(bars(VIEWS, height - 1, 5), width, height, symbols=True)
+    assert_frame(f"step_bars_{width}x{height}", rows, width, height)
+
+
+def test_the_selected_rank_stands_above_the_groups() -> None:
+    lines = bars(VIEWS, 5, 7)
+    assert [line.label for line in lines] == ["7", "0–3", "4–7", "8–11", "12–15"]
+    assert [line.selected for line in lines] == [True, False, False, False, False]
+
+
+def test_every_rank_has_its_bar_where_there_is_room() -> None:
+    assert [line.label for line in bars(VIEWS, 16, None)] == [str(rank) for rank in range(16)]
+
+
+def test_a_bar_ends_where_its_step_ends() -> None:
+    lines = [Bar(label="0", phases=(50.0, 50.0, 0, 0, 0, 0)), Bar(label="1", phases=(25.0, 25.0, 0, 0, 0, 0))]
+    rows = draw_bars(lines, 56, 3)
+    whole, half = (text_of(row)[8:48] for row in rows[1:])
+    assert whole == "█" * 40
+    assert half == "█" * 20 + " " * 20
+
+
+def test_what_was_not_measured_is_said() -> None:
+    assert bars([RankView(0)], 5, None) == []
+    assert "not measured yet" in "".join(map(text_of, draw_bars([], 60, 5)))
+
+
+def test_no_bar_leaves_its_cells() -> None:
+    source = random.Random(5)
+    for _ in range(200):
+        width, height = source.randrange(1, 120), source.randrange(1, 20)
+        phases = [tuple(source.choice((0.0, 1e-9, 3.0, 1e6)) for _ in range(6)) for _ in range(source.randrange(30))]
+        lines = [Bar(label=str(index), phases=p) for index, p in enumerate(phases)]
+        rows = draw_bars(lines, width, height, symbols=source.random() < 0.5)
+        assert len(rows) == height
+        assert all(len(text_of(row)) == width for row in rows)

@@ -1,0 +1,110 @@
+"""The assignment that a worker process gets at its start, and the pipe by which it reports."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trainer.contract.options import Distributed
+from trainer.contract.outcome import RankReport
+from trainer.contract.record import Failure, RankState
+
+ReportSink = Callable[[RankReport], None]
+"""Takes a rank's reports."""
+
+
+@dataclass(frozen=True)
+class PipeSink:
+    """Sends reports to the node agent, which is a process of its own."""
+
+    pipe: Connection
+
+    def __call__(self, report: RankReport, /) -> None:
+        """Send it; a parent that is gone has nothing left to learn."""
+        try:
+            self.pipe.send_bytes(msgspec.json.encode(report))
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def asked(self) -> bool:
+        """Whether the parent wants the rank to stop: its only word, which stays in the pipe."""
+        return self.pipe.poll()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAssignment:
+    """One rank's place in the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: int
+    """Index of the node in the plan."""
+    host: str
+    device_id: int | None
+    """GPU as an index under CUDA_VISIBLE_DEVICES; None is the CPU."""
+    device: str
+    """For the record: ``cpu`` or ``cuda:<index> <UUID or name>``."""
+    init_method: str | None
+    """None when the world is one rank."""
+    backend: Literal["nccl", "gloo"]
+    parent_pid: int | None
+    """The node agent, with which the rank dies; None when this process is the rank."""
+    distributed: Distributed
+    words: tuple[str, ...]
+    """The flags that are not ``Distributed``'s: training and task options."""
+    run_dir: str | None
+    run_id: str
+    """Equal on all nodes of a run and on no other's; empty when typed by hand without a run directory."""
+    report: ReportSink
+    stop_asked: Callable[[], bool] = lambda: False
+    """Whether the rank is to stop at the next occasion."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """What the rank finds in its environment besides what is there; None takes a variable away."""
+    is_script: bool = False
+    """Whether ``words`` are a script and its arguments; ending with exit code 0 and no report, it has succeeded."""
+
+    def spawned(self, pid: int | None) -> RankState:
+        """Return the event that the rank exists, as this process."""
+        return RankState(
+            time=time.time(),
+            rank=self.rank,
+            state="spawned",
+            local_rank=self.local_rank,
+            node=self.node,
+            host=self.host,
+            device=self.device,
+            pid=pid,
+        )
+
+    def listens(self) -> None:
+        """Say that from here on the rank can be asked to stop."""
+        self.report(RankReport(listens=True))
+
+    def stopping(self) -> None:
+        """Say that the rank is about to keep its work, which takes as long as the disk takes, and then leaves."""
+        self.report(RankReport(stopping=True))
+
+    def stopped(self, step: int | None, saved: Path | None, *, not_kept: str = "", not_recorded: str = "") -> None:
+        """Say, before the teardown, where the rank stopped and what it has saved."""
+        path = (
+            None if saved is None else os.fsencode(saved).decode(errors="backslashreplace")
+        )  # names need not be UTF-8
+        not_kept = not_kept.encode(errors="backslashreplace").decode()
+        self.report(RankReport(stopped=True, step=step, saved=path, not_kept=not_kept, not_recorded=not_recorded))
+
+    def finished(self, *, not_recorded: str = "") -> None:
+        """Say, before the teardown, that the training is complete: from here on exit codes do not matter."""
+        self.report(RankReport(finished=True, time_ns=time.time_ns(), not_recorded=not_recorded))
+
+    def failed(self, failure: Failure, *, not_recorded: str = "") -> None:
+        """Say, before the teardown, why this rank failed; the parent prints it once, for the rank that is the cause."""
+        self.report(RankReport(failure=failure, time_ns=time.time_ns(), not_recorded=not_recorded))

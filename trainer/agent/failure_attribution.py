@@ -1,0 +1,165 @@
+"""Gathers the failures of a node's ranks and attributes the node's failure to one of them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from trainer.agent.assignment import RankAssignment
+from trainer.agent.log_tail import last_error
+from trainer.agent.worker_process import WorkerProcess
+from trainer.contract.errors import ExitCode
+from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, root_cause, signal_name
+from trainer.contract.record import EventWriter, Failure, RankState, RunDir
+from trainer.host import oom_kills
+
+
+class FailureAttribution:
+    """The failures of one node, in the order in which they were heard of."""
+
+    def __init__(self, writer: EventWriter) -> None:
+        self.failures: list[tuple[int, Failure]] = []
+        """When they happened, nanoseconds of the Unix clock, and what they were."""
+        self.not_recorded = ""
+        """Why the end of a rank's record is not on disk."""
+        self._writer = writer
+        self._oom_kills = oom_kills.oom_kills()
+
+    def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
+        """Take a rank's own word that it failed."""
+        kind = failure.kind
+        if kind == "exception" and is_lost_peer(failure.message):
+            kind = "lost_peer"
+        self.failures.append(
+            (time_ns, msgspec.structs.replace(failure, kind=kind, rank=assignment.rank, host=assignment.host))
+        )
+
+    def fail(self, assignment: RankAssignment, kind: str, message: str) -> None:
+        """Record a failure that the rank could not record itself."""
+        now_ns = time.time_ns()
+        failure = Failure(time=now_ns / 1e9, kind=kind, message=message, rank=assignment.rank, host=assignment.host)
+        self.failures.append((now_ns, failure))
+        self._writer.write(failure)
+        self._writer.write(
+            RankState(
+                time=failure.time,
+                rank=assignment.rank,
+                state="failed",
+                local_rank=assignment.local_rank,
+                node=assignment.node,
+                host=assignment.host,
+                device=assignment.device,
+                message=message,
+            )
+        )
+
+    def finish(self, rank: WorkerProcess) -> None:
+        """Record the success of a script that left by ``os._exit(0)`` or became another program."""
+        rank.finished_at, rank.finished_ns = time.monotonic(), time.time_ns()
+        assignment = rank.assignment
+        if assignment.run_dir is not None:
+            writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)
+            writer.write(RankState(time=time.time(), rank=assignment.rank, state="finished"))
+            writer.close()
+
+    def report_death(self, rank: WorkerProcess) -> None:
+        """Record that a rank ended without a word, and what its exit and its log tell about it."""
+        assert rank.exit_code is not None
+        words = last_error(rank.log, since=rank.log_from)
+        if rank.exit_code >= 0:
+            message = f"the process ended with exit code {rank.exit_code} before its training was complete"
+            self.fail(rank.assignment, "exit", f"{message}: {words}" if words else message)
+            return
+        message = f"the process was ended by {signal_name(-rank.exit_code)}"
+        message += self._why(-rank.exit_code) or (words and f": {words}")
+        # NCCL's watchdog ends a process whose collective took too long.
+        self.fail(rank.assignment, "lost_peer" if is_lost_peer(words) else "signal", message)
+
+    def server_ended(self, host: str, number: int | None) -> None:
+        """Record that the process from which the ranks forked has ended, and all of them with it."""
+        now_ns = time.time_ns()
+        how = "ended" if number is None else f"was ended by {signal_name(number)}"
+        failure = Failure(
+            time=now_ns / 1e9,
+            kind="signal",
+            message=f"the fork server, from which the ranks of this node come, {how}{self._why(number)}",
+            host=host,
+        )
+        self.failures.append((now_ns, failure))
+        self._writer.write(failure)
+
+    def _why(self, number: int | None) -> str:
+        """Say by whom a process was killed, as far as that is known; empty for other signals."""
+        if number != signal.SIGKILL:
+            return ""
+        if oom_kills.oom_kills() > self._oom_kills:
+            return ": the kernel's out-of-memory killer ended a process at that time"
+        return ": by hand, by a scheduler, or by a memory limit"
+
+    def outcome(
+        self, first: RankAssignment, ranks: Sequence[WorkerProcess], *, stopped: bool, unanswered: list[int]
+    ) -> NodeOutcome:
+        """Describe how the node ended.
+
+        Args:
+            first: of its ranks.
+            ranks: those that were started.
+            stopped: whether somebody asked for the end before anything failed.
+            unanswered: ranks that did not answer to that.
+        """
+        failure = root_cause(self.failures)
+        if failure is not None and failure.kind == "lost_peer" and len(ranks) == first.world_size:
+            known = {each.rank for _, each in self.failures}
+            failure = _missing([rank for rank in ranks if rank.assignment.rank not in known], failure) or failure
+        complete = bool(ranks) and all(rank.finished_at is not None for rank in ranks)
+        orderly = [rank.stopped for rank in ranks if rank.stopped is not None]
+        if (stopped or (orderly and failure is None)) and not complete:
+            # Ranks that lose their peers while all are being stopped have not failed.
+            code, failure = ExitCode.STOPPED, None
+        elif failure is not None:
+            code = exit_code_of(failure)
+        else:
+            assert complete
+            code = ExitCode.FINISHED
+        return NodeOutcome(
+            node=first.node,
+            host=first.host,
+            exit_code=code,
+            ranks={rank.assignment.rank: rank.outcome() for rank in ranks},
+            failure=failure,
+            stopped_at=max((report.step for report in orderly if report.step is not None), default=None),
+            saved=next((report.saved for report in orderly if report.saved is not None), None),
+            not_kept=next((report.not_kept for report in orderly if report.not_kept), self._not_kept()),
+            unanswered=unanswered,
+            not_recorded=self.not_recorded,
+        )
+
+    def _not_kept(self) -> str:
+        """Return what a rank could not save after its last update: somebody may have asked for the end meanwhile."""
+        told = (failure.message for _, failure in self.failures if failure.kind == "checkpoint_lost")
+        return next(told, "").removeprefix("trained, but ")
+
+
+def _missing(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure | None:
+    """Return the failure of the rank that others of a run on one node have lost; None where all of them lost any.
+
+    Args:
+        ranks: those of which no failure is known.
+        lost: the first failure.
+    """
+    gave_up = f"rank {lost.rank} gave up: {lost.message}"
+    left = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
+    silent = [rank for rank in ranks if rank.silent]
+    for found, kind, what in (
+        (left, "left_early", "had left with exit code 0, and others went on"),
+        (silent, "silent", "said nothing"),
+    ):
+        if found:
+            assignment = found[0].assignment
+            names = ", ".join(str(rank.assignment.rank) for rank in found)
+            message = f"rank{'s' * (len(found) > 1)} {names} {what}; {gave_up}"
+            return Failure(time=lost.time, kind=kind, message=message, rank=assignment.rank, host=assignment.host)
+    return None

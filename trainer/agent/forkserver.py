@@ -1,0 +1,152 @@
+"""The fork server from which a node's ranks fork: torch loaded early, ended with everything below it.
+
+The standard library's fork server, with what it lacks here: an environment of its own, death with its parent, an end,
+and a socket without a name, so that no file is left of it however this process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ["trainer.agent.preload_first", "trainer.agent.preload_torch"]
+"""What the server imports before it forks."""
+FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment that keeps threads, and a CUDA driver that no fork could use, out of a process that loads torch."""
+SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
+"""Environment variable: pid of the node agent whose fork server it is; ``trainer.agent.preload_first`` reads it."""
+
+_environment: dict[str, str] | None = None
+"""Of this process when the server was started, and so of the server."""
+_socket: int | None = None
+"""Descriptor by which this process reaches the server."""
+
+
+def start(preloaded: Sequence[str] | None = None) -> BaseContext:
+    """Start the fork server and return the context that starts processes from it.
+
+    Args:
+        preloaded: what the server imports; default: ``PRELOADED``, and so torch.
+    """
+    global _environment
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED if preloaded is None else preloaded))
+    resource_tracker.ensure_running()
+    # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it waits that long.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if _environment is None:
+        _environment = dict(os.environ)
+    try:
+        with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
+            _ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
+def ended(timeout_s: float) -> tuple[bool, int | None]:
+    """Whether the server has ended, and the signal that ended it; False where none was started.
+
+    Args:
+        timeout_s: how long to wait for that: its connections are closed a moment before.
+    """
+    server: Any = forkserver._forkserver
+    pid = server._forkserver_pid
+    if pid is None:
+        return False, None
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return True, None  # somebody else has asked
+        if found is not None:
+            return True, found.si_status if found.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
+        if time.monotonic() >= deadline:
+            return False, None
+        time.sleep(0.005)
+
+
+def _ensure_running() -> None:
+    """Start the server, and delete its socket's name at once: this process reaches it by a descriptor.
+
+    Only for the milliseconds in which the server is started is there a folder that a kill could leave behind.
+    """
+    global _socket
+    server: Any = forkserver._forkserver
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before = settings.get("tempdir")
+    with tempfile.TemporaryDirectory(prefix="gputrain-", dir=before) as folder:
+        settings["tempdir"] = folder
+        try:
+            forkserver.ensure_running()
+        finally:
+            settings["tempdir"] = before
+        if Path(server._forkserver_address).parent == Path(folder):  # it has not been running already
+            _close_socket()
+            _socket = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
+            server._forkserver_address = f"/proc/self/fd/{_socket}"
+
+
+def _close_socket() -> None:
+    global _socket
+    if _socket is not None:
+        os.close(_socket)
+    _socket = None
+
+
+def changes() -> dict[str, str | None]:
+    """What has changed in the environment since the server was started, which its processes are to be told."""
+    if _environment is None:
+        return {}
+    gone: dict[str, str | None] = dict.fromkeys(_environment.keys() - os.environ.keys())
+    return gone | {name: value for name, value in os.environ.items() if _environment.get(name) != value}
+
+
+def stop() -> None:
+    """End the server and the resource tracker that came with it; what they forked must have ended."""
+    # The standard library ends both when this process does; a moment later is too late for "nothing is left".
+    global _environment
+    _environment = None
+    server: Any = forkserver._forkserver
+    pid = server._forkserver_pid
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        server._forkserver_address = "\0"  # as if it had no file, which is so
+        server._stop()
+        _close_socket()
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._pid is not None:
+        tracker._stop()
+
+
+def tracker_pid() -> int | None:
+    """Pid of the resource tracker, which clears up shared memory of ranks that were killed and then ends by itself."""
+    tracker: Any = resource_tracker._resource_tracker
+    pid: int | None = tracker._pid
+    return pid
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

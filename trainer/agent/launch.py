@@ -1,0 +1,181 @@
+"""Acts on a dispatch decision: exchanges counts, makes the init method usable, runs this node's ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trainer.agent import worker_entry
+from trainer.agent.assignment import RankAssignment
+from trainer.agent.count_exchange import exchange_counts
+from trainer.agent.in_process import run_in_process
+from trainer.agent.init_method import free_port, usable_init_method
+from trainer.agent.node_agent import run_node
+from trainer.agent.script_environment import launcher_environment, master
+from trainer.contract.errors import ExitCode, RequestError, TrainingError, narrate
+from trainer.contract.home_folder import expanded
+from trainer.contract.options import Distributed, Script
+from trainer.contract.outcome import NodeOutcome, RankReport, stopped_where
+from trainer.environments.decision import Decision, with_counts
+from trainer.host.visible_devices import Device, label
+
+RUN_ID = "GPUTRAIN_RUN_ID"
+"""Environment variable: the run's id, where the run directory's name does not tell it."""
+
+RANK = "trainer.engine.worker:run_rank"
+SCRIPT = "trainer.agent.script:run_script"
+BEFORE_SCRIPTS = ("trainer.agent.preload_first", "trainer.agent.script")
+"""What the fork server imports for scripts: no torch, because a script may say in its environment how it is to load."""
+
+
+def launch(
+    decision: Decision,
+    options: Distributed,
+    words: Sequence[str],
+    *,
+    devices: Sequence[Device],
+    environ: Mapping[str, str],
+    script: Script | None = None,
+) -> int:
+    """Run what was decided and return the exit code; where this process was the rank, it ends here.
+
+    Args:
+        decision: which ranks start here.
+        options: the flags of ``Distributed``.
+        words: the flags that are left: training and task options.
+        devices: the visible GPUs.
+        environ: the environment.
+        script: what the ranks run instead of a task.
+
+    Raises:
+        RequestError: the rendezvous or the run directory cannot be used.
+    """
+    if decision.exchange is not None:
+        counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
+        decision = with_counts(decision, counts)
+    if script is not None:
+        words = (script.script, *script.args)
+    # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    with usable_init_method(decision) as init_method, _disk_of(options):
+        run_dir = _run_dir(options)
+        assignments = assign(
+            decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
+        )
+        if script is not None:
+            # Also a single rank: a script may end its process in any way, and somebody must be left to tell.
+            address = master(init_method, environ, free_port=free_port() if init_method is None else 0)
+            outcome = run_node(
+                [_of_script(assignment, address, environ) for assignment in assignments],
+                start_method=options.start_method,
+                environ=environ,
+                target=SCRIPT,
+                preloaded=BEFORE_SCRIPTS,
+            )
+        elif decision.spawn:
+            outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK)
+        else:
+            code = run_in_process(assignments[0], environ=environ, target=RANK)
+    if script is None and not decision.spawn:
+        worker_entry.leave(code)
+    print_outcome(outcome)
+    return outcome.exit_code
+
+
+def assign(
+    decision: Decision,
+    options: Distributed,
+    words: Sequence[str],
+    *,
+    init_method: str | None,
+    run_dir: Path | None,
+    devices: Sequence[Device],
+    environ: Mapping[str, str],
+) -> list[RankAssignment]:
+    """Return what each rank that starts here is told; a world of one rank has no init method."""
+    run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
+    host = socket.gethostname()
+    return [
+        RankAssignment(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=decision.world_size,
+            local_world_size=decision.local_world_size,
+            node=_node(decision, options, environ),
+            host=host,
+            device_id=device_id,
+            device=label(device_id, devices),
+            init_method=init_method,
+            backend=decision.backend,
+            parent_pid=None,
+            distributed=options,
+            words=tuple(words),
+            run_dir=None if run_dir is None else str(run_dir),
+            run_id=run_id,
+            report=_ignore_report,
+        )
+        for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)
+    ]
+
+
+def _of_script(assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]) -> RankAssignment:
+    environment = launcher_environment(assignment, address, environ)
+    return dataclasses.replace(assignment, is_script=True, environment=environment)
+
+
+def _ignore_report(_: RankReport) -> None:
+    """Takes reports until whoever starts the rank listens."""
+
+
+def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) -> int:
+    """Index of this node; one srun or torchrun command line is the same on all nodes and cannot tell it."""
+    names = {"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}
+    told = environ.get(names.get(decision.mode, ""), "")
+    return int(told) if options.node == 0 and told.isdecimal() else options.node
+
+
+def _run_dir(options: Distributed) -> Path | None:
+    if options.run_dir is None:
+        return None
+    path = expanded(options.run_dir).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise RequestError(f"--run-dir {options.run_dir} cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise RequestError(f"--run-dir {options.run_dir} cannot be written")
+    return path
+
+
+@contextlib.contextmanager
+def _disk_of(options: Distributed) -> Iterator[None]:
+    """Tell in one line that the record cannot be begun; later a full disk costs parts of it, and not the training.
+
+    Raises:
+        TrainingError: a file cannot be made.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or options.run_dir is None:
+            raise
+        raise TrainingError(f"cannot write {error.filename or options.run_dir}: {error.strerror}") from None
+
+
+def print_outcome(outcome: NodeOutcome) -> None:
+    """Say on standard error how the node ended, unless it ended well."""
+    failure = outcome.failure
+    if outcome.exit_code == ExitCode.STOPPED:
+        parts = [stopped_where(outcome.stopped_at, outcome.saved, outcome.not_kept)]
+        if outcome.unanswered:
+            parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
+        parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")
+        narrate("; ".join(parts), program="trainer")
+    elif failure is not None:
+        where = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
+        narrate(where + failure.message, program="trainer")

@@ -1,0 +1,254 @@
+"""The node agent: starts this node's ranks, stops all when one fails, and attributes the failure.
+
+The parent never imports torch, except when ``--start-method spawn`` asks for ``torch.multiprocessing``. What a rank
+reported before its teardown decides about success; exit codes do not (pytorch issue 190489).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from typing import Literal
+
+from trainer.agent import forkserver
+from trainer.agent.assignment import RankAssignment
+from trainer.agent.failure_attribution import FailureAttribution
+from trainer.agent.local_ranks import LocalRanks
+from trainer.agent.node_sampler import NodeSampler, gpus_of
+from trainer.agent.scratch import scratch_folder
+from trainer.agent.shutdown import Shutdown
+from trainer.agent.worker_process import WorkerProcess, start_worker
+from trainer.contract.errors import narrate
+from trainer.contract.outcome import NodeOutcome
+from trainer.contract.record import EventWriter, RunDir
+from trainer.host import process_guard
+from trainer.host.descendants import kill_descendants, reap
+from trainer.host.stop_signals import StopRequested, StopSignals
+
+SAMPLE_S = 1.0
+"""Time between two looks at the machine, when a record is kept."""
+
+UNKNOWN_EXIT = 255
+"""What ``multiprocessing`` takes for the exit code of a process whose fork server can no longer tell it."""
+SERVER_END_S = 1.0
+"""How long the fork server may take from closing its connections to its end."""
+
+
+def run_node(
+    assignments: Sequence[RankAssignment],
+    *,
+    start_method: Literal["forkserver", "spawn"],
+    environ: Mapping[str, str],
+    target: str = "trainer.engine.worker:run_rank",
+    preloaded: Sequence[str] | None = None,
+) -> NodeOutcome:
+    """Run the ranks to their end and leave no process behind.
+
+    Args:
+        assignments: the ranks to start here; how they report is filled in.
+        start_method: how to start them.
+        environ: the environment, for what a starter says about the lease.
+        target: what a rank runs, ``module:function``.
+        preloaded: what the fork server imports; default: torch and what ranks of a task need.
+    """
+    first = assignments[0]
+    run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
+    writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
+    # Under a launcher that starts the ranks one by one, no process is the parent of the whole node.
+    node_dir = run_dir if len(assignments) == first.local_world_size else None
+    if node_dir is not None:
+        NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
+    process_guard.adopt_orphans()
+    with StopSignals(environ) as signals, scratch_folder(node_dir, first.node):
+        ranks = _NodeAgent(writer, signals)
+        try:
+            ranks.start(assignments, start_method, target, preloaded)
+            ranks.watch()
+        except StopRequested:
+            ranks.abandon()
+        finally:
+            left = _clear()
+            ranks.close()
+    outcome = ranks.outcome(first)
+    outcome.left = sorted(left)
+    if node_dir is not None:
+        try:
+            outcome.write(node_dir.node_result(first.node))
+        except OSError as error:  # a full disk takes nothing from how the ranks ended, which the exit code tells
+            narrate(f"cannot write {node_dir.node_result(first.node)}: {error.strerror}", program="trainer")
+    writer.close()
+    return outcome
+
+
+def _clear() -> set[int]:
+    """End what ranks have left, data loading processes and such, and the fork server; return what cannot be ended."""
+    tracker = forkserver.tracker_pid()
+    left = kill_descendants(keep=() if tracker is None else (tracker,))
+    if left and tracker is not None:
+        # What the kernel cannot end keeps the tracker waiting for it.
+        os.kill(tracker, signal.SIGKILL)
+    forkserver.stop()
+    reap()
+    return left
+
+
+class _NodeAgent:
+    """The ranks of this node, from the first to be started to the last to end."""
+
+    def __init__(self, writer: EventWriter, signals: StopSignals) -> None:
+        self._writer = writer
+        self._signals = signals
+        self._ranks: list[WorkerProcess] = []
+        self._attribution = FailureAttribution(writer)
+        self._shutdown = Shutdown(signals)
+        self._pids: dict[int, int] = {}
+        """Of the ranks that run, for the sampler."""
+        self._local_ranks: LocalRanks | None = None
+        """The ranks of this node that other processes have started, as a launcher has it."""
+        self._server_gone = False
+        """Whether the fork server ended before its ranks."""
+        self._sampler: NodeSampler | None = None
+        """Looks at the machine; None while nothing has been started and without a record."""
+
+    # --- starting -------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        assignments: Sequence[RankAssignment],
+        start_method: Literal["forkserver", "spawn"],
+        target: str,
+        preloaded: Sequence[str] | None,
+    ) -> None:
+        """Start all ranks.
+
+        Raises:
+            StopRequested: somebody asked for the end meanwhile.
+        """
+        # Starting waits until the fork server has loaded torch, which takes seconds.
+        self._signals.interrupt(True)
+        context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
+        for assignment in assignments:
+            self._start_rank(context, assignment, target)
+            if self._attribution.failures:
+                break
+        self._signals.interrupt(False)
+        first = assignments[0]
+        others = len(assignments) < first.local_world_size
+        if first.run_dir is None or (others and first.local_rank):
+            return  # another process of this node looks at the machine
+        if others:
+            self._local_ranks = LocalRanks(RunDir(first.run_dir), first.node, first.host, first.local_world_size)
+        self._sampler = NodeSampler(
+            first.node,
+            first.host,
+            self._pids,
+            writer=self._writer,
+            gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
+            interval_s=SAMPLE_S,
+        )
+
+    def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
+        rank = start_worker(context, assignment, target)
+        if rank is None:
+            what = "the fork server ended while it was loading torch; its output says why"
+            self._attribution.fail(assignment, "launch", what)
+            return
+        self._ranks.append(rank)
+        assert rank.process.pid is not None
+        self._pids[assignment.rank] = rank.process.pid
+        self._writer.write(rank.assignment.spawned(rank.process.pid))
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Wait until every rank has ended, stopping the others as soon as one has failed."""
+        self._signals.interrupt(False)
+        while True:
+            self._collect()
+            running = [rank for rank in self._ranks if not rank.ended]
+            if not running or self._shutdown.act(running, self._attribution.failures, time.monotonic()):
+                return
+            if self._sampler is not None:
+                if self._local_ranks is not None:
+                    self._pids.update(self._local_ranks.look())
+                self._sampler.poll(time.time())
+            sources: list[object] = [self._signals.wake]
+            for rank in running:
+                sources.append(rank.process.sentinel)
+                if not rank.reports.closed:
+                    sources.append(rank.reports)
+            wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
+            self._signals.drain()
+
+    def _wait_s(self, running: list[WorkerProcess]) -> float | None:
+        due_s = self._shutdown.due_in_s(running)
+        if self._sampler is None:
+            return due_s
+        return SAMPLE_S if due_s is None else min(due_s, SAMPLE_S)
+
+    def close(self) -> None:
+        """Let go of the GPUs."""
+        if self._sampler is not None:
+            self._sampler.close()
+
+    def abandon(self) -> None:
+        """End what has been started after a stop that came while starting."""
+        self._shutdown.stopped = True
+        self._shutdown.stop(self._ranks)
+        self.watch()
+
+    def _collect(self) -> None:
+        """Take reports before exits: a rank that reported and ended did so in this order."""
+        for rank in self._ranks:
+            gone = not rank.ended and rank.process.exitcode is not None
+            for report in rank.poll_reports():
+                rank.listens |= report.listens
+                self._attribution.not_recorded = report.not_recorded or self._attribution.not_recorded
+                rank.stopping |= report.stopping
+                if report.stopped:
+                    rank.stopped, rank.stopped_at = report, time.monotonic()
+                if report.finished and rank.finished_at is None:
+                    rank.finished_at, rank.finished_ns = time.monotonic(), report.time_ns
+                if report.failure is not None and rank.finished_at is None:
+                    rank.failed = True
+                    self._attribution.add(report.time_ns, rank.assignment, report.failure)
+            if gone:
+                rank.ended = True
+                rank.exit_code = rank.process.exitcode
+                rank.reports.close()
+                self._pids.pop(rank.assignment.rank, None)  # the number may be given to another process
+                if rank.silent and self._shutdown.kill_at is None:
+                    if rank.exit_code == UNKNOWN_EXIT and self._server_ended(rank):
+                        continue
+                    if rank.assignment.is_script and rank.exit_code == 0:
+                        self._attribution.finish(rank)
+                    else:
+                        self._attribution.report_death(rank)
+
+    def _server_ended(self, rank: WorkerProcess) -> bool:
+        """Record once that the fork server has ended, if it has; the kernel ends its ranks with it."""
+        over, number = forkserver.ended(SERVER_END_S)
+        if over and not self._server_gone:
+            self._server_gone = True
+            self._attribution.server_ended(rank.assignment.host, number)
+        return over
+
+    def outcome(self, first: RankAssignment) -> NodeOutcome:
+        """Describe how the node ended."""
+        ending = self._shutdown
+        return self._attribution.outcome(first, self._ranks, stopped=ending.stopped, unanswered=ending.unanswered)
+
+
+def _torch_context() -> BaseContext:
+    """The seeds' way: torch in the parent, and again in every rank."""
+    # numpy is no dependency; torch says so while it is imported.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch.multiprocessing
+
+    context: BaseContext = torch.multiprocessing.get_context("spawn")
+    return context

@@ -1,0 +1,164 @@
+"""Runs somebody else's script as a rank: what ``python -u script.py args`` does under torchrun, and its end on record.
+
+The script runs in a process that forks from a small server without torch: what it sets before it imports torch counts,
+as in an interpreter of its own. That its code has returned is known before the interpreter is taken down, where torch's
+gloo may abort a successful process (pytorch issue 190489); the process then leaves by ``os._exit``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import multiprocessing
+import multiprocessing.process
+import os
+import sys
+import threading
+import time
+import traceback
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from trainer.agent.assignment import RankAssignment
+from trainer.agent.log_tail import error_line, last_error
+from trainer.agent.script_environment import RANK_PID
+from trainer.contract.errors import ExitCode
+from trainer.contract.outcome import is_lost_peer
+from trainer.contract.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
+
+
+def run_script(assignment: RankAssignment) -> int:
+    """Run the script to its end, tell how it ended, and return the exit code for ``os._exit``."""
+    script, *arguments = assignment.words
+    # By this pid trainer.watch knows that the states of the rank are told by somebody else.
+    os.environ[RANK_PID] = str(os.getpid())
+    _look_like_an_interpreter(script, arguments)
+    _write(assignment, _state(assignment, "training"))
+    code, failure = _run(script, assignment)
+    if failure is not None:
+        _write(assignment, _state(assignment, "failed", failure.message), failure)
+        assignment.failed(failure)
+        return code
+    if assignment.stop_asked():
+        assignment.stopped(None, None)  # it left because it was told to: that its training is complete is not known
+        return ExitCode.STOPPED
+    _write(assignment, _state(assignment, "finished"))
+    assignment.finished()
+    return ExitCode.FINISHED
+
+
+def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:
+    """Leave no trace of how the process was started that a script could stumble over."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)
+    # A child of the fork server would start its own children, such as data loading processes, from there too.
+    multiprocessing.set_start_method(None, force=True)
+    process: Any = multiprocessing.process
+    process._parent_process = None
+    multiprocessing.current_process().name = "MainProcess"
+
+
+def _run(script: str, assignment: RankAssignment) -> tuple[int, Failure | None]:
+    """Run the script as ``__main__``; return its exit code and what went wrong."""
+    began_at = _log_size(assignment)
+    try:
+        exec(_compiled(script), _main_module(script).__dict__)
+        _end_interpreter()
+    except SystemExit as error:
+        if error.code is None or error.code == 0:
+            _end_interpreter()
+            return ExitCode.FINISHED, None
+        code = error.code if isinstance(error.code, int) else 1
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+            return code, _failure(assignment, "exit", f"the script left with: {error.code}".splitlines()[0])
+        words = last_error(_log(assignment), since=began_at, any_line=True)
+        return code, _failure(assignment, "exit", f"the script left by sys.exit({code})" + (words and f": {words}"))
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the record says it and the rank ends)
+        error.__traceback__ = _of_the_script(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+        return ExitCode.FAILED, _failure(assignment, _kind(error), error_line(error), text)
+    return ExitCode.FINISHED, None
+
+
+def _compiled(script: str) -> CodeType:
+    with io.open_code(str(Path(script).absolute())) as file:
+        # Not with this module's own __future__ imports.
+        return compile(file.read(), str(Path(script).absolute()), "exec", dont_inherit=True)
+
+
+def _main_module(script: str) -> ModuleType:
+    """Return a new ``__main__`` as the interpreter makes it for a script."""
+    path = str(Path(script).absolute())
+    module = ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
+    module.__dict__.update(__builtins__=__builtins__, __cached__=None, __annotations__={})
+    sys.modules["__main__"] = module
+    return module
+
+
+def _end_interpreter() -> None:
+    """Do what a script may count on at the end: its threads are waited for, its exit functions run."""
+    interpreter: Any = threading
+    interpreter._shutdown()
+    atexit._run_exitfuncs()
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames above the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _kind(error: BaseException) -> str:
+    # By its name: asking torch for the class would import it into scripts that do without.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "out_of_memory"
+    return "lost_peer" if is_lost_peer(str(error)) else "exception"
+
+
+def _failure(assignment: RankAssignment, kind: str, message: str, trace: str | None = None) -> Failure:
+    return Failure(
+        time=time.time(), kind=kind, message=message, rank=assignment.rank, host=assignment.host, traceback=trace
+    )
+
+
+def _state(assignment: RankAssignment, state: RankStateName, message: str | None = None) -> RankState:
+    return RankState(
+        time=time.time(),
+        rank=assignment.rank,
+        state=state,
+        local_rank=assignment.local_rank,
+        node=assignment.node,
+        host=assignment.host,
+        device=assignment.device,
+        pid=os.getpid(),
+        message=message,
+    )
+
+
+def _write(assignment: RankAssignment, *events: Event) -> None:
+    """Record now, and leave no thread behind in the script's process."""
+    if assignment.run_dir is None:
+        return
+    writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)
+    for event in events:
+        writer.write(event)
+    writer.close()
+
+
+def _log(assignment: RankAssignment) -> Path | None:
+    return None if assignment.run_dir is None else RunDir(assignment.run_dir).rank_log(assignment.rank)
+
+
+def _log_size(assignment: RankAssignment) -> int:
+    log = _log(assignment)
+    return log.stat().st_size if log is not None and log.exists() else 0

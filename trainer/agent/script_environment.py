@@ -1,0 +1,90 @@
+"""Pure: the environment that a launcher such as torchrun gives a script; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from trainer.agent.assignment import RankAssignment
+from trainer.contract.errors import RequestError
+
+RUN_DIR = "GPUTRAIN_RUN_DIR"
+"""Environment variable with the run directory, by which ``trainer.watch`` in a script finds the record."""
+RANK_PID = "GPUTRAIN_RANK_PID"
+"""Environment variable: the process whose states and end are recorded by the trainer that started it."""
+NO_RUN = "none"
+"""What torchrun calls a run without an id."""
+
+
+def refuse_file(init_method: str | None) -> None:
+    """Refuse a rendezvous that the launcher environment has no words for.
+
+    Raises:
+        RequestError: it is a file.
+    """
+    if init_method is not None and init_method.startswith("file://"):
+        raise RequestError(
+            f"{init_method}: a script meets at MASTER_ADDR and MASTER_PORT, not at a file; use tcp://HOST:PORT"
+        )
+
+
+def master(init_method: str | None, environ: Mapping[str, str], *, free_port: int) -> tuple[str, int]:
+    """Return address and port where rank 0 of a script listens.
+
+    Args:
+        init_method: ``tcp://HOST:PORT`` or ``env://``; None for a single rank, whose script may still make a group.
+        environ: the environment, for ``env://``.
+        free_port: a port for a single rank.
+    """
+    if init_method is None:
+        return "127.0.0.1", free_port
+    if init_method == "env://":
+        return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    parts = urlsplit(init_method)
+    assert parts.scheme == "tcp"
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
+
+
+def launcher_environment(
+    assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]
+) -> dict[str, str | None]:
+    """Return the variables of a script's rank, named as torchrun names them; None takes one away.
+
+    Args:
+        assignment: the rank.
+        address: where rank 0 listens.
+        environ: the environment of the command, whose own settings stay.
+    """
+    host, port = address
+    rank, world = str(assignment.rank), str(assignment.world_size)
+    run_id = assignment.run_id or NO_RUN
+    settings: dict[str, str | None] = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": str(assignment.local_rank),
+        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
+        "GROUP_RANK": str(assignment.node),
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": None,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        # The fork server has 1; ranks that share a machine get 1 unless somebody says otherwise, as under torchrun.
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or ("1" if assignment.local_world_size > 1 else None),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
+        RUN_DIR: assignment.run_dir,
+    }
+    if assignment.device_id is None:
+        # Ranks on the CPU were asked for: a script would take a GPU that it sees.
+        settings["CUDA_VISIBLE_DEVICES"] = ""
+    if host in ("127.0.0.1", "::1", "localhost") and "GLOO_SOCKET_IFNAME" not in environ:
+        # Gloo otherwise asks what the machine's own name resolves to, which need not be reachable.
+        settings["GLOO_SOCKET_IFNAME"] = "lo"
+    return settings

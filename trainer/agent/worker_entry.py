@@ -1,0 +1,95 @@
+"""Entry and exit of a worker process: guarded before anything else runs, gone without destructors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import NoReturn
+
+from trainer.agent.assignment import RankAssignment
+from trainer.agent.log_tail import error_line
+from trainer.agent.stop_request import StopRequest
+from trainer.contract.errors import ExitCode, RequestError, TrainingError
+from trainer.contract.outcome import exit_code_of
+from trainer.contract.record import Failure, RunDir
+from trainer.host import process_guard
+from trainer.host.proc_environ import show_run_in_proc
+
+RankFunction = Callable[[RankAssignment], object]
+"""What a rank does. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
+
+
+def enter(target: str, assignment: RankAssignment) -> NoReturn:
+    """Run ``module:function`` as the rank of a process that was started for it."""
+    assert assignment.parent_pid is not None
+    process_guard.die_with_process(assignment.parent_pid)
+    process_guard.set_signals()
+    _set_environment(assignment)
+    if assignment.run_dir is not None:
+        process_guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
+    else:
+        process_guard.print_by_line()
+    stop_request = StopRequest(assignment.report, assignment.stop_asked)
+    leave(run(target, dataclasses.replace(assignment, report=stop_request.report, stop_asked=stop_request.asked)))
+
+
+def _set_environment(assignment: RankAssignment) -> None:
+    for name, value in assignment.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    show_run_in_proc()  # the fork server may have been started before the run
+    if "TMPDIR" in assignment.environment:
+        tempfile.tempdir = None  # it may have been asked for before
+
+
+def run(target: str, assignment: RankAssignment) -> int:
+    """Call the rank's function and return the exit code."""
+    # numpy is no dependency; torch says so at the first use of what would work without it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    try:
+        code = load(target)(assignment)
+    except Exception as error:  # noqa: BLE001  (whatever it is, the parent learns it and the rank ends)
+        failure = failure_of(error, assignment)
+        if failure.traceback is not None:
+            print(failure.traceback, file=sys.stderr)
+        assignment.failed(failure)
+        return exit_code_of(failure)
+    return code if isinstance(code, int) else ExitCode.FINISHED
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: gloo's destructors may hang or abort a rank that was successful."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def load(target: str) -> RankFunction:
+    """Import ``module:function``."""
+    module, _, name = target.partition(":")
+    function: RankFunction = getattr(importlib.import_module(module), name)
+    return function
+
+
+def failure_of(error: Exception, assignment: RankAssignment) -> Failure:
+    """Describe an exception that ended a rank; only a defect is worth its traceback."""
+    expected = isinstance(error, RequestError | TrainingError)
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else type(error).__name__
+    return Failure(
+        time=time.time(),
+        kind="request" if isinstance(error, RequestError) else "exception",
+        message=first if expected else error_line(error),
+        rank=assignment.rank,
+        host=assignment.host,
+        traceback=None if expected else "".join(traceback.format_exception(error)),
+    )

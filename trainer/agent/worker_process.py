@@ -1,0 +1,110 @@
+"""A worker process as the node agent holds it: its reports, its end, its outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+
+from trainer.agent import forkserver, worker_entry
+from trainer.agent.assignment import PipeSink, RankAssignment
+from trainer.contract.outcome import RankOutcome, RankReport, signal_name
+from trainer.contract.record import RunDir
+
+
+@dataclass
+class WorkerProcess:
+    """A rank as its parent sees it."""
+
+    assignment: RankAssignment
+    process: BaseProcess
+    reports: Connection
+    log: Path | None = None
+    log_from: int = 0
+    """What the log held before this start, in bytes."""
+    finished_at: float | None = None
+    """When it reported its success, on the monotonic clock."""
+    finished_ns: int = 0
+    """When it succeeded, by its own word, nanoseconds of the Unix clock."""
+    failed: bool = False
+    listens: bool = False
+    stopping: bool = False
+    """Whether it has answered a stop request."""
+    stopped: RankReport | None = None
+    """Its word that it stopped in order."""
+    stopped_at: float | None = None
+    """When it said so, on the monotonic clock."""
+    ended: bool = False
+    exit_code: int | None = None
+
+    @property
+    def done_at(self) -> float | None:
+        """When it said that only its exit is left, on the monotonic clock."""
+        return self.finished_at if self.stopped is None else self.stopped_at
+
+    @property
+    def silent(self) -> bool:
+        """Whether it has not said how its training ended."""
+        return self.finished_at is None and self.stopped is None and not self.failed
+
+    def ask_to_stop(self) -> None:
+        """Tell it; a rank that is gone is seen to have ended."""
+        with contextlib.suppress(OSError):
+            self.reports.send_bytes(b"stop")
+
+    def poll_reports(self) -> list[RankReport]:
+        """Return what the rank has said since the last time."""
+        found: list[RankReport] = []
+        try:
+            while not self.reports.closed and self.reports.poll():
+                found.append(msgspec.json.decode(self.reports.recv_bytes(), type=RankReport))
+        except (EOFError, OSError):
+            self.reports.close()
+        return found
+
+    def signal(self, number: int) -> None:
+        """Send a signal unless the process has ended."""
+        if not self.ended and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def outcome(self) -> RankOutcome:
+        """Describe how it ended."""
+        number = -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
+        return RankOutcome(
+            exit_code=self.exit_code if number is None else None,
+            signal=None if number is None else signal_name(number),
+            finished=self.finished_at is not None,
+        )
+
+
+def start_worker(context: BaseContext, assignment: RankAssignment, target: str) -> WorkerProcess | None:
+    """Start a rank's process; None when the fork server from which it was to come has ended."""
+    log = RunDir(assignment.run_dir).rank_log(assignment.rank) if assignment.run_dir is not None else None
+    log_from = log.stat().st_size if log is not None and log.exists() else 0
+    reports, pipe = context.Pipe(duplex=True)
+    sink = PipeSink(pipe)
+    told = dataclasses.replace(
+        assignment,
+        parent_pid=os.getpid(),
+        report=sink,
+        stop_asked=sink.asked,
+        environment={**forkserver.changes(), **assignment.environment},
+    )
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=worker_entry.enter, args=(target, told), name=f"rank-{assignment.rank}"
+    )
+    try:
+        process.start()
+    except (EOFError, ConnectionError):
+        return None
+    finally:
+        pipe.close()
+    return WorkerProcess(assignment, process, reports, log, log_from)

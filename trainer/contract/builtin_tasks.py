@@ -1,0 +1,52 @@
+"""The built-in tasks by name, and their options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.contract import task_options
+from trainer.contract.errors import RequestError, nearest
+
+BUILT_IN: dict[str, str] = {
+    "lm": "trainer.tasks.lm:LanguageModel",
+    "docnn": "trainer.tasks.docnn:DocNNTask",
+    "mnist": "trainer.tasks.mnist:MnistTask",
+    "masked_lm": "trainer.tasks.masked_lm:MaskedLanguageModel",
+}
+_OPTIONS: dict[str, type[Any]] = {
+    "lm": task_options.LmOptions,
+    "docnn": task_options.DocNNOptions,
+    "mnist": task_options.MnistOptions,
+    "masked_lm": task_options.MaskedLmOptions,
+}
+
+
+def options_schema(name: str) -> type[Any] | None:
+    """Return the options of a built-in task, or None for a task that only its own module knows.
+
+    Raises:
+        RequestError: the name is neither built in nor of the form ``module:Class``.
+    """
+    if name not in BUILT_IN and ":" not in name:
+        raise unknown_task(name)
+    return _OPTIONS.get(name)
+
+
+def unknown_task(name: str) -> RequestError:
+    """Return the error for a name that no task has."""
+    names = ", ".join(BUILT_IN)
+    own = "your own as package.module:Class or path/to/file.py:Class"
+    if not name:
+        return RequestError(f"no task is named; choose one of {names}, or {own}")
+    return RequestError(f"task {name!r} is not known: {names}, or {own}{nearest(name, BUILT_IN)}")
+
+
+def check_data(task_options: Any) -> None:
+    """Refuse data that is not there before anything is started; for tasks that can say so without torch.
+
+    Raises:
+        RequestError: missing, unreadable or empty data.
+    """
+    check = getattr(task_options, "check_data", None)
+    if check is not None:
+        check()

@@ -1,0 +1,398 @@
+"""Every option of ``python -m trainer``, declared once and rendered as flag, recipe key, form field and help.
+
+Torch-free: the console reads this schema. A field's ``Meta`` carries its help, its range and, in ``extra``, its
+group and the other names that the flag answers to; ``trainer.contract.schema`` reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from trainer.contract.errors import RequestError
+
+
+class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which ranks to start here and how they meet: the flags of the seeds, with their names and meaning."""
+
+    distributed_init_method: (
+        Annotated[str, Meta(description="where ranks meet: tcp://HOST:PORT, file:///PATH or env://")] | None
+    ) = None
+    distributed_world_size: (
+        Annotated[int, Meta(ge=1, description="ranks on all nodes together; default: the devices of this node")] | None
+    ) = None
+    distributed_gpus: (
+        Annotated[int, Meta(ge=1, description="ranks on this node; default: its devices, at most the world size")]
+        | None
+    ) = None
+    distributed_rank: Annotated[
+        int, Meta(ge=0, description="first rank of this node; with --distributed-no-spawn the rank itself")
+    ] = 0
+    distributed_backend: Annotated[
+        Literal["auto", "nccl", "gloo"], Meta(description="auto is nccl on GPUs and gloo on CPUs")
+    ] = "auto"
+    distributed_port: (
+        Annotated[
+            int,
+            Meta(ge=1, le=65535, description="port on the first node when the init method is inferred"),
+        ]
+        | None
+    ) = None
+    distributed_timeout: Annotated[
+        float,
+        Meta(gt=0, description="seconds that a collective may take before it fails; hangs are found earlier"),
+    ] = 600.0
+    join_timeout: Annotated[
+        float, Meta(gt=0, description="seconds to wait until all ranks have joined the process group")
+    ] = 300.0
+    stop_grace: Annotated[
+        float,
+        Meta(ge=0, description="seconds that ranks have to answer when asked to stop and save; then they are killed"),
+    ] = 10.0
+    distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
+    device_id: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                description="the GPU of a rank that is not spawned; default: its local rank",
+                extra={"aliases": ["--local_rank", "--local-rank"]},
+            ),
+        ]
+        | None
+    ) = None
+    cpu: Annotated[bool, Meta(description="train on CPUs with gloo even where GPUs are present")] = False
+    share_devices: Annotated[bool, Meta(description="allow two ranks on one GPU")] = False
+    start_method: Annotated[
+        Literal["forkserver", "spawn"],
+        Meta(description="forkserver: ranks fork from a server that has torch loaded; spawn: torch.multiprocessing"),
+        # forkserver is the default because it imports torch once per node, before any rank exists, with no
+        # thread, tensor or CUDA context to inherit: ranks start in half the time of spawn, which imports it
+        # in the parent and again in every rank.
+    ] = "forkserver"
+    run_dir: Annotated[str, Meta(description="folder for events, logs and checkpoints; default: no record")] | None = (
+        None
+    )
+    node: Annotated[int, Meta(ge=0, description="index of this node in the plan, for the record")] = 0
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody else's training script instead of a task."""
+
+    script: Annotated[
+        str, Meta(min_length=1, description="a Python script to run instead of a task; its arguments follow --")
+    ]
+    args: Annotated[tuple[str, ...], Meta(description="the script's arguments")] = ()
+
+
+class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to train and how: everything that a recipe's ``[train]`` table may hold."""
+
+    task: Annotated[
+        str, Meta(description="lm, docnn, mnist, masked_lm, or your own as module:Class or path.py:Class")
+    ] = ""
+
+    batch_size: Annotated[
+        tuple[Annotated[int, Meta(ge=1)], ...],
+        Meta(
+            min_length=1,
+            description="samples per rank and micro-step; a list gives one value per rank",
+            extra={"group": "Data", "aliases": ["--max-sentences"]},
+        ),
+    ] = (32,)
+    valid_batch_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="samples per rank in validation; default: the largest batch size",
+                extra={"group": "Data"},
+            ),
+        ]
+        | None
+    ) = None
+    num_workers: Annotated[int, Meta(ge=0, description="data loading processes per rank", extra={"group": "Data"})] = 0
+    shuffle: Annotated[
+        bool,
+        Meta(description="shuffle the training data every epoch, alike on all ranks", extra={"group": "Data"}),
+    ] = True
+
+    max_epochs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="stop after this many epochs; 0: no limit",
+            extra={"group": "Duration", "aliases": ["--max-epoch"]},
+        ),
+    ] = 0
+    max_updates: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="stop after this many optimizer steps; 0: no limit",
+            extra={"group": "Duration", "aliases": ["--max-update"]},
+        ),
+    ] = 0
+    min_lr: Annotated[
+        float,
+        Meta(
+            description="stop when the learning rate is not above this; -1: never",
+            extra={"group": "Duration", "aliases": ["--stop-min-lr"]},
+        ),
+    ] = -1.0
+    stop_time: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="stop after this many minutes, agreed across ranks; 0: never",
+            extra={"group": "Duration"},
+        ),
+    ] = 0.0
+    patience: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="stop after this many validations without improvement; 0: never",
+            extra={"group": "Duration"},
+        ),
+    ] = 0
+
+    optimizer: Annotated[
+        Literal["sgd", "adam", "adamw", "adadelta", "adagrad"],
+        Meta(description="optimizer", extra={"group": "Optimizer"}),
+    ] = "adamw"
+    lr: Annotated[
+        float,
+        Meta(gt=0, description="learning rate at its peak", extra={"group": "Optimizer"}),
+    ] = 1e-3
+    weight_decay: Annotated[float, Meta(ge=0, description="weight decay", extra={"group": "Optimizer"})] = 0.0
+    momentum: Annotated[float, Meta(ge=0, lt=1, description="momentum of sgd", extra={"group": "Optimizer"})] = 0.0
+    nesterov: Annotated[bool, Meta(description="Nesterov momentum of sgd", extra={"group": "Optimizer"})] = False
+    adam_betas: Annotated[
+        tuple[Annotated[float, Meta(ge=0, lt=1)], ...],
+        Meta(
+            min_length=2,
+            max_length=2,
+            description="decay rates of adam's and adamw's two moments",
+            extra={"group": "Optimizer"},
+        ),
+    ] = (0.9, 0.999)
+    adam_eps: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="added to the denominator of adam, adamw and adagrad",
+            extra={"group": "Optimizer"},
+        ),
+    ] = 1e-8
+    adadelta_rho: Annotated[
+        float, Meta(ge=0, lt=1, description="decay rate of adadelta's averages", extra={"group": "Optimizer"})
+    ] = 0.9
+    adadelta_eps: Annotated[
+        float, Meta(gt=0, description="added under adadelta's square roots", extra={"group": "Optimizer"})
+    ] = 1e-6
+    clip_norm: Annotated[
+        float,
+        Meta(ge=0, description="clip the gradient to this global norm; 0: no", extra={"group": "Optimizer"}),
+    ] = 0.0
+    update_freq: Annotated[
+        tuple[Annotated[int, Meta(ge=1)], ...],
+        Meta(
+            min_length=1,
+            description="micro-steps per optimizer step; a list gives one value per epoch",
+            extra={"group": "Optimizer"},
+        ),
+    ] = (1,)
+
+    lr_scheduler: Annotated[
+        Literal["fixed", "polynomial_decay", "inverse_sqrt", "cosine", "step"],
+        Meta(description="learning-rate schedule", extra={"group": "Schedule"}),
+    ] = "fixed"
+    warmup_updates: Annotated[
+        int,
+        Meta(ge=0, description="optimizer steps of linear warm-up", extra={"group": "Schedule"}),
+    ] = 0
+    warmup_init_lr: Annotated[
+        float,
+        Meta(ge=0, description="learning rate at the start of the warm-up", extra={"group": "Schedule"}),
+    ] = 0.0
+    total_num_update: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="optimizer steps at which polynomial_decay and cosine end; 0: max_updates",
+            extra={"group": "Schedule"},
+        ),
+    ] = 0
+    end_learning_rate: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="learning rate at the end of polynomial_decay and cosine",
+            extra={"group": "Schedule"},
+        ),
+    ] = 0.0
+    power: Annotated[float, Meta(gt=0, description="exponent of polynomial_decay", extra={"group": "Schedule"})] = 1.0
+    lr_step_updates: Annotated[
+        int,
+        Meta(ge=0, description="step: optimizer steps between two decays", extra={"group": "Schedule"}),
+    ] = 0
+    lr_step_gamma: Annotated[
+        float, Meta(gt=0, le=1, description="step: factor of each decay", extra={"group": "Schedule"})
+    ] = 0.1
+
+    valid_every_updates: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="validate every so many optimizer steps; 0: only at the end of an epoch",
+            extra={"group": "Validation"},
+        ),
+    ] = 0
+    valid_every_epochs: Annotated[
+        int, Meta(ge=0, description="validate every so many epochs; 0: never", extra={"group": "Validation"})
+    ] = 1
+    best_metric: Annotated[
+        str,
+        Meta(
+            description="what decides the best checkpoint and patience: loss or a metric of the task",
+            extra={"group": "Validation"},
+        ),
+    ] = "loss"
+    maximize_best_metric: (
+        Annotated[
+            bool,
+            Meta(
+                description="whether more is better; default: yes for every metric but loss",
+                extra={"group": "Validation"},
+            ),
+        ]
+        | None
+    ) = None
+    test: Annotated[
+        bool,
+        Meta(
+            description="evaluate the test split at the end, where the task has one",
+            extra={"group": "Validation"},
+        ),
+    ] = True
+
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="seed", extra={"group": "Numerics"})] = 1
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        Meta(description="bf16 and fp16 are autocast; fp16 scales the loss", extra={"group": "Numerics"}),
+    ] = "fp32"
+    compile: Annotated[bool, Meta(description="compile the model with torch.compile", extra={"group": "Numerics"})] = (
+        False
+    )
+    deterministic: Annotated[
+        bool, Meta(description="use deterministic algorithms only", extra={"group": "Numerics"})
+    ] = False
+    threads: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="CPU threads per rank; 0: cores of the node divided by its ranks",
+            extra={"group": "Numerics"},
+        ),
+    ] = 0
+
+    bucket_cap_mb: Annotated[
+        float,
+        Meta(gt=0, description="size of a gradient bucket, MiB", extra={"group": "Synchronisation"}),
+    ] = 25.0
+    find_unused_parameters: Annotated[
+        bool,
+        Meta(
+            description="search for parameters that a step does not use",
+            extra={"group": "Synchronisation"},
+        ),
+    ] = False
+    gradient_as_bucket_view: Annotated[
+        bool,
+        Meta(description="gradients share memory with the buckets", extra={"group": "Synchronisation"}),
+    ] = True
+    static_graph: Annotated[
+        bool,
+        Meta(description="the graph is the same at every step", extra={"group": "Synchronisation"}),
+    ] = False
+    broadcast_buffers: Annotated[
+        bool,
+        Meta(
+            description="copy rank 0's buffers to all ranks before each forward",
+            extra={"group": "Synchronisation"},
+        ),
+    ] = False
+    ddp_comm_hook: Annotated[
+        Literal["none", "fp16", "bf16", "powersgd"],
+        Meta(description="compress gradients on the wire", extra={"group": "Synchronisation"}),
+    ] = "none"
+    sync_detail_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="measure each bucket and the local gradient norm every so many steps; 0: never",
+            extra={"group": "Synchronisation"},
+        ),
+    ] = 32
+    desync_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="compare parameters across ranks every so many steps, and at the end; 0: only at the end",
+            extra={"group": "Synchronisation"},
+        ),
+    ] = 100
+
+    save_every_updates: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="checkpoint every so many optimizer steps; 0: no",
+            extra={"group": "Checkpoints"},
+        ),
+    ] = 0
+    save_every_epochs: Annotated[
+        int, Meta(ge=0, description="checkpoint every so many epochs; 0: no", extra={"group": "Checkpoints"})
+    ] = 1
+    save_every_minutes: Annotated[
+        float,
+        Meta(ge=0, description="checkpoint every so many minutes; 0: no", extra={"group": "Checkpoints"}),
+    ] = 0.0
+    keep_last: Annotated[
+        int,
+        Meta(ge=1, description="checkpoints to keep besides the best", extra={"group": "Checkpoints"}),
+    ] = 2
+    save_dir: (
+        Annotated[
+            str,
+            Meta(
+                description="folder for checkpoints; default: checkpoints/ of the run directory",
+                extra={"group": "Checkpoints"},
+            ),
+        ]
+        | None
+    ) = None
+    resume: (
+        Annotated[
+            str,
+            Meta(
+                description="checkpoint file, or folder whose newest good one is taken",
+                extra={"group": "Checkpoints"},
+            ),
+        ]
+        | None
+    ) = None
+
+
+def require_an_end(options: Training) -> None:
+    """Refuse a training that nothing would ever end.
+
+    Raises:
+        RequestError: no limit is set.
+    """
+    if options.max_epochs or options.max_updates or options.stop_time or options.patience or options.min_lr >= 0:
+        return
+    raise RequestError("nothing would end this training: set max_epochs, max_updates, stop_time, patience or min_lr")

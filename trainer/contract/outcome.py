@@ -1,0 +1,184 @@
+"""How ranks and nodes ended, and which of several failures is the cause of the others.
+
+Torch-free: a rank reports, its node agent judges, and the supervisor judges over nodes with the same rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.errors import ExitCode, RecordError
+from trainer.contract.record import Failure, RunDir, write_atomically
+from trainer.contract.record.events import Count, ExitStatus, Rank
+from trainer.contract.record.regular_file import read_json
+
+NO_UPDATE_LEFT = "no_update_left"
+"""Kind of the finding that a resumed training had made all of its updates before."""
+SEED_ON_RESUME = "seed_on_resume"
+"""Kind of the finding that a resumed training was given another seed, and what that does."""
+SAVE_S = 60.0
+"""How long ranks that have agreed to stop may take to save."""
+
+
+OF_LOST = ("lost_peer", "stalled", "left_early", "silent")
+"""Kinds of failures that ranks tell of each other, or that are concluded from that."""
+OUTCOME_BYTES = 4096
+"""What a node's outcome takes at most besides its ranks, a traceback left out."""
+RANK_BYTES = 128
+"""What a rank takes in its node's outcome at most."""
+
+
+class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a rank says before its teardown: the truth about its training, whatever happens at its exit."""
+
+    finished: bool = False
+    failure: Failure | None = None
+    listens: bool = False
+    """From here on the rank can be asked to stop, and will keep its work."""
+    stopping: bool = False
+    """It is about to keep its work, having been asked to stop or because training is complete."""
+    stopped: bool = False
+    """It has kept its work and leaves."""
+    step: int | None = None
+    """Optimizer steps done when it stopped."""
+    saved: str | None = None
+    """The checkpoint of that step."""
+    not_kept: str = ""
+    """What could not be saved, in one line."""
+    time_ns: int = 0
+    """When it happened, nanoseconds of the Unix clock."""
+    not_recorded: str = ""
+    """Why the end of the rank's record is not on disk; empty when it is."""
+
+
+class RankOutcome(msgspec.Struct, kw_only=True):
+    """How one rank's process ended."""
+
+    exit_code: ExitStatus | None = None
+    """None while it runs, and when a signal ended it."""
+    signal: str | None = None
+    """Name of the signal that ended it, such as ``SIGKILL``."""
+    finished: bool = False
+    """Whether the rank said that its training was complete; its exit code does not matter then."""
+
+
+class NodeOutcome(msgspec.Struct, kw_only=True):
+    """How a node ended, ``nodes/<i>.json``."""
+
+    node: Rank
+    host: str
+    exit_code: ExitStatus
+    ranks: dict[Rank, RankOutcome] = {}
+    failure: Failure | None = None
+    """The root cause among this node's ranks."""
+    left: list[Count] = []
+    """Processes that the kernel could not end."""
+    stopped_at: Count | None = None
+    """Optimizer steps done when its ranks stopped in order."""
+    saved: str | None = None
+    """The checkpoint of that step, where it was written by a rank of this node."""
+    not_kept: str = ""
+    """What could not be saved by a rank of this node, in one line."""
+    unanswered: list[Rank] = []
+    """Ranks that were asked to stop and did not answer in time."""
+    not_recorded: str = ""
+    """Why the end of a rank's record is not on disk; empty when all are."""
+
+    @staticmethod
+    def reserve(path: Path, *, ranks: int) -> None:
+        """Fill the file with blanks, which no reader takes for an outcome, where ``write`` finds room on a full disk.
+
+        Args:
+            path: of the file; an outcome that stands in it is gone.
+            ranks: of the node.
+        """
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where there is no room any more, there is none to reserve
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b" " * (OUTCOME_BYTES + RANK_BYTES * ranks))
+
+    def write(self, path: Path) -> None:
+        """Write it so that a reader sees all of it or nothing; on a full disk in its place, without the traceback.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        try:
+            path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was deleted is not made again
+            write_atomically(path, msgspec.json.encode(self))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            failure = self.failure and msgspec.structs.replace(self.failure, traceback=None)
+            data = msgspec.json.encode(msgspec.structs.replace(self, failure=failure))
+            with path.open("r+b", buffering=0) as file:
+                room = file.seek(0, 2)
+                if len(data) > room:
+                    raise
+                file.seek(0)
+                file.write(data.ljust(room))  # blanks at the end of JSON mean nothing
+
+
+_decode_node = msgspec.json.Decoder(NodeOutcome)
+
+
+def node_outcome(run_dir: RunDir, node: int) -> NodeOutcome | None:
+    """Return what a node agent reported at its end; None when nothing can be read of it."""
+    try:
+        return read_json(run_dir.node_result(node), _decode_node)
+    except RecordError:
+        return None
+
+
+# What gloo, NCCL and the stores say when a peer is gone: the message names the neighbour in the ring, which is often
+# not the culprit, so such a failure is never the cause while there is another one.
+_LOST_PEER = re.compile(
+    r"connection (was likely )?closed|connection reset|connection refused|broken pipe|socket closed|"
+    r"connectfullmesh|failed to recv|sendbytes failed|recvvalue failed|remote process exited|"
+    r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted|another rank|peer.{0,40}(gone|lost|failed)|"
+    r"timed out waiting \d+ms for (recv|send)|wait timeout|watchdog caught collective operation timeout|"
+    r"received errors while waiting for send/recv|timeout caused pair closure",
+    re.IGNORECASE,
+)
+
+
+def is_lost_peer(message: str) -> bool:
+    """Whether an error message tells only that another rank is gone."""
+    return _LOST_PEER.search(message) is not None
+
+
+def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
+    """Return the earliest failure that is no consequence of another; consequences only when there is nothing else.
+
+    Args:
+        failures: nanoseconds of the Unix clock, and what failed then.
+    """
+    weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
+    ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
+    return ordered[0][1] if ordered else None
+
+
+def stopped_where(update: int | None, saved: str | None, not_kept: str = "") -> str:
+    """Say where a training stopped, what was kept of it and what was not."""
+    where = "" if update is None else f" at update {update}"
+    return f"stopped{where}" + (f", saved {saved}" if saved else "") + (f", but {not_kept}" if not_kept else "")
+
+
+def exit_code_of(failure: Failure) -> ExitCode:
+    """A request that only a rank could find wrong is still a wrong request."""
+    return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,71 @@
+"""The record of a run: event schema, event writer and the layout of the run directory.
+
+Torch-free, because the console reads with the same definitions that the ranks write with.
+"""
+
+from __future__ import annotations
+
+from trainer.contract.record.checkpoints import recorded_checkpoints
+from trainer.contract.record.events import (
+    MOST_RANKS,
+    STATES,
+    AnyEvent,
+    Checkpoint,
+    Checksum,
+    Doing,
+    Event,
+    Failure,
+    Finding,
+    GpuSample,
+    Joining,
+    Lost,
+    NodeSample,
+    RankSample,
+    RankState,
+    RankStateName,
+    RunEnded,
+    RunStarted,
+    RunStatusName,
+    Sample,
+    Step,
+    TrainingPlan,
+    Validation,
+    decode_events,
+    encode_event,
+    single_steps,
+)
+from trainer.contract.record.run_dir import RunDir, write_atomically
+from trainer.contract.record.writer import EventWriter
+
+__all__ = [
+    "MOST_RANKS",
+    "STATES",
+    "AnyEvent",
+    "Checkpoint",
+    "Checksum",
+    "Doing",
+    "Event",
+    "EventWriter",
+    "Failure",
+    "Finding",
+    "GpuSample",
+    "Joining",
+    "Lost",
+    "NodeSample",
+    "RankSample",
+    "RankState",
+    "RankStateName",
+    "RunDir",
+    "RunEnded",
+    "RunStarted",
+    "RunStatusName",
+    "Sample",
+    "Step",
+    "TrainingPlan",
+    "Validation",
+    "decode_events",
+    "encode_event",
+    "recorded_checkpoints",
+    "single_steps",
+    "write_atomically",
+]

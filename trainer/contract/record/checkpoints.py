@@ -1,0 +1,21 @@
+"""Which checkpoints a run has written, also outside of its run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.contract.record.events import Checkpoint, decode_events
+from trainer.contract.record.run_dir import RunDir
+
+
+def recorded_checkpoints(run_dir: RunDir) -> list[Path]:
+    """Return the checkpoints that a run has recorded, oldest first; not all of them are kept."""
+    found: list[Path] = []
+    try:
+        with run_dir.rank_events(0).open("rb") as file:
+            for line in file:
+                if b'"checkpoint"' in line:
+                    found += [Path(event.path).absolute() for event in decode_events(line) if type(event) is Checkpoint]
+    except OSError:
+        return found
+    return found

@@ -1,0 +1,214 @@
+"""The downsampled record: a few lines for thousands of steps, so that a long run is seen at once.
+
+Beside the events of a rank stand its *blocks*: what consecutive steps had in the mean, and their extremes, with the
+bytes of the event file that they stand for. Blocks of 16, 64, 256, … steps stand in files of their own; everything
+that is no step is repeated in the *notes*. A digest is an aid: without it, or where it ends, the events are read.
+"""
+
+from __future__ import annotations
+
+import os
+from math import isfinite
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.record.events import AnyEvent, Count, Event, Figure, NodeSample, Step
+from trainer.contract.record.regular_file import open_to_append
+
+LEVELS = (16, 64, 256, 1024, 4096)
+"""Steps of a block, per file; times the steps of an event where events cover several."""
+MEANS = (
+    "loss", "grad_norm", "local_grad_norm", "step_ms", "data_ms", "h2d_ms", "forward_ms",
+    "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
+)  # fmt: skip
+"""What a block has the mean of, over the steps where it was measured."""
+MEANS_OF = attrgetter(*MEANS)
+SPREADS = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
+"""What a block has the extremes of, and where an event for several steps has the single values."""
+FOLDED = 16
+"""Events that are folded in together at most: memory is not to grow with the length of a block."""
+
+
+class DownsampledBlock(Step, kw_only=True, tag="steps"):
+    """Consecutive step events of a rank as one: means like a step event that covers several, and extremes."""
+
+    begin: Count
+    """Where the bytes begin that it stands for."""
+    end: Count
+    loss_low: Figure | None = None
+    loss_high: Figure | None = None
+    step_ms_low: Figure | None = None
+    step_ms_high: Figure | None = None
+    sync_exposed_ms_low: Figure | None = None
+    sync_exposed_ms_high: Figure | None = None
+
+
+class DownsampledNote(msgspec.Struct, kw_only=True, gc=False):
+    """An event that is no step, and where its line begins."""
+
+    begin: Count
+    event: AnyEvent
+
+
+def block_file(folder: Path, name: str, level: int) -> Path:
+    """Return the file of one rank's blocks; ``name`` is that of its event file without suffix."""
+    return folder / f"{name}.{level}.ndjson"
+
+
+def note_file(folder: Path, name: str) -> Path:
+    """Return the file of one writer's notes."""
+    return folder / f"{name}.notes.ndjson"
+
+
+class _Open:
+    """A block that is still growing.
+
+    What is added is folded in many at a time: that costs a small part of what it would between two writes each.
+    """
+
+    __slots__ = ("begin", "events", "highs", "last", "lows", "samples", "steps", "sums", "tokens", "weights")
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.last: Step | None = None
+        self.events: list[Step] = []
+        """Of one kind, to be folded in."""
+        self.steps = self.samples = 0
+        self.tokens: int | None = None
+        self.sums = dict.fromkeys(MEANS, 0.0)
+        self.weights = dict.fromkeys(MEANS, 0)
+        self.lows: dict[str, float] = {}
+        self.highs: dict[str, float] = {}
+
+    def add(self, event: Step) -> None:
+        self.last = event
+        self.events.append(event)
+        if len(self.events) == FOLDED:
+            self._fold()
+
+    def _fold(self) -> None:
+        events, self.events = self.events, []
+        if not events:
+            return
+        weights = [event.steps for event in events]
+        self.steps += sum(weights)
+        self.samples += sum([event.samples for event in events])
+        for event in events:
+            if event.tokens is not None:
+                self.tokens = (self.tokens or 0) + event.tokens
+        for name, column in zip(MEANS, zip(*map(MEANS_OF, events), strict=True), strict=True):
+            for value, n in zip(column, weights, strict=True):
+                if value is not None and isfinite(value):
+                    self.sums[name] += value * n
+                    self.weights[name] += n
+        for name, singles in SPREADS.items():
+            if isinstance(events[0], DownsampledBlock):
+                lows = [getattr(event, f"{name}_low") for event in events]
+                highs = [getattr(event, f"{name}_high") for event in events]
+            else:
+                lows = highs = [
+                    value for event in events for value in (getattr(event, singles) or (getattr(event, name),))
+                ]
+            for extremes, choose, values in ((self.lows, min, lows), (self.highs, max, highs)):
+                known = [value for value in values if value is not None and isfinite(value)]
+                if known:
+                    extremes[name] = choose([*known, extremes.get(name, known[0])])
+
+    def closed(self, end: int) -> DownsampledBlock:
+        self._fold()
+        last = self.last
+        assert last is not None
+        figures: dict[str, Any] = {name: self.sums[name] / self.weights[name] for name in MEANS if self.weights[name]}
+        figures |= {f"{name}_low": value for name, value in self.lows.items()}
+        figures |= {f"{name}_high": value for name, value in self.highs.items()}
+        return DownsampledBlock(
+            time=last.time, rank=last.rank, step=last.step, epoch=last.epoch, steps=self.steps, samples=self.samples,
+            tokens=self.tokens, lr=last.lr, sync_bytes=last.sync_bytes, sync_buckets=last.sync_buckets,
+            begin=self.begin, end=end, **figures,
+        )  # fmt: skip
+
+
+class Downsampler:
+    """Folds one writer's events, in the order of their lines, into blocks and notes."""
+
+    def __init__(self, folder: Path, name: str, at: int) -> None:
+        """Begin.
+
+        Args:
+            folder: of all digests of the run.
+            name: of the event file, without suffix.
+            at: bytes of the event file that were there before.
+        """
+        self._folder = folder
+        self._name = name
+        self._end = at
+        self._open = {level: _Open(at) for level in LEVELS}
+        self._unit = 1
+        """Steps of an event: a power of two, at least what one has covered so far."""
+        self._lines: dict[Path, list[bytes]] = {}
+        self._encode = msgspec.json.Encoder().encode
+        self._begun: set[Path] = set()
+
+    def add(self, event: Event, size: int) -> None:
+        """Take in the event whose line is the next ``size`` bytes."""
+        begin, self._end = self._end, self._end + size
+        if isinstance(event, Step):
+            self._step(event)
+        elif not isinstance(event, NodeSample):
+            line = self._encode({"begin": begin, "event": event}) + b"\n"
+            self._lines.setdefault(note_file(self._folder, self._name), []).append(line)
+
+    def _step(self, event: Step) -> None:
+        while self._unit < event.steps:
+            self._unit *= 2
+        for level in LEVELS:
+            block = self._open[level]
+            block.add(event)
+            width = level * self._unit
+            if event.step // width == (event.step - event.steps) // width:
+                return
+            event = self._close(level, block)
+
+    def _close(self, level: int, block: _Open) -> DownsampledBlock:
+        closed = block.closed(self._end)
+        self._open[level] = _Open(self._end)
+        self._lines.setdefault(block_file(self._folder, self._name, level), []).append(self._encode(closed) + b"\n")
+        return closed
+
+    def finish(self) -> None:
+        """Close the blocks that are still growing: nothing more will come from this writer."""
+        carried: DownsampledBlock | None = None
+        for level in LEVELS:
+            block = self._open[level]
+            if carried is not None:
+                block.add(carried)
+            carried = self._close(level, block) if block.last is not None else None
+
+    def take(self) -> dict[Path, bytes]:
+        """Return what has gathered since the last time and is to be appended to each file."""
+        lines, self._lines = self._lines, {}
+        found = {}
+        for path, parts in lines.items():
+            torn = path not in self._begun and path.exists()  # another process may have left a part of a line
+            self._begun.add(path)
+            found[path] = b"\n" * torn + b"".join(parts)
+        return found
+
+    @staticmethod
+    def append(parts: dict[Path, bytes]) -> None:
+        """Append to the files of a digest, once the event lines that it stands for are written.
+
+        Raises:
+            OSError: the disk refuses; nothing more must be written then, since a gap would not be seen.
+        """
+        for path, data in parts.items():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            fd = open_to_append(path)
+            try:
+                if os.write(fd, data) < len(data):
+                    raise OSError("the disk took only a part")
+            finally:
+                os.close(fd)

@@ -1,0 +1,416 @@
+"""The event schema.
+
+A value that was not measured is absent, never 0; durations are milliseconds, sizes bytes, losses nats. Numbers have
+bounds that hold where a line is read: beyond them it was not written by a rank, and one such number would cost every
+reader its memory, or its arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed")
+"""The states of a rank, in the order in which a healthy run passes through them."""
+
+RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
+RunStatusName = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
+
+MOST_RANKS = 1 << 16
+"""Ranks of a run at most: 64 machines as large as a recipe may have them, whose state still fits in memory."""
+Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+"""Number of a rank, or of a node: each has a rank."""
+WorldSize = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""A whole number that a double holds exactly."""
+StepNumber = Annotated[int, Meta(ge=1, le=1 << 53)]
+"""Optimizer steps done, from 1."""
+Covered = Annotated[int, Meta(ge=1, le=1 << 24)]
+"""Steps that one event stands for: the widest block of the fastest steps has 8 million."""
+Figure = Annotated[float, Meta(ge=-1e100, le=1e100)]
+"""What was measured or computed: far beyond any single-precision number, and sums of many stay finite."""
+UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
+"""A time until the year 5138, which every calendar function takes."""
+ExitStatus = Annotated[int, Meta(ge=-255, le=255)]
+"""An exit code, or a signal's number negated."""
+
+
+class Event(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False, tag_field="type", tag="event"):
+    """What every line of the record has. A value that was not measured is absent, never 0."""
+
+    time: UnixSeconds
+    """Unix seconds."""
+
+
+class RunStarted(Event, kw_only=True, tag="run_started"):
+    """The run exists and its ranks are about to be launched."""
+
+    run: str
+    """Run id."""
+    recipe: str
+    """Name of the recipe."""
+    world_size: WorldSize
+    run_dir: str
+
+
+class RankState(Event, kw_only=True, tag="rank_state"):
+    """A rank entered a state."""
+
+    rank: Rank
+    state: RankStateName
+    local_rank: Count | None = None
+    node: Rank | None = None
+    """Index of the node in the plan."""
+    host: str | None = None
+    device: str | None = None
+    """``cpu`` or ``cuda:<local index> <UUID or name>``."""
+    pid: Count | None = None
+    message: str | None = None
+
+
+class Joining(Event, kw_only=True, tag="joining"):
+    """Who has reached the process group while others are awaited; written by rank 0."""
+
+    joined: list[Rank]
+    missing: list[Rank]
+    waited_ms: Figure
+
+
+class TrainingPlan(Event, kw_only=True, tag="training_plan"):
+    """How much there is to do, once the data is known; written by rank 0 before the first step."""
+
+    world_size: WorldSize
+    updates_per_epoch: Count
+    """Optimizer steps in one epoch."""
+    samples_per_epoch: Count
+    """Over all ranks."""
+    max_updates: Count = 0
+    """Optimizer steps after which the training stops; 0: no limit."""
+    max_epochs: Count = 0
+    """0: no limit."""
+    first_update: Count = 0
+    """Optimizer steps done before this start, when it resumes."""
+    parameters: Count | None = None
+    """Trainable numbers of the model."""
+
+
+class Step(Event, kw_only=True, tag="step"):
+    """One optimizer step of one rank, or several when steps are faster than about 20 a second.
+
+    Durations and losses are means over the covered steps; ``samples`` and ``tokens`` are totals.
+    """
+
+    rank: Rank
+    step: StepNumber
+    """Optimizer steps done, from 1; the last one when several are covered."""
+    epoch: Count
+    """From 1."""
+    steps: Covered
+    """How many optimizer steps this event covers."""
+    samples: Count
+    """Samples that this rank read in the covered steps."""
+    loss: Figure | None = None
+    """This rank's mean loss, in nats."""
+    tokens: Count | None = None
+    lr: Figure | None = None
+    grad_norm: Figure | None = None
+    """Global norm of the gradient after the reduction, before clipping."""
+    local_grad_norm: Figure | None = None
+    """Norm of this rank's own gradient, before the reduction."""
+    step_ms: Figure | None = None
+    """From the end of the previous step to the end of this one."""
+    data_ms: Figure | None = None
+    """Waiting for the data loader."""
+    h2d_ms: Figure | None = None
+    """Copying the batch to the device."""
+    forward_ms: Figure | None = None
+    backward_ms: Figure | None = None
+    """Backward computation until the last bucket was ready, without the exposed synchronisation."""
+    optimizer_ms: Figure | None = None
+    """Clipping and the optimizer's step."""
+    gc_ms: Figure | None = None
+    """Time in Python's garbage collector within the step."""
+    core_wait_ms: dict[str, Figure] | None = None
+    """Of each phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation), the time in which this
+    rank's thread was ready to run and had no core. A phase without is left out; None where nobody counts it."""
+    sync_ms: Figure | None = None
+    """First bucket launched to all reduced."""
+    sync_exposed_ms: Figure | None = None
+    """Last bucket ready to all reduced: what this rank waited."""
+    sync_bytes: Count | None = None
+    """Bytes reduced in one step."""
+    sync_buckets: Count | None = None
+    bucket_ms: list[Figure] | None = None
+    """Time of each bucket from ready to reduced, in launch order."""
+    losses: list[Figure | None] | None = None
+    """The loss of each covered step, in step order; absent where the event covers one."""
+    step_ms_each: list[Figure | None] | None = None
+    """Likewise of ``step_ms``."""
+    sync_exposed_ms_each: list[Figure | None] | None = None
+    """Likewise of ``sync_exposed_ms``."""
+
+
+def single_steps(event: Step) -> list[Step]:
+    """Return one event per step that ``event`` covers, with its single values; ``event`` alone where it has none.
+
+    What the record keeps as a mean only is absent from them, and samples are shared out evenly.
+    """
+    lengths_ms = event.step_ms_each
+    if lengths_ms is None or len(lengths_ms) != event.steps:
+        return [event]
+    losses = _each(event.losses, event.steps)
+    exposed_ms = _each(event.sync_exposed_ms_each, event.steps)
+    first = event.step - event.steps + 1
+    ends = [event.time] * event.steps
+    for index in range(event.steps - 1, 0, -1):
+        ends[index - 1] = ends[index] - (lengths_ms[index] or 0.0) / 1e3
+    samples = event.samples
+    return [
+        Step(
+            time=time,
+            rank=event.rank,
+            step=first + index,
+            epoch=event.epoch,
+            steps=1,
+            samples=samples * (index + 1) // event.steps - samples * index // event.steps,
+            lr=event.lr,
+            loss=loss,
+            step_ms=step_ms,
+            sync_exposed_ms=waited_ms,
+        )
+        for index, (time, loss, step_ms, waited_ms) in enumerate(zip(ends, losses, lengths_ms, exposed_ms, strict=True))
+    ]
+
+
+def _each(values: list[float | None] | None, count: int) -> list[float | None]:
+    return values if values is not None and len(values) == count else [None] * count
+
+
+class Doing(Event, kw_only=True, tag="doing"):
+    """What a rank is at in a step that takes unusually long; written once per such wait, while it lasts.
+
+    Outside of steps it is written before a rank waits for all others, as at the end of a validation.
+    """
+
+    rank: Rank
+    step: StepNumber
+    """The step that is under way, from 1."""
+    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other", "group"]
+    """``sync``: its own gradients are ready, and it waits for the others'. ``group``: it waits for them outside of
+    steps."""
+    parts_done: Count
+    """Parts of the step that are behind it; with several micro-steps they count one by one."""
+    waited_ms: Figure
+    """How long it has been at it."""
+
+
+class Validation(Event, kw_only=True, tag="validation"):
+    """One evaluation, exact over all ranks."""
+
+    step: Count
+    epoch: Count
+    split: Literal["valid", "test"]
+    loss: Figure
+    """Mean over every example of the split, in nats."""
+    metrics: dict[str, Figure] = {}
+
+
+class Checkpoint(Event, kw_only=True, tag="checkpoint"):
+    """A checkpoint is complete on disk."""
+
+    step: Count
+    path: str
+    bytes: Count
+    write_ms: Figure
+
+
+class Checksum(Event, kw_only=True, tag="checksum"):
+    """A fingerprint of a rank's parameters and buffers; equal on all ranks of a healthy run."""
+
+    rank: Rank
+    step: Count
+    parameters: str
+    buffers: str
+
+
+class Sample(Event, kw_only=True, tag="sample"):
+    """A piece of the model's output that a person can read, written by rank 0."""
+
+    step: Count
+    text: str
+
+
+class NodeSample(Event, kw_only=True, tag="node_sample"):
+    """The machine as one process per node sees it, at most once a second."""
+
+    node: Rank
+    host: str
+    cpu_percent: Figure | None = None
+    """Use of all cores together, 0 to 100."""
+    steal_percent: Figure | None = None
+    memory_used_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    ranks: list[RankSample] = []
+    gpus: list[GpuSample] = []
+
+
+class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One rank's process on its machine."""
+
+    rank: Rank
+    cpu_percent: Figure | None = None
+    """Of one core: 200 means two cores busy."""
+    rss_bytes: Count | None = None
+    wait_percent: Figure | None = None
+    """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
+    sleeps_in: str | None = None
+    """Function of the kernel in which its main thread was asleep when its process did next to nothing."""
+
+
+class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One GPU of a node."""
+
+    index: Count
+    uuid: str
+    rank: Rank | None = None
+    utilization_percent: Figure | None = None
+    memory_used_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    power_watts: Figure | None = None
+    temperature_celsius: Figure | None = None
+    sm_clock_mhz: Count | None = None
+    max_sm_clock_mhz: Count | None = None
+    throttle_reasons: list[str] = []
+
+
+class Finding(Event, kw_only=True, tag="finding"):
+    """A diagnosis with its evidence, raised or cleared."""
+
+    kind: str
+    state: Literal["raised", "cleared"] = "raised"
+    severity: Literal["info", "warning", "critical"] = "warning"
+    rank: Rank | None = None
+    host: str | None = None
+    device: str | None = None
+    step: Count | None = None
+    cause: str | None = None
+    message: str = ""
+    evidence: dict[str, Figure] = {}
+    advice: str = ""
+
+
+class Failure(Event, kw_only=True, tag="failure"):
+    """Why a rank, a node or the run failed."""
+
+    kind: str
+    """``exception``, ``out_of_memory``, ``signal``, ``exit``, ``join_timeout``, ``non_finite``, ``lost_peer``,
+    ``request``, ``launch``, ``training``, ``checkpoint_lost``; of a rank that others have lost: ``stalled``,
+    ``left_early``, ``silent``."""
+    message: str
+    """One line."""
+    rank: Rank | None = None
+    host: str | None = None
+    step: Count | None = None
+    traceback: str | None = None
+
+
+class Lost(Event, kw_only=True, tag="lost"):
+    """Events that could not be written, because the disk was full or stalled."""
+
+    rank: Rank | None = None
+    events: Count
+    message: str
+
+
+class RunEnded(Event, kw_only=True, tag="run_ended"):
+    """The last event of a run."""
+
+    status: Literal["finished", "failed", "stopped"]
+    exit_code: ExitStatus
+    message: str | None = None
+
+
+AnyEvent = (
+    RunStarted
+    | RankState
+    | Joining
+    | TrainingPlan
+    | Step
+    | Doing
+    | Validation
+    | Checkpoint
+    | Checksum
+    | Sample
+    | NodeSample
+    | Finding
+    | Failure
+    | Lost
+    | RunEnded
+)
+
+_encode = msgspec.json.Encoder()
+_decode = msgspec.json.Decoder(AnyEvent)
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding answers to bytes that are no event; nesting beyond all reason is one of them."""
+
+
+def encode_event(event: Event) -> bytes:
+    """Return the event as one JSON line with its newline. Non-finite numbers become null."""
+    try:
+        return _encode.encode(event) + b"\n"
+    except UnicodeEncodeError:  # Such as a message with a file name that is not UTF-8.
+        return _encode.encode(_encodable(msgspec.to_builtins(event))) + b"\n"
+
+
+def _encodable(value: Any) -> Any:
+    """Replace what has no UTF-8 form by question marks."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    return value
+
+
+def decode_events(lines: bytes, world_size: int = MOST_RANKS) -> list[AnyEvent]:
+    """Return the events of complete lines; a line that is torn, foreign or of an unknown type is passed over.
+
+    Args:
+        lines: of an event file.
+        world_size: ranks of the run; an event that tells of another is foreign.
+    """
+    try:
+        events = _decode.decode_lines(lines)
+    except UNDECODABLE:
+        events = _decoded_singly(lines)
+    if world_size >= MOST_RANKS:  # what a line may name at all
+        return events
+    return [event for event in events if (event.rank < world_size if type(event) is Step else is_of(event, world_size))]
+
+
+def _decoded_singly(lines: bytes) -> list[AnyEvent]:
+    found = []
+    for line in lines.splitlines():
+        try:
+            found.append(_decode.decode(line))
+        except UNDECODABLE:
+            continue
+    return found
+
+
+def is_of(event: AnyEvent, world_size: int) -> bool:
+    """Return whether a run of so many ranks has all ranks and nodes that an event tells of."""
+    match event:
+        case RunStarted() | TrainingPlan():
+            return event.world_size <= world_size
+        case Joining():
+            return max((*event.joined, *event.missing), default=0) < world_size
+        case NodeSample():
+            named = [event.node, *(each.rank for each in event.ranks), *(gpu.rank or 0 for gpu in event.gpus)]
+            return max(named) < world_size
+        case RankState():
+            return max(event.rank, event.node or 0) < world_size
+    return (getattr(event, "rank", None) or 0) < world_size

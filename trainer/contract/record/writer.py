@@ -1,0 +1,226 @@
+"""The event writer: appends what happens to a file, and never makes the training wait for the disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.contract.record.downsampled import Downsampler
+from trainer.contract.record.events import Event, Lost, encode_event
+
+
+class EventWriter:
+    """Appends events to one file without ever making the caller wait for the disk.
+
+    A thread writes what has gathered, at most ten times a second. While the disk is full or stalled the events wait in
+    memory; when that is full too, further ones are dropped and counted, and a ``lost`` event marks the gap.
+    Without a path every call returns at once.
+    """
+
+    interval_s = 0.1
+    capacity = 100_000
+    """Events held in memory while the disk does not take them."""
+    lines_per_write = 1000
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        rank: int | None = None,
+        now: Callable[[], float] = time.time,
+        shared: bool = False,
+    ) -> None:
+        """Open the file and start the thread; a last line that another process left torn is ended first.
+
+        Args:
+            path: Of the file; None to record nothing.
+            rank: For the events that the writer makes itself.
+            now: Unix seconds.
+            shared: Whether other processes append to the file as well. Then no digest is kept, which counts in bytes.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._rank = rank
+        self._now = now
+        self._pending: list[bytes] = []
+        """Lines to write; the first may be what is left of a line of which a part is written."""
+        self._lost = 0
+        self._reason = ""
+        """Why the last event was dropped."""
+        self._trouble = ""
+        """Why the last write failed, empty when it did not."""
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._before_write: Callable[[bool], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._digest: Downsampler | None = None
+        """Of a run directory's events; None also once it could not be written."""
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            size = path.stat().st_size
+            if _is_torn(path):
+                self._pending.append(b"\n")
+                size += 1
+            if path.parent.name == "events" and not shared:
+                self._digest = Downsampler(path.parent.with_name("digest"), path.stem, size)
+            self._thread = threading.Thread(target=self._run, args=(fd,), name="event-writer", daemon=True)
+            self._thread.start()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded at all."""
+        return self._thread is not None
+
+    @property
+    def lost(self) -> int:
+        """Events dropped and not yet reported; after ``close`` also those that the disk has not taken."""
+        with self._lock:
+            return self._lost + (0 if self.enabled else len(self._pending))
+
+    @property
+    def trouble(self) -> str:
+        """Why the last write failed; empty when it did not."""
+        return self._trouble
+
+    def write(self, event: Event) -> None:
+        """Queue one event; never blocks on the disk."""
+        if self._thread is None:
+            return
+        line = encode_event(event)
+        with self._lock:
+            if len(self._pending) >= self.capacity:
+                self._lost += 1
+                self._reason = self._trouble or "the disk does not keep up"
+            else:
+                self._mark_gap()
+                self._queue(event, line)
+
+    def _queue(self, event: Event, line: bytes) -> None:
+        """Let a line wait for the disk; the caller holds the lock."""
+        self._pending.append(line)
+        if self._digest is not None:
+            self._digest.add(event, len(line))
+
+    def before_each_write(self, call: Callable[[bool], None]) -> None:
+        """Have the writing thread call this ten times a second, to make events of what has gathered elsewhere.
+
+        The argument is True at the last time, when the writer closes.
+        """
+        self._before_write = call
+
+    def flush(self, timeout_s: float = 2.0) -> bool:
+        """Wait until all that was queued is written, or the time is over; True when nothing is pending."""
+        deadline = time.monotonic() + timeout_s
+        while self._thread is not None and self._thread.is_alive():
+            with self._lock:
+                if not self._pending and not self._lost:
+                    return True
+            self._wake.set()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return not self._pending
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is left and end the thread; a stalled disk cannot hold the caller longer than the time-out."""
+        if self._thread is None:
+            return
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+        self._thread = None
+
+    def _mark_gap(self) -> None:
+        """Queue the report of what was dropped, at the place where it is missing; the caller holds the lock."""
+        if self._lost:
+            lost = Lost(time=self._now(), rank=self._rank, events=self._lost, message=self._reason)
+            self._queue(lost, encode_event(lost))
+            self._lost = 0
+
+    def _run(self, fd: int) -> None:
+        while True:
+            closing = self._closing
+            if self._before_write is not None:
+                self._before_write(closing)
+            self._drain(fd)
+            self._write_digest(closing)
+            if closing:
+                break
+            self._wake.wait(until_next(time.time(), self.interval_s))
+            self._wake.clear()
+        os.close(fd)
+
+    def _drain(self, fd: int) -> None:
+        """Write until nothing is pending or the disk refuses."""
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._mark_gap()
+                lines = self._pending[: self.lines_per_write]
+            if not lines:
+                return
+            written = self._append(fd, b"".join(lines))
+            done = 0
+            while done < len(lines) and written >= len(lines[done]):
+                written -= len(lines[done])
+                done += 1
+            with self._lock:
+                del self._pending[:done]
+                if written:  # A part of a line; the rest of it comes next.
+                    self._pending[0] = self._pending[0][written:]
+            if done < len(lines):
+                return
+
+    def _write_digest(self, closing: bool) -> None:
+        """Write the digest of lines that are written; none any more once the disk refused, and the events are read."""
+        with self._lock:
+            if self._digest is None or self._pending:
+                return
+            if closing:
+                self._digest.finish()
+            digest = self._digest
+            parts = digest.take()
+        try:
+            digest.append(parts)
+        except OSError:
+            self._digest = None
+
+    def _append(self, fd: int, data: bytes) -> int:
+        """Return how many bytes the disk took."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(fd, data[written:])
+        except OSError as error:
+            self._trouble = error.strerror or "the disk refused the write"
+        else:
+            self._trouble = ""
+        return written
+
+
+def until_next(now: float, interval_s: float) -> float:
+    """Return the seconds to wait for the next multiple of an interval that is at least half of it away.
+
+    Processes that wait so act at the same moments. In a training whose ranks wait for each other at each step, what
+    holds up one holds up all: the ranks' writers take turns otherwise, and each turn costs everyone.
+
+    Args:
+        now: In Unix seconds, which machines agree on to some milliseconds.
+        interval_s: Between two moments.
+    """
+    return 1.5 * interval_s - (now + 0.5 * interval_s) % interval_s
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether a file's last line lacks its end, as after a crash."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

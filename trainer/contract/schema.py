@@ -1,0 +1,323 @@
+"""Reads option schemas: one declaration becomes a flag, a recipe key, a form field and a line of help.
+
+A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose fields are annotated with ``Meta``:
+``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group`` and ``aliases``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+from msgspec import inspect as mi
+
+from trainer.contract.errors import RequestError, nearest, quoted
+
+S = TypeVar("S")
+
+MOST_BITS = 63
+"""Of an integer: what torch and the record can hold."""
+
+NONE = "none"
+"""What a person writes to leave out an option whose default is a value."""
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of a schema, as a front end needs it."""
+
+    name: str
+    """Recipe key, with underscores."""
+    kind: Literal["bool", "int", "float", "str", "list"]
+    item_kind: str | None = None
+    """Kind of a list's items."""
+    default: Any = None
+    required: bool = False
+    optional: bool = False
+    """Whether None is a value: the option may be left out."""
+    choices: tuple[str | int, ...] = ()
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    exclusive_minimum: bool = False
+    exclusive_maximum: bool = False
+    min_items: int = 0
+    """Of a list."""
+    max_items: int | None = None
+    """Of a list."""
+    help: str = ""
+    group: str = ""
+    aliases: tuple[str, ...] = ()
+    """Further flags, complete with their dashes."""
+
+    @property
+    def flag(self) -> str:
+        """The long flag, ``--with-dashes``."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def allowed(self) -> str:
+        """What values are allowed, for messages and forms."""
+        if self.choices:
+            return "one of " + ", ".join(map(str, self.choices))
+        one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
+        many = {"int": "integers", "float": "numbers", "str": "texts"}
+        text = one[self.kind] if self.kind != "list" else f"{self._how_many} {many.get(self.item_kind or '', 'values')}"
+        bounds = []
+        if self.minimum is not None:
+            bounds.append(f"{'>' if self.exclusive_minimum else '>='} {self.minimum}")
+        if self.maximum is not None:
+            bounds.append(f"{'<' if self.exclusive_maximum else '<='} {self.maximum}")
+        return " ".join([text, " and ".join(bounds)]).rstrip()
+
+    @property
+    def _how_many(self) -> str:
+        if self.min_items == self.max_items:
+            return str(self.min_items)
+        if self.max_items is not None:
+            return f"{self.min_items} to {self.max_items}"
+        return "one or more" if self.min_items == 1 else f"{self.min_items} or more" if self.min_items else "a list of"
+
+
+def describe(schema: type[Any]) -> list[Option]:
+    """Return the options of a schema in the order of their declaration."""
+    info = mi.type_info(schema)
+    assert isinstance(info, mi.StructType | mi.DataclassType)
+    hints = get_type_hints(schema, include_extras=True)
+    return [_option(field, _meta(hints[field.name])) for field in info.fields]
+
+
+def _meta(hint: Any) -> Meta:
+    """Find the ``Meta`` of a hint; ``Annotated[int, Meta(...)] | None`` keeps it inside the union."""
+    if get_origin(hint) is Annotated:
+        return next((note for note in get_args(hint)[1:] if isinstance(note, Meta)), Meta())
+    for member in get_args(hint):
+        if get_origin(member) is Annotated:
+            return _meta(member)
+    return Meta()
+
+
+def _option(field: mi.Field, meta: Meta) -> Option:
+    node: Any = field.type
+    optional = False
+    if isinstance(node, mi.Metadata):
+        node = node.type
+    if isinstance(node, mi.UnionType):
+        optional = any(isinstance(member, mi.NoneType) for member in node.types)
+        node = next(member for member in node.types if not isinstance(member, mi.NoneType))
+        if isinstance(node, mi.Metadata):
+            node = node.type
+    item: Any = None
+    if isinstance(node, mi.ListType | mi.VarTupleType):
+        item = node.item_type
+        if isinstance(item, mi.Metadata):
+            item = item.type
+    bounds: Any = item if item is not None else node
+    low, above = getattr(bounds, "ge", None), getattr(bounds, "gt", None)
+    high, below = getattr(bounds, "le", None), getattr(bounds, "lt", None)
+    default = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    extra: Mapping[str, Any] = meta.extra or {}
+    return Option(
+        name=field.name,
+        kind=_kind(node),
+        item_kind=_kind(item) if item is not None else None,
+        default=None if default is msgspec.NODEFAULT else default,
+        required=field.required,
+        optional=optional,
+        choices=tuple(_choices(node)),
+        minimum=low
+        if low is not None
+        else (above if above is not None else meta.ge if meta.ge is not None else meta.gt),
+        maximum=high
+        if high is not None
+        else (below if below is not None else meta.le if meta.le is not None else meta.lt),
+        exclusive_minimum=above is not None or meta.gt is not None,
+        exclusive_maximum=below is not None or meta.lt is not None,
+        min_items=getattr(node, "min_length", None) or 0 if item is not None else 0,
+        max_items=getattr(node, "max_length", None) if item is not None else None,
+        help=meta.description or "",
+        group=str(extra.get("group", "")),
+        aliases=tuple(extra.get("aliases", ())),
+    )
+
+
+def _choices(node: Any) -> Iterable[str | int]:
+    if not isinstance(node, mi.LiteralType):
+        return ()
+    return [value for value in node.values if isinstance(value, str | int)]
+
+
+def _kind(node: Any) -> Any:
+    if isinstance(node, mi.LiteralType):
+        return "int" if all(isinstance(value, int) for value in node.values) else "str"
+    kinds: dict[type, str] = {
+        mi.BoolType: "bool",
+        mi.IntType: "int",
+        mi.FloatType: "float",
+        mi.StrType: "str",
+        mi.ListType: "list",
+        mi.VarTupleType: "list",
+    }
+    return kinds.get(type(node), "str")
+
+
+def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], str]) -> S:
+    """Build the schema's object from untyped values, or say in one line what is wrong.
+
+    Args:
+        schema: the Struct or dataclass to build.
+        values: name to value, as a recipe holds them; a scalar stands for a list of one.
+        where: turns an option's name into what the person wrote (``--batch-size``, ``recipe.toml: train.batch_size``).
+
+    Raises:
+        RequestError: an unknown name, a wrong type, or a value out of range.
+    """
+    options = {option.name: option for option in describe(schema)}
+    complete: dict[str, Any] = {}
+    for name, value in values.items():
+        option = options.get(name)
+        if option is None:
+            raise RequestError(f"{where(name)} is not known{nearest(name, options)}")
+        complete[name] = _coerce(option, value, where(name))
+    for option in options.values():
+        if option.required and option.name not in complete:
+            raise RequestError(f"{where(option.name)} is missing: {option.help or 'it has no default'}")
+    types = get_type_hints(schema, include_extras=True)
+    for name, value in complete.items():
+        try:
+            complete[name] = msgspec.convert(value, types[name])
+        except msgspec.ValidationError:
+            raise _refused(options[name], values[name], where(name)) from None
+    return schema(**complete)
+
+
+def _refused(option: Option, value: Any, where: str) -> RequestError:
+    guess = nearest(value, map(str, option.choices)) if isinstance(value, str) else ""
+    return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
+
+
+def _coerce(option: Option, value: Any, where: str) -> Any:
+    """Accept what a person may write for the option: text from a flag, a scalar for a list, an int for a float."""
+    if option.optional and (value is None or (value == NONE and option.default is not None)):
+        return None
+    try:
+        if option.kind != "list":
+            return _coerce_scalar(option.kind, value)
+        kind = option.item_kind or "str"
+        return [_coerce_scalar(kind, item) for item in _items(value)]
+    except ValueError:
+        raise _refused(option, value, where) from None
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """Return a list's items from a list, from one item, or from text: ``1,2``, ``[1, 2]`` or JSON."""
+    if isinstance(value, list | tuple):
+        return value
+    if not isinstance(value, str):
+        return [value]
+    if value.startswith('["'):
+        items = msgspec.json.decode(value)
+        return items if isinstance(items, list) else [items]
+    return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+
+
+def _coerce_scalar(kind: str, value: Any) -> Any:
+    """Return the value as the kind has it; ``ValueError`` if it cannot be."""
+    if kind == "str":
+        if not isinstance(value, str):
+            raise ValueError(value)
+        return value
+    if isinstance(value, str):
+        parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _boolean}
+        value = parsers[kind](value)
+    if kind == "int" and isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ValueError(value)
+    if isinstance(value, bool) != (kind == "bool"):
+        raise ValueError(value)
+    if kind == "float" and isinstance(value, int | float):
+        value = float(value)
+        if not math.isfinite(value):
+            raise ValueError(value)
+    return value
+
+
+def _boolean(text: str) -> bool:
+    words = {
+        "true": True,
+        "yes": True,
+        "1": True,
+        "on": True,
+        "false": False,
+        "no": False,
+        "0": False,
+        "off": False,
+    }
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]
+
+
+def to_flags(options: Any) -> list[str]:
+    """Return the flags that say how an options object differs from its defaults."""
+    words: list[str] = []
+    for option in describe(type(options)):
+        value = getattr(options, option.name)
+        if value == option.default and not option.required:
+            continue
+        if isinstance(value, bool):
+            words.append(option.flag if value else "--no-" + option.flag[2:])
+            continue
+        text = _text(value)
+        words += [f"{option.flag}={text}"] if text.startswith("--") else [option.flag, text]
+    return words
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return NONE
+    if isinstance(value, list | tuple):
+        if any(isinstance(item, str) and (not item or set(item) & set(',[]() "')) for item in value):
+            return msgspec.json.encode(value).decode()
+        return ",".join(_text(item) for item in value)
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, Any], list[str]]:
+    """Read ``--flag value``, ``--flag=value``, ``--switch`` and ``--no-switch``.
+
+    Returns:
+        The values as text (booleans for switches) by option name, and the words that no option claims.
+
+    Raises:
+        RequestError: a flag without its value, or a ``--no-switch`` with one.
+    """
+    names: dict[str, Option] = {}
+    for option in options:
+        for flag in (option.flag, *option.aliases):
+            names[flag] = option
+            if option.kind == "bool":
+                names["--no-" + flag[2:]] = option
+    values: dict[str, Any] = {}
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, attached = word.partition("=")
+        found = names.get(flag)
+        if found is None:
+            rest.append(word)
+        elif found.kind == "bool":
+            positive = flag in (found.flag, *found.aliases)
+            if equals and not positive:
+                raise RequestError(f"{flag} takes no value; write {flag} or {found.flag}")
+            values[found.name] = attached if equals else positive
+        elif equals:
+            values[found.name] = attached
+        elif queue and (not queue[0].startswith("--") or len(queue[0]) == 2):
+            values[found.name] = queue.pop(0)
+        else:
+            raise RequestError(f"{flag} needs a value: {found.allowed}")
+    return values, rest

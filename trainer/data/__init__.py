@@ -1,0 +1,1 @@
+"""Which rank sees which batch, and how batches are read."""

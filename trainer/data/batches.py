@@ -1,0 +1,408 @@
+"""Which rank sees which samples: the order of an epoch, its shares, its updates, and resuming in the middle.
+
+The order is a function of seed and epoch, alike on all ranks. A micro-step takes the next ``sum(batch_sizes)``
+samples of it and each rank its slice of those; where the batch sizes are equal, rank r reads batches r, r + W,
+r + 2W, ... The position is the number of samples that all ranks together have consumed, so that it means the same
+on another world size. No sample is dropped or repeated: the last slices run short, and a rank left without any gets
+a dummy batch that counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import RequestError
+from trainer.data.dataset import SizedDataset
+from trainer.data.loader import BatchLoader, Collate, MicroBatch, mix_seed
+
+T = TypeVar("T")
+
+POOL_BATCHES = 1000
+"""Batches whose samples are sorted by length together; as PyText's pooling batcher."""
+
+
+class CountingIterator(Generic[T]):
+    """Iterates and knows how far it is."""
+
+    def __init__(self, source: Iterable[T], *, start: int = 0, total: int | None = None) -> None:
+        """Count from ``start`` to ``total``, by default ``start + len(source)``; what a longer source has is left."""
+        self._source = iter(source)
+        self.n = start
+        """Items taken, including the ``start`` ones before this iterator."""
+        self.total = start + len(source) if total is None else total  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if not self.has_next():
+            raise StopIteration
+        try:
+            item = next(self._source)
+        except StopIteration:
+            raise IndexError(f"the source ended after {self.n} of {self.total} items") from None
+        self.n += 1
+        return item
+
+    def has_next(self) -> bool:
+        """Return whether there is another item."""
+        return self.n < self.total
+
+    def skip(self, count: int) -> None:
+        """Pass over the next items."""
+        for _ in islice(self, count):
+            pass
+
+    def take(self, total: int) -> None:
+        """End after ``total`` items at the latest."""
+        self.total = min(self.total, total)
+
+
+class ShardedIterator(CountingIterator[T]):
+    """Every ``shards``-th item from ``shard`` on; all shards are equally long, the missing items are ``fill``."""
+
+    def __init__(self, items: Sequence[T], shards: int, shard: int, *, fill: T) -> None:
+        if not 0 <= shard < shards:
+            raise ValueError(f"the shard must be from 0 to {shards - 1}, not {shard}")
+        length = -(-len(items) // shards)
+        super().__init__(
+            (items[i] if i < len(items) else fill for i in range(shard, length * shards, shards)), total=length
+        )
+
+
+class GroupedIterator(CountingIterator[list[T]]):
+    """Lists of ``size`` items; the last one is shorter, or left out with ``skip_remainder``."""
+
+    def __init__(self, items: Sequence[T], size: int, *, skip_remainder: bool = False) -> None:
+        length = len(items) // size if skip_remainder else -(-len(items) // size)
+        super().__init__((list(items[i * size : (i + 1) * size]) for i in range(length)), total=length)
+
+
+def rank_batch_sizes(batch_size: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Return the batch size of each rank from ``--batch-size``: one value for all, or one value per rank."""
+    if len(batch_size) == 1:
+        return tuple(batch_size) * world_size
+    if len(batch_size) != world_size:
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        raise RequestError(
+            f"--batch-size has {len(batch_size)} values, but there are {ranks}; give one, or one per rank"
+        )
+    return tuple(batch_size)
+
+
+def epoch_order(
+    samples: int, *, seed: int, shuffle: bool, lengths: Tensor | None = None, chunk: int = 0
+) -> Tensor | range:
+    """Return the order in which an epoch reads the samples, ``[samples]``.
+
+    With lengths, samples of alike length come in chunks: the shuffled samples are sorted within pools of
+    ``POOL_BATCHES`` chunks, and the chunks are shuffled. The incomplete chunk stays last, so that the others stay
+    aligned with the batches.
+
+    Args:
+        samples: size of the dataset.
+        seed: seed of this epoch.
+        shuffle: False gives the order of the dataset.
+        lengths: length of each sample, ``[samples]``.
+        chunk: samples per chunk; 0 shuffles without regard to lengths.
+    """
+    if not shuffle:
+        return range(samples)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(samples, generator=generator)
+    if lengths is None or not chunk:
+        return order
+    pools = [pool[torch.argsort(lengths[pool], stable=True)] for pool in torch.split(order, POOL_BATCHES * chunk)]
+    order = torch.cat(pools)
+    whole = samples // chunk
+    chunks = order[: whole * chunk].view(whole, chunk)
+    return torch.cat([chunks[torch.randperm(whole, generator=generator)].flatten(), order[whole * chunk :]])
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the ranks divide the samples of one micro-step."""
+
+    batch_sizes: tuple[int, ...]
+    """Samples per micro-step of each rank."""
+    rank: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < len(self.batch_sizes), f"rank {self.rank} of {len(self.batch_sizes)}"
+        assert min(self.batch_sizes) >= 1, "a batch has at least one sample"
+
+    @property
+    def total(self) -> int:
+        """Samples of all ranks in one micro-step."""
+        return sum(self.batch_sizes)
+
+    @property
+    def needed(self) -> int:
+        """Samples from which on the last rank gets one too."""
+        return self.total - self.batch_sizes[-1] + 1
+
+    def starts(self, consumed: int, samples: int) -> range:
+        """Return where in the order each of the remaining micro-steps starts."""
+        return range(consumed, samples, self.total)
+
+    def bounds(self, samples: int) -> Callable[[int], tuple[int, int]]:
+        """Return a function from a micro-step's start to the ends of this rank's slice of the order."""
+        before, size = sum(self.batch_sizes[: self.rank]), self.batch_sizes[self.rank]
+
+        def slice_of(start: int) -> tuple[int, int]:
+            low = min(start + before, samples)
+            return low, min(low + size, samples)
+
+        return slice_of
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the training is in its data; means the same on every world size."""
+
+    epoch: int
+    """From 1."""
+    consumed: int
+    """Samples of the epoch that all ranks together have read."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The micro-steps of one optimizer step; iterating it reads this rank's batches one by one, once."""
+
+    micro_steps: int
+    """The same on all ranks; fewer than the update frequency only at the end of an epoch."""
+    global_samples: int
+    """Samples of all ranks in all micro-steps."""
+    consumed: int
+    """The position in the epoch once this update has been read."""
+    batches: Iterator[MicroBatch]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self.batches
+
+
+class EpochBatches:
+    """The training batches of one rank, epoch after epoch, with a position that survives a restart."""
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        *,
+        collate: Collate,
+        batch_sizes: Sequence[int],
+        rank: int,
+        seed: int,
+        shuffle: bool,
+        num_workers: int = 0,
+        lengths: Sequence[int] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        """Stand at the start of epoch 1.
+
+        Args:
+            dataset: samples by index, alike on all ranks.
+            collate: turns a list of samples into a batch.
+            batch_sizes: samples per micro-step of each rank; as many as there are ranks.
+            rank: this rank.
+            seed: epoch e is shuffled with seed + e, alike on all ranks.
+            shuffle: False reads in the order of the dataset.
+            num_workers: reading processes of this rank; 0 reads in the rank itself.
+            lengths: length of each sample, to put samples of alike length into a batch.
+            pin_memory: put batches into page-locked memory.
+
+        Raises:
+            RequestError: too few samples to give every rank a batch, or not one length per sample.
+        """
+        self._samples = len(dataset)
+        self._shares = Shares(tuple(batch_sizes), rank)
+        self._check_size()
+        self._lengths = None if lengths is None else _checked_lengths(lengths, self._samples)
+        # With equal sizes a chunk is one rank's batch, which makes the order of W ranks with batch B the order of
+        # one rank with batch B and W micro-steps. Unequal batches fit into a chunk only all together.
+        equal = len(set(batch_sizes)) == 1
+        chunk = 0 if lengths is None else batch_sizes[0] if equal else self._shares.total
+        self._own_plan = _OrderPlan(seed=seed, shuffle=shuffle, chunk=chunk)
+        self._plan = self._own_plan
+        self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
+        self._position = Position(1, 0)
+
+    def _check_size(self) -> None:
+        world_size = len(self._shares.batch_sizes)
+        if self._samples == 0:
+            raise RequestError("the training data is empty")
+        if self._samples < self._shares.needed:
+            sizes = sorted(set(self._shares.batch_sizes))
+            raise RequestError(
+                f"the training data has {self._samples} samples, but {world_size} ranks with a batch size of "
+                f"{' or '.join(map(str, sizes))} need at least {self._shares.needed}, or some rank never gets a batch: "
+                "use fewer ranks or a smaller --batch-size"
+            )
+
+    @property
+    def position(self) -> Position:
+        """The position after the last update that was read to its end."""
+        return self._position
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position and what fixes the order of the epoch; the end of an epoch is the start of the next."""
+        ended = self._position.consumed >= self._samples
+        plan = self._own_plan if ended else self._plan
+        return {
+            "epoch": self._position.epoch + ended,
+            "consumed": 0 if ended else self._position.consumed,
+            "samples": self._samples,
+            "seed": plan.seed,
+            "shuffle": int(plan.shuffle),
+            "chunk": plan.chunk,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where another run was, on whatever world size and batch sizes that one had.
+
+        Within a begun epoch its own seed, shuffling and chunks go on, because only its own order tells which samples
+        remain; the next epoch uses this run's.
+
+        Raises:
+            RequestError: the state belongs to other data.
+        """
+        self.require_fit(state)
+        epoch, consumed = state["epoch"], state["consumed"]
+        if consumed >= state["samples"]:
+            epoch, consumed = epoch + 1, 0
+        self._position = Position(epoch, consumed)
+        self._plan = _plan_of(state) if consumed else self._own_plan
+
+    def require_fit(self, state: Mapping[str, int]) -> None:
+        """Refuse a position that means nothing in this data.
+
+        Raises:
+            RequestError: the state belongs to other data.
+        """
+        epoch, consumed = state["epoch"], state["consumed"]
+        if consumed and state["samples"] != self._samples:
+            raise RequestError(
+                f"the checkpoint is at sample {consumed} of {state['samples']} of epoch {epoch}, but the training data "
+                f"has {self._samples} samples now; resume with the same data"
+            )
+        plan = _plan_of(state)
+        if consumed and plan.shuffle and plan.chunk and self._lengths is None:
+            raise RequestError(
+                f"the checkpoint is inside epoch {epoch}, whose batches are grouped by length, but the task gives no "
+                "lengths now; resume with the same task"
+            )
+
+    def next_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self._position = Position(self._position.epoch + 1, 0)
+        self._plan = self._own_plan
+
+    def updates_left(self, update_freq: int) -> int:
+        """Return how many updates the rest of the epoch has."""
+        return -(-len(self._shares.starts(self._position.consumed, self._samples)) // update_freq)
+
+    def updates(self, update_freq: int) -> Iterator[Update]:
+        """Yield the updates of the rest of the epoch; each is to be read to its end before the next.
+
+        Args:
+            update_freq: micro-steps per update.
+        """
+        samples, shares = self._samples, self._shares
+        epoch, begin = self._position.epoch, self._position.consumed
+        plan = self._plan
+        order = epoch_order(
+            samples, seed=plan.seed + epoch, shuffle=plan.shuffle, lengths=self._lengths, chunk=plan.chunk
+        )
+        starts = shares.starts(begin, samples)
+        read = self._reader.read(order, starts, shares.bounds(samples), seed=mix_seed(plan.seed, epoch))
+        for group in GroupedIterator(starts, update_freq):
+            end = min(group[-1] + shares.total, samples)
+            yield Update(len(group), end - group[0], end, self._micro_batches(read, len(group), Position(epoch, end)))
+            assert self._position == Position(epoch, end), "the previous update was not read to its end"
+
+    def _micro_batches(self, read: Iterator[MicroBatch], count: int, after: Position) -> Iterator[MicroBatch]:
+        for left in range(count - 1, -1, -1):
+            micro_batch = next(read)
+            if not left:
+                self._position = after
+            yield micro_batch
+
+    def close(self) -> None:
+        """End the reading processes."""
+        self._reader.close()
+
+
+class EvalBatches:
+    """The batches of one rank over a whole split, every sample once; can be iterated again for each evaluation.
+
+    All ranks take the same number of micro-steps, so that collectives within them match; a rank without samples gets
+    dummies. With lengths, samples are read by length, which wastes least on padding; a sum over the split does not
+    depend on the order.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        *,
+        collate: Collate,
+        batch_sizes: Sequence[int],
+        rank: int,
+        split: str = "valid",
+        num_workers: int = 0,
+        lengths: Sequence[int] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        """Prepare to read; see ``EpochBatches`` for the arguments.
+
+        Raises:
+            RequestError: the split is empty, or has not one length per sample.
+        """
+        self.samples = len(dataset)
+        """Samples of the split, over all ranks."""
+        if not self.samples:
+            raise RequestError(f"the {split} data is empty")
+        self._shares = Shares(tuple(batch_sizes), rank)
+        self._order: Tensor | range = range(self.samples)
+        if lengths is not None:
+            self._order = torch.argsort(_checked_lengths(lengths, self.samples), stable=True)
+        self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
+
+    def __len__(self) -> int:
+        """Micro-steps, the same on all ranks."""
+        return len(self._shares.starts(0, self.samples))
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        starts, bounds = self._shares.starts(0, self.samples), self._shares.bounds(self.samples)
+        return self._reader.read(self._order, starts, bounds, seed=0)
+
+    def close(self) -> None:
+        """End the reading processes."""
+        self._reader.close()
+
+
+def _checked_lengths(lengths: Sequence[int], samples: int) -> Tensor:
+    if len(lengths) != samples:
+        raise RequestError(f"the task gives {len(lengths)} lengths for {samples} samples; it must give one each")
+    return torch.as_tensor(lengths)
+
+
+@dataclass(frozen=True)
+class _OrderPlan:
+    """What fixes the order of an epoch, besides its number and the data."""
+
+    seed: int
+    shuffle: bool
+    chunk: int
+
+
+def _plan_of(state: Mapping[str, int]) -> _OrderPlan:
+    return _OrderPlan(seed=state["seed"], shuffle=bool(state["shuffle"]), chunk=state["chunk"])

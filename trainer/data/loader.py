@@ -1,0 +1,205 @@
+"""Reads batches of a dataset, in the rank itself or ahead of it in worker processes that end with the rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from trainer.contract.errors import RequestError, TrainingError
+from trainer.data.dataset import SizedDataset
+from trainer.host import process_guard
+
+Collate = Callable[[list[Any]], Any]
+Bounds = Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one rank reads in one micro-step."""
+
+    batch: Any
+    """The collated samples; of a dummy, the collated first sample of the dataset."""
+    samples: int
+    """How many samples the batch has; 0 marks a dummy, whose loss counts zero."""
+
+
+def mix_seed(*numbers: int) -> int:
+    """Mix small numbers into a seed, so that neighbours have nothing in common (the finalizer of splitmix64)."""
+    seed = 0
+    for number in numbers:
+        seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        seed ^= seed >> 31
+    return seed
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One batch to read, as a worker gets it."""
+
+    indices: list[int]
+    seed: int
+    """Of the random numbers that reading this batch may draw, whichever worker reads it."""
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """An error for a person, carried from a worker to its rank without the loader's traceback around it."""
+
+    error: RequestError | TrainingError
+
+
+class _Fetch:
+    """Reads and collates a batch."""
+
+    def __init__(self, dataset: SizedDataset, collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._getitems: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+
+    def __call__(self, indices: list[int]) -> Any:
+        if self._getitems is not None:
+            return self._collate(self._getitems(indices))
+        dataset = self._dataset
+        return self._collate([dataset[index] for index in indices])
+
+    def __getitem__(self, request: _Request) -> Any:
+        """Read in a worker. Seeding each batch makes its random numbers independent of workers and of resuming."""
+        random.seed(request.seed)
+        torch.manual_seed(request.seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(request.seed & 0xFFFFFFFF)
+        try:
+            return self(request.indices)
+        except (RequestError, TrainingError) as error:
+            return _Refused(error)
+
+
+class _Requests(Sampler[_Request]):
+    """The batches that the workers are to read next; replaced at each epoch, while the workers live on."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[_Request] = ()
+
+    def __iter__(self) -> Iterator[_Request]:
+        return iter(self.requests)
+
+
+class BatchLoader:
+    """Reads slices of an order: in this process, or ahead of it in worker processes that live across epochs."""
+
+    def __init__(self, dataset: SizedDataset, collate: Collate, *, num_workers: int, pin_memory: bool) -> None:
+        """Start nothing yet; workers are forked by the first ``read``.
+
+        Args:
+            dataset: samples by index.
+            collate: turns a list of samples into a batch.
+            num_workers: reading processes; 0 reads in this one.
+            pin_memory: put batches into page-locked memory.
+        """
+        self._fetch = _Fetch(dataset, collate)
+        self._pin = pinned if pin_memory else None
+        self._requests = _Requests()
+        self._ahead: Iterator[Any] = iter(())
+        self._loader: DataLoader[Any] | None = None
+        if num_workers:
+            self._loader = DataLoader(
+                self._fetch,  # type: ignore[arg-type]  # map-style over requests, which fetches and collates
+                batch_size=None,
+                sampler=self._requests,
+                num_workers=num_workers,
+                collate_fn=_as_it_is,
+                pin_memory=pin_memory,
+                worker_init_fn=partial(_start_worker, os.getpid()),
+                # Without one of its own the loader draws from the generator that dropout uses.
+                generator=torch.Generator(),
+                # A task of the user's own need not be picklable.
+                multiprocessing_context="fork",
+                persistent_workers=True,
+            )
+
+    def read(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds, *, seed: int) -> Iterator[MicroBatch]:
+        """Yield a micro-batch per start, a dummy where the slice is empty; ends what was being read before.
+
+        Args:
+            order: indices into the dataset.
+            starts: where in the order the micro-steps start.
+            bounds: gives the ends of this rank's slice of the order, from a start.
+            seed: of the random numbers that workers draw.
+        """
+        if self._loader is None:
+            return self._read_here(order, starts, bounds)
+        self._requests.requests = (
+            _Request(_indices(order, low, high), mix_seed(seed, low)) for low, high in map(bounds, starts) if low < high
+        )
+        self._ahead = iter(self._loader)
+        return self._read_ahead(starts, bounds)
+
+    def _read_here(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:
+        fetch, pin = self._fetch, self._pin
+        for start in starts:
+            low, high = bounds(start)
+            if low < high:
+                batch = fetch(_indices(order, low, high))
+                yield MicroBatch(batch if pin is None else pin(batch), high - low)
+            else:
+                yield self._dummy()
+
+    def _read_ahead(self, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:
+        for start in starts:
+            low, high = bounds(start)
+            if low < high:
+                batch = next(self._ahead)
+                if isinstance(batch, _Refused):
+                    raise batch.error
+                yield MicroBatch(batch, high - low)
+            else:
+                yield self._dummy()
+
+    def _dummy(self) -> MicroBatch:
+        return MicroBatch(self._fetch([0]), 0)
+
+    def close(self) -> None:
+        """End the workers; they end when the loader and its iterator are let go."""
+        self._loader = None
+        self._ahead = iter(())
+
+
+def _indices(order: Tensor | range, low: int, high: int) -> list[int]:
+    part = order[low:high]
+    return part.tolist() if isinstance(part, Tensor) else list(part)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def pinned(batch: Any) -> Any:
+    """Copy the tensors of a batch to page-locked memory."""
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    if isinstance(batch, dict):
+        return {key: pinned(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(pinned, batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map(pinned, batch))
+    return batch
+
+
+def _start_worker(rank_pid: int, worker: int) -> None:
+    """Make a worker end with its rank, however that ends, and leave signals to the rank."""
+    process_guard.die_with_parent_process()
+    if os.getppid() != rank_pid:  # The rank ended before the request above.
+        os._exit(1)
+    process_guard.set_signals()

@@ -1,0 +1,258 @@
+"""Rank and world size of this process, and the collectives that the trainer uses, on CPUs and GPUs alike.
+
+Every function also works in a process that is alone, without a group: the world then has one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.contract.errors import TrainingError
+from trainer.distributed.encoding import decode, encode
+
+Op = Literal["sum", "max", "min"]
+Number = TypeVar("Number", Tensor, float, int)
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_exchanges = 0
+"""How many gatherings of data this process has begun in its group; equal on all ranks that are in step."""
+
+
+def count_anew() -> None:
+    """Count exchanges from none: a group has just been joined."""
+    global _exchanges
+    _exchanges = 0
+
+
+# ---------------------------------------------------------------------------------------------------------- queries
+
+
+def get_rank() -> int:
+    """Return this process's rank; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Return how many ranks there are; 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_master() -> bool:
+    """Whether this is the rank that speaks, validates and saves for all: rank 0."""
+    return get_rank() == 0
+
+
+def get_default_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None where there is only one."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+# ------------------------------------------------------------------------------------------------------ collectives
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """Return the tensor where the backend can take it; nccl takes tensors of the GPU only."""
+    if dist.get_backend() == "nccl":
+        return tensor.to(torch.device("cuda", torch.cuda.current_device())).contiguous()
+    return tensor.contiguous()
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    """Return a number as a tensor without the rounding to torch's default float32."""
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce(tensor: Tensor, op: Op = "sum") -> Tensor:
+    """Reduce the tensor over all ranks, in place, and return it."""
+    if get_world_size() > 1:
+        wire = _wire(tensor.detach())
+        dist.all_reduce(wire, _OPS[op])
+        if wire.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(wire)
+    return tensor
+
+
+def sum_later(value: Tensor | float, device: torch.device) -> Callable[[], float]:
+    """Begin to sum a number over all ranks; the result of a call is the sum, waited for only then.
+
+    Args:
+        value: a number or a tensor of one element.
+        device: where the sum is kept meanwhile.
+    """
+    total = _as_tensor(value).to(device, torch.float64).reshape(1).clone()
+    if get_world_size() == 1:
+        return lambda: float(total)
+    wire = _wire(total)
+    work = dist.all_reduce(wire, async_op=True)
+
+    def result() -> float:
+        assert work is not None
+        work.wait()
+        return float(wire)
+
+    return result
+
+
+def max_later(values: Sequence[int]) -> Callable[[], list[int]]:
+    """Begin to take the maximum of each number over all ranks; the result of a call is waited for only then.
+
+    On a GPU the result waits for what was queued before this call, not for what has been queued since.
+    """
+    if get_world_size() == 1:
+        return lambda: [int(value) for value in values]
+    wire = _wire(torch.tensor([int(value) for value in values], dtype=torch.int64))
+    work = dist.all_reduce(wire, dist.ReduceOp.MAX, async_op=True)
+    assert work is not None
+    if wire.device.type == "cpu":
+
+        def reduced() -> list[int]:
+            work.wait()
+            return list(wire.tolist())
+
+        return reduced
+    work.wait()  # by the GPU's queue, not by this thread
+    host = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=True)
+    host.copy_(wire, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def fetched() -> list[int]:
+        copied.synchronize()
+        return list(host.tolist())
+
+    return fetched
+
+
+def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = None) -> dict[str, Number]:
+    """Sum numbers and tensors by name over all ranks, in float64; the order of keys is kept.
+
+    A number comes back as a float, a tensor as a float64 tensor of its shape on its device.
+
+    Args:
+        data: equal names and shapes on every rank, in any order.
+        device: where to reduce; default: where the backend needs it.
+
+    Raises:
+        TrainingError: the names or shapes differ between ranks.
+    """
+    names = sorted(data)
+    values: list[Tensor] = [_as_tensor(data[name]) for name in names]
+    where = device or torch.device("cpu")
+    sizes = [value.numel() for value in values]
+    _require_same_shapes({name: tuple(value.shape) for name, value in zip(names, values, strict=True)}, where)
+    flat = torch.cat([torch.empty(0, dtype=torch.float64), *(value.cpu().double().reshape(-1) for value in values)])
+    parts = torch.split_with_sizes(all_reduce(flat.to(where)), sizes) if sizes else ()
+    sums: dict[str, Any] = {}
+    for name, value, part in zip(names, values, parts, strict=True):
+        summed = part.reshape(value.shape)
+        sums[name] = summed.to(value.device) if isinstance(data[name], Tensor) else float(summed)
+    return {name: sums[name] for name in data}
+
+
+def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+    """Compare a checksum over the ranks: a collective over unlike sizes would fail in words that help nobody."""
+    own = zlib.crc32(repr(shapes).encode())
+    extremes = all_reduce(torch.tensor([own, -own], dtype=torch.int64, device=device), "max").tolist()
+    if extremes != [own, -own]:
+        raise TrainingError(f"ranks reduce unlike values: rank {get_rank()} has {', '.join(shapes) or 'none'}")
+
+
+def all_gather_list(data: Any) -> list[Any]:
+    """Return every rank's data, in rank order, of any size: first the sizes are exchanged, then the bytes.
+
+    Args:
+        data: None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
+            the CPU. Every rank holds world size times the largest rank's bytes while it gathers.
+
+    Raises:
+        TypeError: the data holds something else.
+        TrainingError: the ranks are not at the same exchange.
+    """
+    global _exchanges
+    # Counted before anything can fail, so that a rank whose data was refused is told apart at the next exchange.
+    _exchanges += 1
+    mine = encode(data)
+    if get_world_size() == 1:
+        return [decode(mine)]
+    sizes = _exchange_sizes(mine.numel())
+    sent = torch.zeros(max(sizes), dtype=torch.uint8)
+    sent[: mine.numel()] = mine
+    sent = _wire(sent)
+    received = [torch.empty_like(sent) for _ in sizes]
+    dist.all_gather(received, sent)
+    return [decode(part[:size]) for part, size in zip(received, sizes, strict=True)]
+
+
+def _exchange_sizes(size: int) -> list[int]:
+    """Return how many bytes each rank is about to send; ranks at different exchanges are told apart here."""
+    mine = _wire(torch.tensor([_exchanges, size], dtype=torch.int64))
+    told = [torch.empty_like(mine) for _ in range(get_world_size())]
+    dist.all_gather(told, mine)
+    pairs = torch.stack(told).tolist()
+    counts = [count for count, _ in pairs]
+    if len(set(counts)) > 1:
+        usual = statistics.mode(counts)
+        others = [f"rank {rank} at {count}" for rank, count in enumerate(counts) if count != usual]
+        raise TrainingError(f"ranks have fallen out of step: exchange {usual} meets {', '.join(others)}")
+    return [size for _, size in pairs]
+
+
+def broadcast_object(data: Any, source: int = 0) -> Any:
+    """Return the source's data on every rank; what the others pass is ignored. Same kinds as ``all_gather_list``."""
+    if get_world_size() == 1:
+        return decode(encode(data))
+    sends = get_rank() == source
+    mine = encode(data) if sends else torch.empty(0, dtype=torch.uint8)
+    size = _wire(torch.tensor([mine.numel()], dtype=torch.int64))
+    dist.broadcast(size, source)
+    wire = _wire(mine if sends else torch.empty(int(size), dtype=torch.uint8))
+    dist.broadcast(wire, source)
+    return decode(wire)
+
+
+def check_same(name: str, value: Any, *, tolerance: float = 0.0) -> None:
+    """Require that a value is the same on all ranks.
+
+    Args:
+        name: what it is, for the message.
+        value: plain data; NaN equals NaN.
+        tolerance: allowed difference of a number, relative to the median over the ranks.
+
+    Raises:
+        TrainingError: it is not; the message names the ranks that differ from most.
+    """
+    values = all_gather_list(value)
+    if tolerance:
+        finite = [entry for entry in values if math.isfinite(entry)]
+        middle = statistics.median_low(finite or values)
+        usual = repr(middle)
+        odd = [rank for rank, entry in enumerate(values) if not _close(entry, middle, tolerance)]
+    else:
+        # As text: NaN is then equal to itself.
+        shown = [repr(entry) for entry in values]
+        usual = statistics.mode(shown)
+        odd = [rank for rank, entry in enumerate(shown) if entry != usual]
+    if odd:
+        told = ", ".join(f"{values[rank]!r} on rank {rank}" for rank in odd[:8])
+        raise TrainingError(f"{name} differs between ranks: {usual} on most, {told}")
+
+
+def _close(left: float, right: float, tolerance: float) -> bool:
+    if math.isfinite(left) and math.isfinite(right):
+        return abs(left - right) <= tolerance * abs(right)
+    return left == right or (math.isnan(left) and math.isnan(right))

@@ -1,0 +1,132 @@
+"""Encodes plain data and tensors as bytes for collectives, and back.
+
+No pickle: decoding bytes of a foreign process builds values and never runs code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import TrainingError
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+}
+"""What a tensor may hold, by the name it has on the wire."""
+
+ALIGNMENT = 16
+"""Every tensor starts at a multiple of this, so that its bytes can be read in place; the largest item has 16."""
+
+_SIZE_BYTES = 8
+_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
+_INT64 = range(-(2**63), 2**63)
+
+
+def encode(data: Any) -> Tensor:
+    """Return the data as ``[bytes]`` of uint8 on the CPU.
+
+    The layout is the size of the tree (8 bytes, little-endian), the tree in MessagePack, then each tensor's raw
+    bytes. The tree holds scalars as they are, a container as a list that begins with its kind, and a tensor as dtype,
+    shape and offset.
+
+    Raises:
+        TypeError: the data holds something other than None, numbers, strings, bytes, lists, tuples, sets, dicts and
+            dense tensors.
+    """
+    tensors: list[Tensor] = []
+    tree = msgspec.msgpack.encode(_to_tree(data, tensors, [0]))
+    head = len(tree).to_bytes(_SIZE_BYTES, "little") + tree
+    pieces = [torch.frombuffer(bytearray(head + bytes(-len(head) % ALIGNMENT)), dtype=torch.uint8)]
+    for tensor in tensors:
+        pieces.append(tensor)
+        if padding := -tensor.numel() % ALIGNMENT:
+            pieces.append(torch.zeros(padding, dtype=torch.uint8))
+    return torch.cat(pieces)
+
+
+def decode(data: Tensor) -> Any:
+    """Return what ``encode`` was given; its tensors are on the CPU and share no memory with ``data``.
+
+    Args:
+        data: ``[bytes]`` of uint8, on any device.
+
+    Raises:
+        TrainingError: these are not the bytes of ``encode``.
+    """
+    data = data.cpu()
+    size = int.from_bytes(_bytes(data[:_SIZE_BYTES]), "little")
+    begin = _SIZE_BYTES + size
+    begin += -begin % ALIGNMENT
+    try:
+        return _from_tree(msgspec.msgpack.decode(_bytes(data[_SIZE_BYTES : _SIZE_BYTES + size])), data[begin:])
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+        raise TrainingError(f"another rank's message cannot be read: {error}") from error
+
+
+def _bytes(data: Tensor) -> bytes:
+    """Return uint8 ``[n]`` as bytes, without numpy."""
+    buffer = bytearray(data.numel())
+    if buffer:
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)
+    return bytes(buffer)
+
+
+def _to_tree(data: Any, tensors: list[Tensor], end: list[int]) -> Any:
+    """Return the tree of ``data`` and append its tensors' bytes; ``end`` holds where the next one starts."""
+    kind = type(data)
+    if data is None or kind in (bool, float, str, bytes):
+        return data
+    if kind is int:
+        return data if data in _INT64 else ["i", str(data)]
+    if isinstance(data, Tensor):
+        return _to_leaf(data, tensors, end)
+    for name, container in _CONTAINERS.items():
+        if kind is container:
+            return [name, *(_to_tree(item, tensors, end) for item in data)]
+    if isinstance(data, dict):
+        pairs = (_to_tree(part, tensors, end) for pair in data.items() for part in pair)
+        return ["d", *pairs]
+    raise TypeError(f"ranks exchange plain data and tensors, not {kind.__module__}.{kind.__qualname__}")
+
+
+def _to_leaf(tensor: Tensor, tensors: list[Tensor], end: list[int]) -> list[Any]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES or tensor.layout is not torch.strided:
+        raise TypeError(f"ranks exchange dense tensors of {', '.join(DTYPES)}, not {tensor.dtype} {tensor.layout}")
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    offset = end[0]
+    tensors.append(flat)
+    end[0] += flat.numel() + -flat.numel() % ALIGNMENT
+    return ["T", name, offset, *tensor.shape]
+
+
+def _from_tree(tree: Any, data: Tensor) -> Any:
+    if not isinstance(tree, list):
+        return tree
+    kind, *rest = tree
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind]([_from_tree(item, data) for item in rest])
+    if kind == "d":
+        parts = [_from_tree(part, data) for part in rest]
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+    if kind == "i":
+        return int(rest[0])
+    if kind != "T":
+        raise ValueError(f"unknown kind {kind!r}")
+    name, offset, *shape = rest
+    dtype = DTYPES[name]
+    values = torch.empty(shape, dtype=dtype)
+    size = values.numel() * dtype.itemsize
+    if not 0 <= offset <= offset + size <= data.numel():
+        raise ValueError("a tensor reaches beyond the end")
+    values.view(-1).view(torch.uint8).copy_(data[offset : offset + size])
+    return values

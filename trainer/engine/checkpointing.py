@@ -1,0 +1,112 @@
+"""When a training's checkpoints are written and what goes into the record about them.
+
+How a file gets onto the disk whole is ``trainer.checkpoint``'s business.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer import distributed
+from trainer.checkpoint import ENTRIES, CheckpointWriter, Saved, capture_rng, kinds
+from trainer.contract import record
+from trainer.engine.worker_context import WorkerContext
+
+State = dict[str, Any]
+
+
+class Saving:
+    """The checkpoints of one training; every rank has one, rank 0 writes."""
+
+    def __init__(self, ctx: WorkerContext, *, keep_last: int) -> None:
+        self.enabled = ctx.checkpoints is not None
+        """Whether there is a folder for checkpoints."""
+        self.last_update = -1
+        """The update after which the last checkpoint was begun, or from which training was resumed."""
+        self.last_time = time.monotonic()
+        """When that was."""
+        self._ctx = ctx
+        self._begun = -1
+        """Updates done at the last save of this training."""
+        self._on_disk: Saved | None = None
+        """The newest that was written; it may be gone since."""
+        self._writer: CheckpointWriter | None = None
+        if ctx.checkpoints is not None and ctx.rank == 0:
+            self._writer = CheckpointWriter(
+                ctx.checkpoints,
+                keep_last=keep_last,
+                run_id=ctx.run_id,
+                on_saved=self._saved,
+                on_failed=self._failed,
+            )
+
+    def save(self, state: Callable[[], State], *, step: int, best: bool = False) -> None:
+        """Begin to write a checkpoint; every rank takes part, because each gives the state of its random numbers.
+
+        Args:
+            state: returns what is to be kept; asked on rank 0.
+            step: updates done.
+            best: whether the last validation was the best so far.
+        """
+        self.last_update, self.last_time = step, time.monotonic()
+        self._ctx.waits()
+        rng = distributed.all_gather_list(capture_rng())
+        if self._writer is not None:
+            self._ctx.set_state("saving")
+            self._begun = step
+            kept = {**state(), "rng": rng, "recipe": self._ctx.recipe}
+            self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best)
+            self._ctx.set_state("training")
+
+    def close(self) -> str:
+        """Wait until all that was begun is on disk; rank 0 returns in one line what is not, or an empty string."""
+        if self._writer is None:
+            return ""
+        self._ctx.set_state("saving")
+        not_saved = self._writer.close()
+        last = self._kept()
+        if self._begun >= 0 and (last is None or last.step != self._begun):
+            why = next((one.why for one in not_saved if one.step == self._begun), "its file has been deleted")
+            known = f"the last checkpoint is step {last.step}" if last is not None else "there is no checkpoint of it"
+            return f"{known}; that of step {self._begun} was not kept: {why}"
+        # The best one is wanted besides the last one.
+        lost = next((one for one in not_saved if one.best), None)
+        return f"the best checkpoint, of step {lost.step}, was not written: {lost.why}" if lost is not None else ""
+
+    def path_of(self, step: int) -> Path | None:
+        """Return the checkpoint of that update if it is the last one on disk; rank 0 only."""
+        last = self._kept()
+        return last.path if last is not None and last.step == step else None
+
+    def _kept(self) -> Saved | None:
+        """Return the newest checkpoint of this training that is still there."""
+        return self._on_disk if self._on_disk is not None and self._on_disk.path.is_file() else None
+
+    def _saved(self, saved: Saved) -> None:
+        if self._on_disk is None or saved.step >= self._on_disk.step:  # a best one may be written at the end
+            self._on_disk = saved
+        path = os.fsencode(saved.path).decode(errors="backslashreplace")  # a name need not be UTF-8, the record is
+        self._ctx.writer.write(
+            record.Checkpoint(time=time.time(), step=saved.step, path=path, bytes=saved.bytes, write_ms=saved.write_ms)
+        )
+
+    def _failed(self, step: int, why: str) -> None:
+        """A full disk costs the checkpoint, not the training; the record says so."""
+        why = why.encode(errors="backslashreplace").decode()  # it may hold the path
+        self._ctx.say(why)
+        self._ctx.writer.write(
+            record.Finding(
+                time=time.time(),
+                kind="checkpoint_lost",
+                severity="critical",
+                rank=self._ctx.rank,
+                step=step,
+                message=why,
+                advice="free space in the checkpoint folder, and leave it where it is; the training goes on and the "
+                "next checkpoint is tried",
+            )
+        )

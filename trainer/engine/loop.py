@@ -1,0 +1,457 @@
+"""The training loop: step, accumulate, validate, save, stop.
+
+`Loop.run` is the whole story; `Loop._update` is one optimizer step. What surrounds them (batches, timing, schedule,
+checkpoints, collectives) lives in modules of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import distributed
+from trainer.contract.errors import NotKeptError, RequestError, TrainingError
+from trainer.contract.options import Training, require_an_end
+from trainer.contract.outcome import SEED_ON_RESUME, stopped_where
+from trainer.data.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
+from trainer.data.loader import mix_seed
+from trainer.engine import reports
+from trainer.engine.agreement import Agreement, LoopRequests
+from trainer.engine.checkpointing import Saving
+from trainer.engine.data_sample import DataSample
+from trainer.engine.evaluation import Evaluation, evaluate
+from trainer.engine.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
+from trainer.engine.non_finite import FiniteCheck
+from trainer.engine.optimizers import Schedule, build_optimizer
+from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
+from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
+from trainer.engine.stopping import Best, end_reached
+from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.task import Task
+from trainer.telemetry.step_meter import StepMeter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOutcome:
+    """How a training ended."""
+
+    updates: int
+    epoch: int
+    reason: str
+    best: Best
+    stopped: bool = False
+    """Whether somebody ended it before it had reached an end of its own."""
+    saved: Path | None = None
+    """The checkpoint of the update at which it was stopped; rank 0 only."""
+    not_kept: str = ""
+    """What could not be saved of a training that was stopped, in one line; rank 0 only."""
+
+
+class Loop:
+    """One rank's training, from a task and options to an outcome."""
+
+    def __init__(self, task: Task, options: Training, ctx: WorkerContext) -> None:
+        """Build model, data, optimizer and schedule; every rank builds the same model.
+
+        Raises:
+            RequestError: the options do not fit the task, the data or the number of ranks.
+        """
+        require_an_end(options)
+        self.task, self.options, self.ctx = task, options, ctx
+        self.splits = task.datasets()
+        if "train" not in self.splits:
+            raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
+        self.sizes = sizes = rank_batch_sizes(options.batch_size, ctx.world_size)
+        self.train_batches = EpochBatches(
+            self.splits["train"],
+            collate=task.collate,
+            batch_sizes=sizes,
+            rank=ctx.rank,
+            seed=options.seed,
+            shuffle=options.shuffle,
+            num_workers=options.num_workers,
+            lengths=task.lengths("train"),
+            pin_memory=ctx.device.type == "cuda",
+        )
+        self.eval_batches = {
+            split: EvalBatches(
+                dataset,
+                collate=task.collate,
+                batch_sizes=(options.valid_batch_size or max(sizes),) * ctx.world_size,
+                rank=ctx.rank,
+                split=split,
+                lengths=task.lengths(split),
+                pin_memory=ctx.device.type == "cuda",
+            )
+            for split, dataset in self.splits.items()
+            if split != "train"
+        }
+        self._data = DataSample(self.splits["train"], task.collate, num_workers=options.num_workers)
+        torch.manual_seed(options.seed)  # the same initialisation on all ranks
+        model = task.model()
+        ctx.waits()  # DDP compares the models of all ranks
+        self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
+        self.accumulation = Accumulation(self.model)
+        self.raw_model = unwrap(self.model)
+        torch.manual_seed(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks and can be repeated
+        self.parameters = trainable(self.raw_model)
+        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
+        self.schedule = Schedule(options, self.optimizer)
+        self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "fp16")
+        self.autocast = autocast(options, ctx.device)
+        wire = compression(options)
+        self.meter = StepMeter(
+            self.model,
+            device=ctx.device,
+            writer=ctx.writer,
+            rank=ctx.rank,
+            detail_every=options.sync_detail_every,
+            comm_hook=wire.hook,
+            wire_ratio=wire.wire_ratio,
+        )
+        self._finite = FiniteCheck(
+            task, self.raw_model, self.meter, autocast=self.autocast, scaled=self.scaler.is_enabled()
+        )
+        self.best = Best.of(options)
+        self.updates = 0
+        self.epoch = 1
+        self._count_estimate = 1.0
+        self._progress = reports.Progress(ctx)
+        self._desync = reports.DesyncReports(ctx, self.raw_model)
+        self._saving = Saving(ctx, keep_last=options.keep_last)
+        self._validated_at = -1
+        self._start_time = time.monotonic()
+        self._stopped = self._time_is_up = False
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> TrainingOutcome:
+        """Train until an end is reached, then validate, test and save what has not been yet.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite.
+            OutOfMemoryError: memory ran out.
+            NotKeptError: all updates are made, but what was trained is not on disk.
+        """
+        reports.announce(
+            self.ctx,
+            self.options,
+            samples=len(self.splits["train"]),
+            samples_per_update=sum(self.sizes) * self._update_freq(1),
+            first_update=self.updates,
+            parameters=sum(parameter.numel() for parameter in self.parameters),
+        )
+        self.ctx.set_state("training")
+        self.model.train()
+        self.meter.start()
+        agreement = self._agreement = Agreement(
+            distributed.max_later,
+            self._requests,
+            leads=self.ctx.rank == 0,
+            first_update=self.updates,
+        )
+        if self.updates and self._due(self.options.valid_every_updates) and self._validated_at != self.updates:
+            self._validate()  # the stop came before it
+        while not (self._stopped or (reason := self._end())):
+            self.epoch = epoch = self.train_batches.position.epoch
+            if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
+                agreement.soon(self.updates)
+            for update in self.train_batches.updates(self._update_freq(epoch)):
+                self._update(update)
+                agreed = agreement.after(self.updates)
+                self._stopped, self._time_is_up = agreed.stop, agreed.end
+                if not self._stopped and self._due(self.options.valid_every_updates):
+                    self._validate()
+                if self._stopped:
+                    return self._stop()
+                if self._due(self.options.save_every_updates) or agreed.save:
+                    self._save()
+                if reason := self._end():
+                    break
+            if not self.train_batches.updates_left(1):
+                self._end_of_epoch(epoch)
+                if self._stopped:
+                    break
+                self.train_batches.next_epoch()
+        if not self._stopped:
+            agreement.close()
+            self._finish(reason)
+        if self._stopped:
+            return self._stop()
+        return TrainingOutcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
+
+    def _update(self, update: Update) -> None:
+        """One optimizer step over the update's micro-batches of all ranks.
+
+        The gradient is the exact mean over the items (samples, tokens) of the global batch: DDP averages over the W
+        ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. Where B is not
+        known beforehand, the last known B stands in and the gradients are corrected after the reduction.
+        """
+        options, meter, device = self.options, self.meter, self.ctx.device
+        self.optimizer.zero_grad(set_to_none=True)
+        per_sample = self.task.count_per_sample
+        denominator = update.global_samples * per_sample if per_sample else self._count_estimate
+        loss_sum: Tensor | float = 0.0
+        count: Tensor | int = 0
+        samples = 0
+        pending: Any = None
+        for index, micro in enumerate(update):
+            meter.lap("data")
+            batch = to_device(micro.batch, device)
+            meter.lap("h2d")
+            last = index == update.micro_steps - 1
+            try:
+                with self.accumulation(last=last):
+                    with self.autocast:
+                        local_sum, local_count, _ = self.task.loss(self.model, batch)
+                    if not micro.samples:  # a dummy keeps the ranks in step and counts for nothing
+                        local_sum, local_count = local_sum * 0.0, 0
+                    count = count + local_count
+                    if last and not per_sample:
+                        pending = distributed.sum_later(count, device)
+                    meter.lap("forward")
+                    loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
+                    scaled = local_sum * (self.ctx.world_size / denominator)
+                    self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
+                    meter.lap("backward")
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {too_much(batch, error)}") from error
+            samples += micro.samples
+        if pending is not None:
+            self._correct(pending, denominator)
+        self.scaler.unscale_(self.optimizer)
+        norm = clip(self.parameters, options.clip_norm)
+        grad_norm = self._finite.require_gradient(norm, step=self.updates + 1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.updates += 1
+        lr = self.schedule.lr
+        self.schedule.step(self.updates)
+        meter.lap("optimizer")
+        # A rank may have read samples in which nothing counts; a count on a device is not asked.
+        loss = loss_sum / count if samples and (isinstance(count, Tensor) or count) else None
+        meter.end(
+            step=self.updates,
+            epoch=self.epoch,
+            loss=loss,
+            samples=samples,
+            tokens=samples * per_sample if per_sample and per_sample > 1 else None,
+            lr=lr,
+            grad_norm=grad_norm,
+        )
+        self._desync.finish()
+        if self._due(options.desync_every):
+            self._desync.begin(step=self.updates)
+        self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
+
+    def _correct(self, pending: Any, denominator: float) -> None:
+        """Turn gradients that were divided by an estimate of the global count into the exact mean."""
+        true_count = pending()
+        if true_count <= 0:
+            raise TrainingError(f"step {self.updates + 1}: the loss of every rank counts no item")
+        if true_count != denominator:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, denominator / true_count)
+        self._count_estimate = true_count
+
+    def at_its_end(self) -> str:
+        """Say why a resumed training will make no update; empty when it will."""
+        return self._end()
+
+    @property
+    def validation_missing(self) -> bool:
+        """Whether the last update has not been validated, which every training does before it is finished."""
+        return "valid" in self.splits and self._validated_at != self.updates
+
+    def _end(self) -> str:
+        if self._time_is_up:
+            return f"stop_time {self.options.stop_time:g} minutes reached"
+        if self.options.patience and self.best.since >= self.options.patience:
+            return f"no better {self.best.metric} in {self.best.since} validations"
+        epoch = self.train_batches.position.epoch
+        return end_reached(self.options, epoch=epoch, updates=self.updates, lr=self.schedule.lr)
+
+    def _requests(self) -> LoopRequests:
+        """Say what this rank wants; of the clocks only that of rank 0 counts."""
+        options, now = self.options, time.monotonic()
+        by_time = self.ctx.rank == 0
+        return LoopRequests(
+            stop=self.ctx.stop_asked(),
+            end=by_time and bool(options.stop_time) and now - self._start_time >= options.stop_time * 60,
+            save=by_time
+            and bool(options.save_every_minutes)
+            and now - self._saving.last_time >= options.save_every_minutes * 60,
+        )
+
+    def _stop(self) -> TrainingOutcome:
+        """Keep what has been trained since the last checkpoint, and nothing else: somebody is waiting."""
+        self.ctx.stopping()
+        self._agreement.close()
+        self._desync.finish()
+        self.meter.close()
+        self._save()
+        not_kept = self._saving.close()
+        saved = self._saving.path_of(self.updates)
+        self.ctx.say(stopped_where(self.updates, None if saved is None else str(saved), not_kept))
+        return TrainingOutcome(
+            updates=self.updates,
+            epoch=self.epoch,
+            reason="asked to stop",
+            best=self.best,
+            stopped=True,
+            saved=saved,
+            not_kept=not_kept,
+        )
+
+    def _end_of_epoch(self, epoch: int) -> None:
+        if self.options.valid_every_epochs and epoch % self.options.valid_every_epochs == 0:
+            self._validate()
+        if not self._stopped and self.options.save_every_epochs and epoch % self.options.save_every_epochs == 0:
+            self._save()
+
+    def _finish(self, reason: str) -> None:
+        """Validate, test and save at the end, each only if the last step has not been yet, until asked to stop.
+
+        Raises:
+            NotKeptError: the last checkpoint, or the best one, is not on disk.
+        """
+        self._desync.finish()
+        self.meter.close()
+        if "valid" in self.splits and self._validated_at != self.updates and self.updates:
+            self._validate()
+        if self._stopped:
+            return
+        if self.updates:
+            self._save()
+        if self.options.test and "test" in self.splits:
+            result = self._evaluation("test")
+            if result is None:
+                return
+            reports.report_validation(self.ctx, "test", result, step=self.updates, epoch=self.epoch)
+        self._desync.begin(step=self.updates)
+        self._desync.finish()
+        if self.ctx.rank == 0 and (text := self.task.sample(self.raw_model)):
+            reports.report_sample(self.ctx, text, step=self.updates)
+        self.ctx.stopping()  # whoever asks from here on waits for the disk
+        if not_kept := self._saving.close():
+            raise NotKeptError(f"trained, but {not_kept}")
+        self.ctx.say(f"finished: {reason}")
+
+    # ------------------------------------------------------------------------------------------------ validation
+
+    def _validate(self) -> None:
+        if "valid" not in self.splits or self._validated_at == self.updates:
+            return  # an epoch may end where an evaluation was due by updates
+        self.ctx.set_state("validating")
+        self.meter.pause()
+        result = self._evaluation("valid")
+        if result is not None:
+            self._validated_at = self.updates
+            reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
+            if self.best.see(result.loss, result.metrics, step=self.updates) and self._saving.enabled:
+                self._save(best=True)
+        self.ctx.set_state("training")
+        self.meter.start()
+
+    def _evaluation(self, split: str) -> Evaluation | None:
+        """Evaluate a split; a rank that is asked to stop meanwhile breaks it off on all ranks."""
+        result = evaluate(
+            self.task,
+            self.raw_model,
+            self.eval_batches[split],
+            device=self.ctx.device,
+            autocast=self.autocast,
+            stop_asked=self.ctx.stop_asked,
+            waits=self.ctx.waits,
+        )
+        self._stopped |= result is None
+        return result
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def _save(self, *, best: bool = False) -> None:
+        """Write a checkpoint, unless there is one of this update."""
+        if not self._saving.enabled or (self._saving.last_update == self.updates and not best):
+            return
+        self.meter.pause()
+        self._saving.save(self.state_dict, step=self.updates, best=best)
+        self.meter.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, besides the random numbers of the ranks."""
+        return {
+            "task": self.options.task,
+            "updates": self.updates,
+            "count_estimate": self._count_estimate,
+            "model": self.raw_model.state_dict(),
+            "parameters": parameter_names(self.raw_model, self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "position": self.train_batches.state_dict(),
+            "best": self.best.state_dict(),
+            "validated_at": self._validated_at,
+            "data": self._data.state_dict(),
+        }
+
+    def require_fit(self, state: Mapping[str, Any], *, source: str) -> Kept:
+        """Refuse a checkpoint from which this training could not go on exactly; change nothing.
+
+        Raises:
+            RequestError: one line that names the file, and the entry that is wrong or does not fit.
+        """
+        kept = require_fit(state, self.raw_model, self.optimizer, task=self.options.task, source=source)
+        try:
+            self.train_batches.require_fit(state["position"])
+        except RequestError as error:
+            raise RequestError(f"{source}: entry position: {error}") from None
+        return kept
+
+    def load_state_dict(self, state: Mapping[str, Any], *, source: str) -> None:
+        """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
+
+        Raises:
+            RequestError: the checkpoint is damaged or belongs to another task or model.
+        """
+        ctx, options = self.ctx, self.options
+        kept = self.require_fit(state, source=source)
+        altered = self._data.altered(kept.data.samples, kept.data.known) if ctx.rank == 0 else ""
+        resume_model(kept, self.raw_model, self.optimizer, source=source)
+        self.schedule.load_state_dict(state["schedule"])
+        if kept.scaler:  # none from a training in another precision
+            self.scaler.load_state_dict(kept.scaler)
+        self.train_batches.load_state_dict(state["position"])
+        self.best.load_state_dict(state["best"])
+        self.updates = self._saving.last_update = kept.updates
+        self._validated_at = kept.validated_at
+        self._count_estimate = kept.count_estimate
+        resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
+        position = self.train_batches.position
+        ctx.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
+        same_ranks = len(kept.rng) == ctx.world_size
+        effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
+        reports.remark(ctx, SEED_ON_RESUME, effect)
+        if altered:
+            reports.remark(
+                ctx,
+                "data_changed",
+                f"the training data is not that of {source}: {altered}",
+                severity="warning",
+                advice="to continue that training exactly, stop and give it its data back",
+            )
+
+    # ------------------------------------------------------------------------------------------------ small parts
+
+    def _update_freq(self, epoch: int) -> int:
+        return self.options.update_freq[min(epoch, len(self.options.update_freq)) - 1]
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.updates % every == 0

@@ -1,0 +1,144 @@
+"""Turns a task's model into one that trains here: on its device, compiled, wrapped in DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.telemetry.comm_hook import CommHook
+
+# torch 2.13 renamed the flag and warns at the old name, which the older versions that we support know alone.
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DDP.__init__).parameters
+    else "broadcast_buffers"
+)
+
+
+def wrap(model: nn.Module, options: Training, *, device: torch.device, world_size: int) -> nn.Module:
+    """Move the model to the device, compile it and, with several ranks, wrap it in DDP.
+
+    Raises:
+        RequestError: the model has no parameter to train.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RequestError("the task's model has no parameter to train")
+    model = model.to(device)
+    compiled: Any = torch.compile(model) if options.compile else model
+    if world_size == 1:
+        assert isinstance(compiled, nn.Module)
+        return compiled
+    buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
+    return DDP(
+        compiled,
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=options.bucket_cap_mb,
+        find_unused_parameters=options.find_unused_parameters,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        static_graph=options.static_graph,
+        **buffers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """How gradients travel: what is registered on DDP and what it makes of their size."""
+
+    hook: tuple[object, CommHook] | None
+    """State and comm hook; None for DDP's own averaging."""
+    wire_ratio: float | None
+    """Bytes on the wire per byte of gradient; None where it depends on the shapes."""
+
+
+def compression(options: Training) -> Compression:
+    """Return the comm hook that the options name.
+
+    Raises:
+        RequestError: the hook needs what is not installed.
+    """
+    match options.ddp_comm_hook:
+        case "fp16":
+            return Compression(hook=(None, default_hooks.fp16_compress_hook), wire_ratio=0.5)
+        case "bf16":
+            return Compression(hook=(None, default_hooks.bf16_compress_hook), wire_ratio=0.5)
+        case "powersgd":
+            if find_spec("numpy") is None:
+                raise RequestError("--ddp-comm-hook powersgd needs numpy, which torch's hook draws from: install numpy")
+            state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
+            return Compression(hook=(state, powerSGD_hook.powerSGD_hook), wire_ratio=None)
+    return Compression(hook=None, wire_ratio=1.0)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the task's own module: what is validated, sampled and saved."""
+    inner = model.module if isinstance(model, DDP) else model
+    original = getattr(inner, "_orig_mod", inner)  # what torch.compile wraps
+    assert isinstance(original, nn.Module)
+    return original
+
+
+def autocast(options: Training, device: torch.device) -> AbstractContextManager[Any]:
+    """Return what every forward pass runs in; one that is off would still cost a tenth of a millisecond each time."""
+    if options.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.float16 if options.precision == "fp16" else torch.bfloat16)
+
+
+class Accumulation:
+    """Lets only the last micro-step of an update reduce gradients; the others run under ``no_sync``.
+
+    With a static graph the very first backward pass reduces too, because DDP learns the graph from it. The mean over
+    the ranks of what is a mean already changes nothing, so the gradients stay exact.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ddp = model if isinstance(model, DDP) else None
+        self._learning = self._ddp is not None and self._ddp.static_graph
+
+    def __call__(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return what the micro-step's forward and backward pass run in."""
+        reduces, self._learning = last or self._learning, False
+        if reduces or self._ddp is None:
+            return contextlib.nullcontext()
+        return self._ddp.no_sync()
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch to the device, asynchronously from pinned memory."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the optimizer and the gradient norm see."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Return the global gradient norm [] and, with ``max_norm`` above 0, scale the gradients down to it."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

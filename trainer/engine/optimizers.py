@@ -1,0 +1,186 @@
+"""Optimizers and learning-rate schedules by name.
+
+A schedule is a pure function of the number of updates done, so that a resumed run needs nothing but that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+
+
+def build_optimizer(options: Training, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> Optimizer:
+    """Return the optimizer that the options name.
+
+    Weight decay is what torch's class of that name does, on every parameter, biases and norms included: added to the
+    gradient (L2) in sgd, adam, adadelta and adagrad, apart from it in adamw. A task that wants exclusions gives an
+    optimizer of its own.
+
+    Args:
+        options: name and settings.
+        params: parameters, or groups of them; a group may have an ``lr`` and other settings of its own.
+
+    Raises:
+        RequestError: there is nothing to train, or the settings contradict each other.
+    """
+    trained: list[Any] = list(params)
+    if not trained:
+        raise RequestError("the model has no parameters to train: all are frozen, or it has none")
+    lr, decay = options.lr, options.weight_decay
+    beta1, beta2 = options.adam_betas
+    match options.optimizer:
+        case "sgd":
+            if options.nesterov and not options.momentum:
+                raise RequestError("--nesterov needs a --momentum above 0")
+            return SGD(trained, lr, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay)
+        case "adam":
+            return Adam(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay)
+        case "adamw":
+            return AdamW(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay)
+        case "adadelta":
+            return Adadelta(trained, lr, rho=options.adadelta_rho, eps=options.adadelta_eps, weight_decay=decay)
+        case "adagrad":
+            return Adagrad(trained, lr, eps=options.adam_eps, weight_decay=decay)
+
+
+def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse a saved state that is not of an optimizer of this kind over as many parameters.
+
+    Raises:
+        RequestError: one line that names what differs.
+    """
+    own, groups = optimizer.state_dict(), saved.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise RequestError("its param_groups are no list of dicts")
+    if len(groups) != len(own["param_groups"]):
+        raise RequestError(f"it has {len(groups)} parameter groups, but this run {len(own['param_groups'])}")
+    for index, (settings, group) in enumerate(zip(own["param_groups"], groups, strict=True)):
+        if group.get("params") != settings["params"]:
+            raise RequestError(f"the parameters of its param_groups[{index}] are not those of this run")
+        # Numbers tell the kinds apart; switches such as fused come and go with torch's versions.
+        lacking = [
+            key
+            for key, value in settings.items()
+            if isinstance(value, int | float | tuple) and not isinstance(value, bool) and key not in group
+        ]
+        if lacking:
+            kind = type(optimizer).__name__
+            raise RequestError(f"its optimizer is not {kind}: it has no {', '.join(lacking)}")
+    known = {parameter for group in own["param_groups"] for parameter in group["params"]}
+    state = saved.get("state")
+    if not isinstance(state, Mapping) or not all(isinstance(of_one, Mapping) for of_one in state.values()):
+        raise RequestError("its state is no dict of dicts")
+    if unknown := [parameter for parameter in state if parameter not in known]:
+        raise RequestError(f"its state[{unknown[0]!r}] belongs to no parameter of this run")
+
+
+def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer its saved state and keep the settings of this run.
+
+    torch's own ``load_state_dict`` brings the saved settings along, so that a new ``--weight-decay`` would do nothing.
+
+    Raises:
+        RequestError: the state was saved by another kind of optimizer.
+    """
+    require_state_of(optimizer, saved)
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class Schedule:
+    """The learning rate over the updates: a linear warm-up, then the shape that the options name."""
+
+    def __init__(self, options: Training, optimizer: Optimizer) -> None:
+        """Set the learning rate of the first update.
+
+        The schedule speaks of ``options.lr``. A group with another learning rate keeps its ratio to that one
+        throughout, so that a task's own optimizer peaks where the task put it.
+
+        Raises:
+            RequestError: the schedule lacks a setting that it needs.
+        """
+        self._options = options
+        self._optimizer = optimizer
+        self._end = _end_of(options)
+        if options.lr_scheduler == "step" and not options.lr_step_updates:
+            raise RequestError("--lr-scheduler step needs --lr-step-updates, the optimizer steps between two decays")
+        self._factors = [float(group["lr"]) / options.lr for group in optimizer.param_groups]
+        self._updates = 0
+        self.step(0)
+
+    def lr_at(self, update: int) -> float:
+        """Return the learning rate after ``update`` updates, for the next one.
+
+        With n updates, W of warm-up, T in all and p = (n - W) / (T - W): n < W rises linearly from
+        ``warmup_init_lr``; then ``inverse_sqrt`` is lr · √(W / n) (Vaswani et al. 2017, section 5.3), ``cosine`` falls
+        as (1 + cos πp) / 2 (Loshchilov & Hutter 2017, equation 5) and ``polynomial_decay`` as (1 - p)^power.
+        """
+        options, lr, warmup = self._options, self._options.lr, self._options.warmup_updates
+        if update < warmup:
+            return options.warmup_init_lr + (lr - options.warmup_init_lr) * update / warmup
+        low = options.end_learning_rate
+        match options.lr_scheduler:
+            case "fixed":
+                return lr
+            case "inverse_sqrt":
+                # Without a warm-up the decay starts at the first update, where √(W / n) has W = 1.
+                return lr * math.sqrt(max(warmup, 1) / max(update, 1))
+            case "step":
+                return float(lr * options.lr_step_gamma ** ((update - warmup) // options.lr_step_updates))
+            case "polynomial_decay":
+                return float(low + (lr - low) * (1 - self._progress(update)) ** options.power)
+            case "cosine":
+                return low + (lr - low) * (1 + math.cos(math.pi * self._progress(update))) / 2
+
+    def _progress(self, update: int) -> float:
+        warmup = self._options.warmup_updates
+        return min(1.0, (update - warmup) / (self._end - warmup))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update; with several groups, of the first."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def step(self, num_updates: int) -> None:
+        """Set the learning rate for the update that follows ``num_updates`` others.
+
+        A warm-up from 0 would waste the first update, so that one gets the learning rate of the second, as in HetSeq.
+        """
+        self._updates = num_updates
+        lr = self.lr_at(num_updates)
+        if num_updates == 0 and lr == 0.0:
+            lr = self.lr_at(1)
+        for group, factor in zip(self._optimizer.param_groups, self._factors, strict=True):
+            group["lr"] = lr * factor
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of updates; everything else is in the options."""
+        return {"updates": self._updates}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the saved number of updates, on the schedule of this run's options."""
+        self.step(state["updates"])
+
+
+def _end_of(options: Training) -> int:
+    """Return the number of updates at which a falling schedule reaches its end; 0 for the others."""
+    if options.lr_scheduler not in ("polynomial_decay", "cosine"):
+        return 0
+    end = options.total_num_update or options.max_updates
+    flag = "--total-num-update" if options.total_num_update else "--max-updates"
+    if not end:
+        raise RequestError(
+            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, to know where it ends"
+        )
+    if end <= options.warmup_updates:
+        raise RequestError(
+            f"--warmup-updates is {options.warmup_updates}, but --lr-scheduler {options.lr_scheduler} ends at {flag} "
+            f"{end}; the warm-up must be shorter"
+        )
+    return end

@@ -1,0 +1,38 @@
+"""Recognises running out of memory, and names the batch with which it happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import TrainingError
+
+
+class OutOfMemoryError(TrainingError):
+    """A rank ran out of memory; the message has the step and the shapes of the batch."""
+
+
+def shapes(batch: Any) -> str:
+    """Describe a batch's tensors for a message: ``[32, 64] int64, [32] int64``."""
+    if isinstance(batch, Tensor):
+        return f"{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, dict):
+        return ", ".join(f"{key}: {shapes(value)}" for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return ", ".join(shapes(value) for value in batch)
+    return type(batch).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or on the host, where torch's allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def too_much(batch: Any, error: BaseException) -> str:
+    """Say with which batch memory ran out, and the first line of how torch puts it."""
+    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"batch {shapes(batch)}: {first_line}"

@@ -1,0 +1,126 @@
+"""Reports a training's progress to the record and to people."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from msgspec import structs
+from torch import Tensor, nn
+
+from trainer.contract import record
+from trainer.contract.options import Training
+from trainer.engine.evaluation import Evaluation
+from trainer.engine.worker_context import WorkerContext
+from trainer.telemetry import desync
+
+REPORT_EVERY_S = 2.0
+"""Seconds between two lines about the loss: rare enough that fetching it from a GPU costs nothing."""
+
+
+def announce(
+    ctx: WorkerContext, options: Training, *, samples: int, samples_per_update: int, first_update: int, parameters: int
+) -> None:
+    """Record what lies ahead; rank 0 only.
+
+    Args:
+        ctx: whom to tell.
+        options: where training ends.
+        samples: of an epoch.
+        samples_per_update: of all ranks.
+        first_update: updates done already.
+        parameters: numbers that are trained.
+    """
+    if ctx.rank != 0:
+        return
+    ctx.writer.write(
+        record.TrainingPlan(
+            time=time.time(),
+            world_size=ctx.world_size,
+            updates_per_epoch=-(-samples // samples_per_update),
+            samples_per_epoch=samples,
+            max_updates=options.max_updates,
+            max_epochs=options.max_epochs,
+            first_update=first_update,
+            parameters=parameters,
+        )
+    )
+
+
+def report_validation(ctx: WorkerContext, split: Any, result: Evaluation, *, step: int, epoch: int) -> None:
+    """Tell the result of an evaluation; rank 0 only."""
+    if ctx.rank != 0:
+        return
+    ctx.writer.write(
+        record.Validation(
+            time=time.time(), step=step, epoch=epoch, split=split, loss=result.loss, metrics=result.metrics
+        )
+    )
+    metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
+    ctx.say(f"{split} at step {step}: loss {result.loss:.4f} nats{metrics}")
+
+
+def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:
+    """Tell a sample of what the model makes."""
+    ctx.writer.write(record.Sample(time=time.time(), step=step, text=text))
+    ctx.say(text)
+
+
+def remark(
+    ctx: WorkerContext, kind: str, text: str, *, severity: Literal["info", "warning"] = "info", advice: str = ""
+) -> None:
+    """Tell what a person did not expect of a training that goes on; rank 0 only, nothing for an empty text."""
+    if ctx.rank != 0 or not text:
+        return
+    text = text.encode(errors="backslashreplace").decode()  # it may hold a path
+    ctx.say(text)
+    ctx.writer.write(
+        record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, message=text, advice=advice)
+    )
+
+
+class DesyncReports:
+    """Records whether all ranks hold the same model: each difference once, and when it is over."""
+
+    def __init__(self, ctx: WorkerContext, model: nn.Module) -> None:
+        self._ctx = ctx
+        self._replica = desync.ReplicatedTensors(model)
+        self._pending: desync.DesyncCheck | None = None
+        self._reported: dict[str | None, record.Finding] = {}
+        """By what differs; on the rank that tells it."""
+
+    def begin(self, *, step: int) -> None:
+        """Begin to compare the parameters of all ranks; all of them call this after the same step."""
+        self._pending = desync.DesyncCheck(self._replica, step=step, rank=self._ctx.rank, device=self._ctx.device)
+        self._ctx.writer.write(self._pending.checksum)
+
+    def finish(self) -> None:
+        """Tell what was found, if something was begun; all ranks call this at the same place too."""
+        if self._pending is None:
+            return
+        writer, step = self._ctx.writer, self._pending.checksum.step
+        found = {finding.cause: finding for finding in self._pending.findings()}
+        self._pending = None
+        for what, finding in self._reported.items():
+            if what not in found or found[what].rank != finding.rank:
+                writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
+        for what, finding in found.items():
+            if what not in self._reported or self._reported[what].message != finding.message:
+                writer.write(finding)
+        self._reported = found
+
+
+class Progress:
+    """Says now and then where training is."""
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+        self._last = 0.0
+
+    def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:
+        """Say it if the last time is long ago; the loss [] is in nats and is fetched only then."""
+        now = time.monotonic()
+        if loss is None or now - self._last < REPORT_EVERY_S:
+            return
+        self._last = now
+        self._ctx.say(f"epoch {epoch} step {step}: loss {float(loss):.4f} nats, lr {lr:.3g}")

@@ -1,0 +1,210 @@
+"""Checks that all of a checkpoint fits a training, and gives it to the training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint import ENTRIES, CheckpointError, difference, kinds, restore_rng
+from trainer.contract.errors import RequestError
+from trainer.engine.optimizers import require_state_of, restore
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+_FIELD = re.compile(r"(?P<reason>.*) - at `\$(?P<path>.*)`")
+
+
+class _Position(msgspec.Struct):
+    epoch: Annotated[int, Meta(ge=1, le=2**53)]
+    consumed: Count
+    samples: Annotated[int, Meta(ge=1, le=2**53)]
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    shuffle: Annotated[int, Meta(ge=0, le=1)]
+    chunk: Annotated[int, Meta(ge=0, le=2**32)]
+
+
+class _Schedule(msgspec.Struct):
+    updates: Count
+
+
+class _Best(msgspec.Struct):
+    metric: str
+    value: float | None
+    step: Count
+    since: Count
+
+
+class _Scaler(msgspec.Struct, rename={"growth_tracker": "_growth_tracker"}):
+    """Of a training in fp16, as torch names it; others have an empty one."""
+
+    scale: Annotated[float, Meta(gt=1e-38, le=1e38)]
+    growth_factor: Annotated[float, Meta(gt=1, le=1e9)]
+    backoff_factor: Annotated[float, Meta(gt=0, lt=1)]
+    growth_interval: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    growth_tracker: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class _InFp16(msgspec.Struct):
+    scaler: _Scaler
+
+
+class DataKnown(msgspec.Struct):
+    """What a checkpoint knows of the training data."""
+
+    samples: Count
+    known: list[tuple[Count, str]]
+    """Index and digest of some samples."""
+
+
+class Kept(msgspec.Struct):
+    """The entries of a checkpoint; what is ``Any`` is compared with the model and the optimizer."""
+
+    task: str
+    updates: Count
+    count_estimate: Annotated[float, Meta(gt=0, le=1e300)]
+    model: dict[str, Any]
+    parameters: list[str]
+    """Names of those that the optimizer steps, in its order."""
+    optimizer: dict[str, Any]
+    schedule: _Schedule
+    scaler: dict[str, Any]
+    position: _Position
+    best: _Best
+    validated_at: Annotated[int, Meta(ge=-1, le=2**53)]
+    data: DataKnown
+    rng: list[dict[str, Any]]
+    recipe: str
+
+
+def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, task: str, source: str) -> Kept:
+    """Refuse a checkpoint of which any entry is not as it was saved, or does not fit this model and optimizer.
+
+    Args:
+        state: the checkpoint.
+        model: the task's own module.
+        optimizer: of its parameters.
+        task: name of the task that this run trains.
+        source: the checkpoint's path, for the message.
+
+    Returns:
+        The entries, checked.
+
+    Raises:
+        RequestError: one line that names the file and the entry.
+    """
+    saved = state.get(ENTRIES)
+    if not isinstance(saved, Mapping):
+        what = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
+        raise CheckpointError(
+            f"{source}: entry {ENTRIES}, the list of what was saved, {what}; was it written by an earlier version?"
+        )
+    found = kinds({key: value for key, value in state.items() if key != ENTRIES})
+    if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of what was saved"):
+        raise CheckpointError(f"{source}: {_line(wrong)}")
+    kept = _convert(state, source)
+    if kept.schedule.updates != kept.updates:
+        raise CheckpointError(
+            f"{source}: entry schedule['updates'] is {kept.schedule.updates}, but updates is {kept.updates}"
+        )
+    if kept.task != task:
+        raise RequestError(f"{source} is of task {kept.task!r}, but this run trains {task!r}: see its entry task")
+    wrong = difference(
+        kinds(kept.model, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"
+    ) or _other_parameters(kept.parameters, parameter_names(model, optimizer))
+    if wrong:
+        raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
+    try:
+        require_state_of(optimizer, kept.optimizer)
+    except RequestError as error:
+        raise RequestError(f"{source} does not fit this model: entry optimizer: {error}") from None
+    return kept
+
+
+def _convert(state: Mapping[str, Any], source: str) -> Kept:
+    try:
+        kept = msgspec.convert(state, Kept)
+        if kept.scaler:
+            msgspec.convert(state, _InFp16)
+        return kept
+    except msgspec.ValidationError as error:
+        matched = _FIELD.fullmatch(_line(str(error)))
+        where = f"entry {matched['path'].removeprefix('.')}: " if matched else ""
+        raise CheckpointError(f"{source}: {where}{matched['reason'] if matched else error}") from None
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of the parameters that an optimizer steps, in its order; empty for one of no module."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _other_parameters(saved: Sequence[str], own: Sequence[str]) -> str:
+    if len(saved) != len(own):
+        return f"entry parameters names {len(saved)} trained parameters, but this run trains {len(own)}"
+    for index, (was, name) in enumerate(zip(saved, own, strict=True)):
+        if was != name:
+            return f"entry parameters[{index}] is {was!r}, but the optimizer of this run has {name!r} there"
+    return ""
+
+
+def resume_model(kept: Kept, model: nn.Module, optimizer: Optimizer, *, source: str) -> None:
+    """Set model and optimizer to a checkpoint's, which ``require_fit`` has found to fit.
+
+    Raises:
+        RequestError: a module or an optimizer of the user's own refuses it.
+    """
+    for entry, give in (
+        ("model", lambda: model.load_state_dict(kept.model)),
+        ("optimizer", lambda: restore(optimizer, kept.optimizer)),
+    ):
+        try:
+            give()
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestError(f"{source} does not fit this model: entry {entry}: {_line(str(error))}") from None
+
+
+def resume_rng(kept: Kept, *, rank: int, world_size: int, source: str) -> None:
+    """Set this rank's random numbers to a checkpoint's; those of another world size have no counterpart here.
+
+    Raises:
+        CheckpointError: torch or Python does not take them.
+    """
+    if len(kept.rng) != world_size:
+        return
+    try:
+        restore_rng(kept.rng[rank])
+    except (RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{source}: entry rng[{rank}] cannot be restored: {_line(str(error))}") from None
+
+
+def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_ranks: bool) -> str:
+    """Return in words what another seed than the checkpoint's does from here on; empty where it is the same.
+
+    Args:
+        position: the checkpoint's, in its data.
+        seed: of this run.
+        shuffle: whether this run shuffles.
+        same_ranks: whether the ranks have their random numbers from the checkpoint.
+    """
+    was, epoch = position["seed"], position["epoch"]
+    if was == seed:
+        return ""
+    numbers = (
+        f"the ranks' random numbers go on as saved, from seed {was}" if same_ranks else "random numbers begin with it"
+    )
+    if not shuffle:
+        return f"seed {seed} does not change the order of the data, which is not shuffled; {numbers}"
+    if position["consumed"]:
+        rest = f"epoch {epoch} ends in the order of seed {was}"
+        return f"seed {seed} orders the data from epoch {epoch + 1} on, {rest}; {numbers}"
+    return f"seed {seed} orders the data from epoch {epoch} on; {numbers}"
+
+
+def _line(text: str) -> str:
+    """Return a text as one line of bounded length, without controls: a file may hold anything."""
+    return "".join(char for char in " ".join(text.split()) if char.isprintable())[:300]

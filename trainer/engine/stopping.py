@@ -1,0 +1,71 @@
+"""Pure rules for when training ends and which validation was the best; equal on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.contract.errors import RequestError, nearest
+from trainer.contract.options import Training
+
+
+def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> str:
+    """Return why training ends before the next update of ``epoch`` (from 1), or an empty string."""
+    if options.max_updates and updates >= options.max_updates:
+        return f"max_updates {options.max_updates} reached"
+    if options.max_epochs and epoch > options.max_epochs:
+        return f"max_epochs {options.max_epochs} reached"
+    if lr <= options.min_lr:
+        return f"the learning rate is not above min_lr {options.min_lr:g}"
+    return ""
+
+
+@dataclass(kw_only=True)
+class Best:
+    """The best validation so far and how many have passed without a better one."""
+
+    metric: str
+    maximize: bool
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+    """Validations since the best."""
+
+    @classmethod
+    def of(cls, options: Training) -> Best:
+        """What the options call best: less loss, or more of a metric."""
+        maximize = options.maximize_best_metric
+        return cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
+
+    def see(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
+        """Take note of a validation; True when it is the best so far.
+
+        Raises:
+            RequestError: the task has no such metric.
+        """
+        known = {"loss": loss, **metrics}
+        if self.metric not in known:
+            raise RequestError(
+                f"best_metric {self.metric!r} is not a metric of this task, which has {', '.join(known)}"
+                f"{nearest(self.metric, known)}"
+            )
+        value = known[self.metric]
+        better = self.value is None or (value > self.value if self.maximize else value < self.value)
+        if better:
+            self.value, self.step, self.since = value, step, 0
+        else:
+            self.since += 1
+        return better
+
+    def state_dict(self) -> dict[str, object]:
+        """What a checkpoint keeps."""
+        return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on from a checkpoint; another metric starts anew."""
+        if state.get("metric") != self.metric:
+            return
+        value, step, since = state["value"], state["step"], state["since"]
+        assert isinstance(step, int)
+        assert isinstance(since, int)
+        self.value = None if value is None else float(str(value))
+        self.step, self.since = step, since

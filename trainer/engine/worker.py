@@ -1,0 +1,316 @@
+"""Runs one rank: joins the rendezvous, trains, reports how it ended, leaves in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trainer import distributed
+from trainer.agent.assignment import RankAssignment
+from trainer.agent.log_tail import error_line
+from trainer.agent.narration import Narration
+from trainer.checkpoint import CheckpointError, good_ones, load
+from trainer.contract import record
+from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
+from trainer.contract.options import Training
+from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
+from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
+from trainer.contract.record.regular_file import read_whole
+from trainer.contract.schema import check, describe, read_flags
+from trainer.engine import reports
+from trainer.engine.loop import Loop, TrainingOutcome
+from trainer.engine.non_finite import NonFiniteError
+from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
+from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.registry import load_task
+from trainer.tasks.task import Task
+
+
+def run_rank(assignment: RankAssignment) -> int:
+    """Train as this rank; return the exit code with which the process is to end, by ``os._exit``.
+
+    What the parent needs to know is sent before the teardown, because torch's gloo may hang or abort while a
+    successful process exits (pytorch issue 190489).
+    """
+    run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
+    writer = EventWriter(run_dir.rank_events(assignment.rank) if run_dir else None, rank=assignment.rank)
+    return _Rank(assignment, run_dir, writer).run()
+
+
+class _Rank:
+    """What one rank's process does, in order."""
+
+    def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, writer: EventWriter) -> None:
+        self.assignment = assignment
+        self.run_dir = run_dir
+        self.writer = writer
+        self._state: RankStateName = "spawned"
+        self.step: Callable[[], int | None] = lambda: None
+        self._narration = Narration()
+
+    def run(self) -> int:
+        """Train, tell how it ended, tear down; return the exit code."""
+        try:
+            return self._run()
+        finally:
+            self._narration.close()
+
+    def _run(self) -> int:
+        try:
+            outcome = self._train()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the record says it and the run ends)
+            failure = self._failure(error)
+            self.set_state("failed", message=failure.message)
+            self.writer.write(failure)
+            self.writer.flush()
+            self.assignment.failed(failure, not_recorded=self.writer.trouble)
+            self.writer.close()
+            distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
+            return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+        if outcome.stopped:
+            self.writer.flush()
+            self.assignment.stopped(
+                outcome.updates, outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.trouble
+            )
+            self.writer.close()
+            distributed.shutdown()
+            return ExitCode.STOPPED
+        self.set_state("finished")
+        self.writer.flush()
+        self.assignment.finished(not_recorded=self.writer.trouble)
+        self.writer.close()
+        distributed.shutdown()
+        return ExitCode.FINISHED
+
+    def set_state(self, state: RankStateName, *, message: str | None = None) -> None:
+        """Record that this rank entered a state."""
+        if state == self._state:
+            return
+        self._state = state
+        assignment = self.assignment
+        self.writer.write(
+            record.RankState(
+                time=time.time(),
+                rank=assignment.rank,
+                state=state,
+                local_rank=assignment.local_rank,
+                node=assignment.node,
+                host=assignment.host,
+                device=assignment.device,
+                pid=os.getpid(),
+                message=message,
+            )
+        )
+
+    def _train(self) -> TrainingOutcome:
+        assignment = self.assignment
+        self.set_state("joining")
+        options, words = _training_options(assignment.words)
+        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // assignment.local_world_size))
+        device = distributed.bind_device(assignment.device_id)
+        if options.deterministic:
+            torch.use_deterministic_algorithms(True)
+        distributed.distributed_init(
+            init_method=assignment.init_method,
+            world_size=assignment.world_size,
+            rank=assignment.rank,
+            backend=assignment.backend,
+            device=device,
+            timeout_s=assignment.distributed.distributed_timeout,
+            join_timeout_s=assignment.distributed.join_timeout,
+            share_devices=assignment.distributed.share_devices,
+            identity=assignment.run_id,
+            on_waiting=self._waiting if assignment.rank == 0 else None,
+        )
+        self.set_state("ready")
+        loop = Loop(self._task(options, words), options, self._context(options, device))
+        self.step = lambda: loop.updates
+        self._resume(loop, options)
+        assignment.listens()
+        return loop.run()
+
+    def _task(self, options: Training, words: list[str]) -> Task:
+        """Build the task from the flags that are left."""
+        kind = load_task(options.task)
+        schema = describe(kind.Options)
+        values, rest = read_flags(words, schema)
+        if rest:
+            raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
+        flags = {option.name: option.flag for option in schema}
+        return kind(check(kind.Options, values, where=lambda name: flags.get(name, name)))
+
+    def _context(self, options: Training, device: torch.device) -> WorkerContext:
+        assignment = self.assignment
+        # Absolute, because the record names the files for readers in other folders.
+        given = Path(options.save_dir).absolute() if options.save_dir else None
+        folder = given or (self.run_dir.checkpoints if self.run_dir else None)
+        return WorkerContext(
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            device=device,
+            writer=self.writer,
+            set_state=self.set_state,
+            say=self._say if assignment.rank == 0 else _discard_line,
+            checkpoints=folder,
+            stop_asked=assignment.stop_asked,
+            stopping=assignment.stopping,
+            waits=self._waits,
+            run_id=assignment.run_id,
+            recipe=_recipe_in(self.run_dir),
+        )
+
+    def _resume(self, loop: Loop, options: Training) -> None:
+        """Continue from a checkpoint, if there is something to continue.
+
+        Nothing ends with exit code 0 without having trained. A training whose updates are all made, but that was
+        stopped before its last validation, is not finished, though: that validation, and the test where one is asked
+        for, are what it lacks. They are made and the output says that no update is.
+
+        Raises:
+            RequestError: no checkpoint, one of something else, or of a training that is finished.
+        """
+        if not options.resume:
+            return
+        passed_over: list[str] = []
+        source = path = Path(options.resume)
+        try:
+            if path.is_dir():
+                found = next(good_ones(path, on_skipped=passed_over.append), None)
+                if found is None:
+                    raise RequestError(_no_good_one(path, passed_over))
+                source, state = found
+            else:
+                state = load(path)
+            loop.load_state_dict(state, source=str(source))
+        except RequestError as error:
+            raise RequestError(f"{error}{_offer(loop, source)}") from None
+        reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
+        reason = loop.at_its_end()
+        if not reason:
+            return
+        # A run that is started again after its last checkpoint has trained; another one would end without having.
+        again = self.run_dir is not None and (
+            source.resolve().is_relative_to(self.run_dir.path.resolve())
+            or source.absolute() in recorded_checkpoints(self.run_dir)
+        )
+        if not again and not loop.validation_missing:
+            raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
+        missing = "its last validation is made now" if loop.validation_missing else "it is finished"
+        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no update is left to make, {reason}: {missing}")
+
+    def _say(self, line: str) -> None:
+        self._narration.say(line)
+
+    def _waits(self) -> None:
+        if self.assignment.world_size == 1:
+            return
+        self.writer.write(
+            record.Doing(
+                time=time.time(),
+                rank=self.assignment.rank,
+                step=(self.step() or 0) + 1,
+                part="group",
+                parts_done=0,
+                waited_ms=0.0,
+            )
+        )
+
+    def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
+        self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
+        self._say(
+            f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
+        )
+
+    def _failure(self, error: Exception) -> Failure:
+        kind = _kind(error)
+        told = kind not in ("exception", "lost_peer", "out_of_memory")
+        text = "".join(traceback.format_exception(error))
+        # On a terminal the node agent says it, once for all ranks; only a traceback is worth more than that.
+        if not told or self.run_dir is not None:
+            said = f"{type(error).__name__}: {error}" if told else text
+            print(printable_lines(said), file=sys.stderr)
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        now = time.time()
+        # A line break in what was asked for is part of a name that the message quotes, not its end.
+        message = printable(str(error)) if kind == "request" else first_line if told else error_line(error)
+        if kind != "lost_peer":
+            distributed.report_failure(message)
+        elif lost := distributed.lost_by():
+            message = f"{lost} ({message})"
+        return Failure(
+            time=now,
+            kind=kind,
+            message=message,
+            rank=self.assignment.rank,
+            host=self.assignment.host,
+            step=self.step(),
+            traceback=None if told else text,
+        )
+
+
+def _no_good_one(folder: Path, passed_over: list[str]) -> str:
+    if not passed_over:
+        return f"--resume {folder}: the folder holds no checkpoint"
+    newest, *others = (line.removeprefix("passed over: ") for line in passed_over)
+    more = f" (and {len(others)} more)" if others else ""
+    return f"--resume {folder}: the folder holds no good checkpoint: {newest}{more}"
+
+
+def _offer(loop: Loop, source: Path) -> str:
+    """Offer the newest checkpoint beside the one that was refused from which this training can go on."""
+    if source.is_dir():
+        return ""
+    for path, state in good_ones(source.parent, on_skipped=lambda _: None):
+        if source.exists() and path.samefile(source):
+            continue
+        try:
+            loop.require_fit(state, source=str(path))
+        except RequestError:
+            continue
+        return f"; {path} is good: --resume {path} (in a recipe train.resume) goes on from update {state['updates']}"
+    return ""
+
+
+def _training_options(words: tuple[str, ...]) -> tuple[Training, list[str]]:
+    """Read the trainer's flags; the task's own are left over."""
+    schema = describe(Training)
+    values, rest = read_flags(words, schema)
+    flags = {option.name: option.flag for option in schema}
+    return check(Training, values, where=lambda name: flags.get(name, name)), rest
+
+
+def _kind(error: Exception) -> str:
+    """Sort an error into the record's kinds of failure."""
+    if isinstance(error, RequestError | CheckpointError):
+        return "request"
+    if isinstance(error, NotKeptError):
+        return "checkpoint_lost"
+    if isinstance(error, OutOfMemoryError) or is_out_of_memory(error):
+        return "out_of_memory"
+    if isinstance(error, NonFiniteError):
+        return "non_finite"
+    if isinstance(error, distributed.JoinTimeoutError):
+        return "join_timeout"
+    if is_lost_peer(str(error)):
+        return "lost_peer"
+    return "training" if isinstance(error, TrainingError) else "exception"
+
+
+def _recipe_in(run_dir: RunDir | None) -> str:
+    """Return the recipe that a run keeps; empty where there is none."""
+    if run_dir is None:
+        return ""
+    try:
+        return read_whole(run_dir.recipe).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _discard_line(line: str) -> None:
+    """Only rank 0 speaks."""

@@ -1,0 +1,36 @@
+"""The worker context: rank, device, and where a training reports to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.contract.record import EventWriter, RankStateName
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """Where this rank runs and whom it tells."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    writer: EventWriter
+    set_state: Callable[[RankStateName], None]
+    say: Callable[[str], None]
+    """Prints a line for people; rank 0 only."""
+    checkpoints: Path | None
+    """The folder for checkpoints; None keeps none."""
+    run_id: str = ""
+    """Equal on all ranks of a run and on no other's; empty where it has none."""
+    recipe: str = ""
+    """What a checkpoint keeps of the request."""
+    stop_asked: Callable[[], bool] = lambda: False
+    """Whether somebody wants this rank to stop at the next occasion."""
+    stopping: Callable[[], None] = lambda: None
+    """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""
+    waits: Callable[[], None] = lambda: None
+    """Told before this rank waits for all others outside of steps, having done its own part."""

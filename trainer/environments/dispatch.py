@@ -1,0 +1,363 @@
+"""Decides what ``python -m trainer`` starts, from flags, environment and device count, without touching anything.
+
+The order is the contract: explicit init method, a launcher's environment, Slurm, several devices of this node, one
+device. Every request that cannot be met is refused with its reason; nothing is guessed that a node could get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import unquote, urlsplit
+
+from trainer.contract.errors import RequestError, nearest, quoted
+from trainer.contract.options import Distributed
+from trainer.environments import slurm
+from trainer.environments.decision import (
+    Decision,
+    Exchange,
+    Mode,
+    check_device,
+    choose_backend,
+    gpus,
+    integer,
+    place,
+    require_devices,
+    with_counts,
+)
+
+__all__ = ["Decision", "Exchange", "Mode", "decide", "with_counts"]
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SINGLE_NODE_INIT = "tcp://127.0.0.1:0"
+"""Port 0 is replaced by a free one when the decision is acted on: looking for one is not pure."""
+
+
+def decide(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
+    """Decide which ranks start here, on which devices, and where they meet.
+
+    Args:
+        options: the flags.
+        environ: the environment, where launchers and Slurm leave what they know.
+        device_count: visible GPUs of this machine.
+
+    Raises:
+        RequestError: the request contradicts itself, the environment or the machine.
+    """
+    if options.cpu:
+        device_count = 0
+    if options.distributed_init_method is not None:
+        if _scheme(options.distributed_init_method) == "env":
+            return _env_url(options, environ, device_count)
+        return _explicit(options, environ, device_count, options.distributed_init_method)
+    if _from_launcher(environ):
+        return _environment(options, environ, device_count)
+    if slurm.is_task(environ):
+        return slurm.decide(options, environ, device_count)
+    return _single_node(options, device_count)
+
+
+# --- an explicit init method ---------------------------------------------------------------------------------------
+
+
+def _scheme(url: str) -> str:
+    """Check an init method and return its scheme."""
+    scheme, separator, rest = url.partition("://")
+    where = f"--distributed-init-method is {quoted(url)}"
+    if not separator or scheme not in ("tcp", "file", "env"):
+        known = ("tcp", "file", "env")
+        raise RequestError(
+            f"{where}, but must be tcp://HOST:PORT, file:///PATH or env://{nearest(scheme, known) if separator else ''}"
+        )
+    if scheme == "tcp":
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if not host or not port or parts.path not in ("", "/") or parts.username is not None:
+            raise RequestError(f"{where}, but must be tcp://HOST:PORT with a port from 1 to 65535")
+    if scheme == "file" and (not rest.startswith("/") or rest.endswith("/") or "\0" in unquote(rest)):
+        raise RequestError(f"{where}, but must be file:// and an absolute path, such as file:///shared/meeting")
+    return scheme
+
+
+def _explicit(options: Distributed, environ: Mapping[str, str], device_count: int, url: str) -> Decision:
+    world = options.distributed_world_size or device_count
+    if world == 0:
+        raise RequestError("--distributed-init-method needs --distributed-world-size: how many ranks are to meet there")
+    if world == 1:
+        raise RequestError(
+            f"--distributed-init-method {url} is where ranks meet, but the world size is 1: "
+            "give --distributed-world-size, or leave the init method out"
+        )
+    require_devices(options, device_count, world)
+    _check_port(options, url)
+    if options.distributed_no_spawn:
+        here = 1
+    elif options.distributed_gpus is not None:
+        here = options.distributed_gpus
+    elif device_count:
+        here = max(1, min(device_count, world - options.distributed_rank))
+    elif world - options.distributed_rank <= 1:
+        here = 1
+    else:
+        raise RequestError(
+            f"--distributed-gpus is missing: how many of the {world} ranks run on this node, from rank "
+            f"{options.distributed_rank} on; CPUs do not say"
+        )
+    _check_ranks(options.distributed_rank, here, world)
+    why = f"ranks {_span(options.distributed_rank, here)} of {world} meet at {url}"
+    if here > 1:
+        return _spawned("explicit", options, device_count, world, options.distributed_rank, here, url, why)
+    return _this_process(
+        "explicit",
+        options,
+        device_count,
+        rank=options.distributed_rank,
+        world=world,
+        local_rank=_local_rank(environ, options.device_id or 0),
+        local_world=options.distributed_gpus or 1,
+        init_method=url,
+        why=why,
+        own_device=_one_visible(environ),
+    )
+
+
+def _check_port(options: Distributed, url: str) -> None:
+    """A port beside an init method may repeat it, but not contradict it."""
+    port = urlsplit(url).port if url.startswith("tcp://") else None
+    if options.distributed_port not in (None, port):
+        raise RequestError(
+            f"--distributed-port {options.distributed_port} contradicts --distributed-init-method {url}: "
+            "it is for an init method that is inferred"
+        )
+
+
+def _check_ranks(first: int, here: int, world: int) -> None:
+    if first >= world:
+        raise RequestError(
+            f"--distributed-rank is {first}, but with a world size of {world} ranks are 0 to {world - 1}"
+        )
+    if first + here > world:
+        raise RequestError(
+            f"ranks {_span(first, here)} would start here, but the world size is {world}: "
+            f"--distributed-rank {first} plus --distributed-gpus {here} must not exceed it"
+        )
+
+
+def _env_url(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
+    """``env://``: a launcher's ranks when it set them, otherwise its rendezvous with the flags' ranks."""
+    if _from_launcher(environ):
+        return _environment(options, environ, device_count)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        raise RequestError(
+            f"--distributed-init-method is env://, but the environment has no {' and no '.join(missing)}"
+        )
+    host, port = environ["MASTER_ADDR"], _port(environ)
+    return _explicit(options, environ, device_count, f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+# --- the environment of a launcher ----------------------------------------------------------------------------------
+
+
+def _from_launcher(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher such as torchrun started this process as one rank."""
+    missing = [name for name in LAUNCHER_VARIABLES if not environ.get(name)]
+    if missing and environ.get("RANK") and environ.get("WORLD_SIZE"):
+        raise RequestError(
+            f"the environment has RANK and WORLD_SIZE, as a launcher sets them, but no {' and no '.join(missing)}: "
+            "set them too, or unset RANK and WORLD_SIZE"
+        )
+    return not missing
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = integer("MASTER_PORT", environ["MASTER_PORT"], low=1)
+    if port > 65535:
+        raise RequestError(f"the environment's MASTER_PORT is {port}, but must be at most 65535")
+    return port
+
+
+def _environment(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
+    world = integer("WORLD_SIZE", environ["WORLD_SIZE"], low=1)
+    rank = integer("RANK", environ["RANK"])
+    _port(environ)
+    if rank >= world:
+        raise RequestError(f"the environment's RANK is {rank}, but with WORLD_SIZE {world} ranks are 0 to {world - 1}")
+    _agree("--distributed-world-size", options.distributed_world_size, "WORLD_SIZE", world)
+    _agree("--distributed-rank", options.distributed_rank or None, "RANK", rank)
+    require_devices(options, device_count, world)
+    local_world = options.distributed_gpus or 1
+    if environ.get("LOCAL_WORLD_SIZE"):
+        local_world = integer("LOCAL_WORLD_SIZE", environ["LOCAL_WORLD_SIZE"], low=1)
+        _agree("--distributed-gpus", options.distributed_gpus, "LOCAL_WORLD_SIZE", local_world)
+    # Without LOCAL_RANK the rank tells the device only where nodes are alike; --device-id tells it anywhere.
+    spread = rank % device_count if device_count else 0
+    local_rank = _local_rank(environ, spread if options.device_id is None else options.device_id)
+    if (
+        options.device_id is not None
+        and device_count
+        and environ.get("LOCAL_RANK")
+        and local_world > 1
+        and options.device_id != local_rank
+        and not options.share_devices
+    ):
+        raise RequestError(
+            f"--device-id is {options.device_id}, but the launcher's LOCAL_RANK is {local_rank}: leave --device-id "
+            "out, or several ranks would use one GPU"
+        )
+    return _this_process(
+        "environment",
+        options,
+        device_count,
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        init_method="env://",
+        why=f"rank {rank} of {world}, started by a launcher",
+        # torchrun never narrows CUDA_VISIBLE_DEVICES, so one visible GPU is then the only one of the node.
+        own_device=_one_visible(environ) and not environ.get("TORCHELASTIC_RUN_ID"),
+    )
+
+
+def _agree(flag: str, asked: int | None, variable: str, found: int) -> None:
+    if asked not in (None, found):
+        raise RequestError(f"{flag} is {asked}, but the launcher's {variable} is {found}: leave the flag out")
+
+
+def _local_rank(environ: Mapping[str, str], otherwise: int) -> int:
+    text = environ.get("LOCAL_RANK")
+    return integer("LOCAL_RANK", text) if text else otherwise
+
+
+def _one_visible(environ: Mapping[str, str]) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES gives this process a device of its own."""
+    return len([entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]) == 1
+
+
+# --- this machine alone ---------------------------------------------------------------------------------------------
+
+
+def _single_node(options: Distributed, device_count: int) -> Decision:
+    asked = options.distributed_world_size
+    here = options.distributed_gpus
+    if options.distributed_rank > 0:
+        raise RequestError(
+            f"--distributed-rank {options.distributed_rank} needs --distributed-init-method: where the ranks meet"
+        )
+    if asked is not None and here is not None and here != asked:
+        raise RequestError(
+            f"--distributed-gpus {here} of --distributed-world-size {asked} means that there are other nodes: "
+            "say with --distributed-init-method where the ranks meet"
+        )
+    wanted = asked or here
+    if options.distributed_no_spawn and (wanted or 1) > 1:
+        raise RequestError(
+            f"--distributed-no-spawn starts one of {wanted} ranks: say with --distributed-init-method where they meet"
+        )
+    if here is not None and not options.cpu and device_count == 0:
+        raise RequestError(f"--distributed-gpus is {here}, but no GPU is visible here: add --cpu to train on CPUs")
+    require_devices(options, device_count, wanted or 1)
+    if options.device_id is not None and not options.cpu:
+        check_device(options.device_id, device_count, "--device-id")
+    alone = options.distributed_no_spawn or options.device_id is not None
+    world = wanted or (1 if alone else max(device_count, 1))
+    if world > 1:
+        init = f"tcp://127.0.0.1:{options.distributed_port}" if options.distributed_port else SINGLE_NODE_INIT
+        why = f"{world} ranks on this node, on {gpus(device_count) if device_count else 'the CPU'}"
+        return _spawned("single_node", options, device_count, world, 0, world, init, why)
+    return _this_process(
+        "single_process",
+        options,
+        device_count,
+        rank=0,
+        world=1,
+        local_rank=0,
+        local_world=1,
+        init_method=None,
+        why="one process "
+        + ("on one GPU" if device_count else "on the CPU" + ("" if options.cpu else ": no GPU here")),
+    )
+
+
+# --- what all have in common ----------------------------------------------------------------------------------------
+
+
+def _spawned(
+    mode: Mode,
+    options: Distributed,
+    device_count: int,
+    world: int,
+    first: int,
+    here: int,
+    init_method: str,
+    why: str,
+) -> Decision:
+    """Several ranks that this process starts."""
+    if options.device_id is not None and device_count:
+        raise RequestError(
+            f"--device-id is for one rank, but {here} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    devices, shared = place(options, device_count, here)
+    return Decision(
+        mode=mode,
+        world_size=world,
+        first_rank=first,
+        ranks=tuple(range(first, first + here)),
+        local_ranks=tuple(range(here)),
+        local_world_size=here,
+        device_ids=devices,
+        init_method=init_method,
+        spawn=True,
+        backend=choose_backend(options, device_count, shared=shared),
+        why=why,
+    )
+
+
+def _this_process(
+    mode: Mode,
+    options: Distributed,
+    device_count: int,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    local_world: int,
+    init_method: str | None,
+    why: str,
+    own_device: bool = False,
+) -> Decision:
+    """This process is the rank. ``own_device``: the one visible GPU is its alone, whatever its local rank."""
+    device = local_rank
+    shared = False
+    if device_count:
+        if options.device_id is not None:
+            device = check_device(options.device_id, device_count, "--device-id")
+        elif own_device and device_count == 1:
+            device = 0
+        elif local_rank >= device_count or local_world > device_count:
+            if not options.share_devices:
+                raise RequestError(
+                    f"local rank {local_rank} of {max(local_world, local_rank + 1)} on this node, but it has "
+                    f"{gpus(device_count)} visible: start fewer ranks, or add --share-devices"
+                )
+            device, shared = local_rank % device_count, True
+    return Decision(
+        mode=mode,
+        world_size=world,
+        first_rank=rank,
+        ranks=(rank,),
+        local_ranks=(local_rank,),
+        local_world_size=max(local_world, local_rank + 1),
+        device_ids=(device if device_count else None,),
+        init_method=init_method if world > 1 else None,
+        spawn=False,
+        backend=choose_backend(options, device_count, shared=shared),
+        why=why,
+    )
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first} to {first + count - 1}"

@@ -1,0 +1,1 @@
+"""Facts of this machine: processes, signals, memory, devices. Without torch."""

@@ -1,0 +1,231 @@
+"""Reads the NVIDIA driver through ctypes, so that no package is needed where it runs.
+
+Standard library only, since this file travels to remote hosts with ``inventory.py``. Each GPU and each driver supports
+other queries, so a refusal is None. Layouts and codes are those of ``nvml.h``, which NVIDIA keeps for old programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_char, c_int, c_uint, c_ulonglong, c_void_p, create_string_buffer
+from dataclasses import dataclass
+from typing import Any, cast
+
+LIBRARY = "libnvidia-ml.so.1"
+DONE, INSUFFICIENT_SIZE = 0, 7
+NOT_AVAILABLE = (1 << 64) - 1
+"""What stands for the memory of a process that the driver does not know."""
+TEMPERATURE_GPU, CLOCK_SM = 0, 1
+
+NO_LIBRARY = "no NVIDIA driver on this machine; CPU ranks work"
+REFUSALS = {
+    4: "no permission to use the NVIDIA driver: see the rights of /dev/nvidiactl",
+    9: "the NVIDIA driver is installed but not loaded: try `nvidia-smi`, then dmesg",
+    18: "the NVIDIA driver was updated while loaded: reboot or reload it",
+}
+"""Why the driver could not be asked at all, by NVML's code."""
+
+
+class _MemoryV2(Structure):
+    _fields_ = (
+        ("version", c_uint),
+        ("total", c_ulonglong),
+        ("reserved", c_ulonglong),
+        ("free", c_ulonglong),
+        ("used", c_ulonglong),
+    )
+
+
+class _Memory(Structure):
+    _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
+
+
+class _Utilization(Structure):
+    _fields_ = (("gpu", c_uint), ("memory", c_uint))
+
+
+class _Pci(Structure):
+    _fields_ = (("legacy", c_char * 16), ("numbers", c_uint * 5), ("bus_id", c_char * 32))
+
+
+class _Process(Structure):
+    _fields_ = (("pid", c_uint), ("memory", c_ulonglong), ("gpu_instance", c_uint), ("compute_instance", c_uint))
+
+
+class _ProcessV1(Structure):
+    _fields_ = (("pid", c_uint), ("memory", c_ulonglong))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawProcess:
+    """A running process as NVML reports it."""
+
+    pid: int
+    memory: int | None
+    """Bytes."""
+    kind: str
+    """``compute`` or ``graphics``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawGpu:
+    """The answers of NVML for one GPU in NVML's own units; None where it refused."""
+
+    index: int
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    name: str | None = None
+    memory_used: int | None = None
+    memory_total: int | None = None
+    utilization: int | None = None
+    temperature: int | None = None
+    power_mw: int | None = None
+    power_limit_mw: int | None = None
+    sm_clock: int | None = None
+    max_sm_clock: int | None = None
+    throttle_mask: int | None = None
+    mig_mode: int | None = None
+    """1 when it is on."""
+    compute_mode: int | None = None
+    processes: Sequence[RawProcess] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What the driver of this machine says."""
+
+    driver: str | None = None
+    cuda: str | None = None
+    """Newest CUDA version that the driver runs."""
+    gpus: tuple[RawGpu | None, ...] = ()
+    """In PCI order; None for one that has fallen off the bus."""
+    refusal: str = ""
+    """One line: why the driver could not be asked."""
+
+
+def ask_driver() -> Answers:
+    """Ask the driver for everything about every GPU."""
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return Answers(refusal=NO_LIBRARY)
+    nvml = Nvml(library)
+    code = nvml.call("nvmlInitWithFlags", c_uint(0))
+    if code is None:
+        code = nvml.call("nvmlInit_v2")
+    if code != DONE:
+        return Answers(refusal=REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {nvml.says(code)}")
+    try:
+        version = nvml.number("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion", kind=c_int)
+        return Answers(
+            driver=nvml.text("nvmlSystemGetDriverVersion"),
+            cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
+            gpus=tuple(nvml.gpu(index) for index in range(nvml.number("nvmlDeviceGetCount_v2") or 0)),
+        )
+    finally:
+        nvml.call("nvmlShutdown")
+
+
+class Nvml:
+    """The library, asked so that a refusal is a value."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def call(self, name: str, *args: Any) -> int | None:
+        """Call a function; return NVML's code, or None where this driver does not have it."""
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            return None
+        return cast(int, function(*args))
+
+    def says(self, code: int | None) -> str:
+        """Return NVML's words for a code."""
+        try:
+            function = self._library.nvmlErrorString
+        except AttributeError:
+            return f"code {code}"
+        function.restype = ctypes.c_char_p
+        return (function(c_int(code or 0)) or b"").decode("utf-8", "replace")
+
+    def number(self, *names: str, args: Sequence[Any] = (), kind: Any = c_uint) -> int | None:
+        """Return what the first function that answers writes into its last argument."""
+        for name in names:
+            found = kind(0)
+            if self.call(name, *args, byref(found)) == DONE:
+                return int(found.value)
+        return None
+
+    def text(self, name: str, *args: Any) -> str | None:
+        """Return the text of a query, which comes as a buffer and its length."""
+        buffer = create_string_buffer(96)
+        return _decoded(buffer.value) if self.call(name, *args, buffer, c_uint(96)) == DONE else None
+
+    def struct(self, name: str, device: Any, found: Any) -> Any:
+        """Return a struct that the query filled, or None."""
+        return found if self.call(name, device, byref(found)) == DONE else None
+
+    def gpu(self, index: int) -> RawGpu | None:
+        """Ask for everything about one GPU; None when it has fallen off the bus."""
+        device = c_void_p()
+        if self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device)) != DONE:
+            return None
+        # Version 2 does not count what the driver keeps for itself as used.
+        memory = self.struct(
+            "nvmlDeviceGetMemoryInfo_v2", device, _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24)
+        ) or self.struct("nvmlDeviceGetMemoryInfo", device, _Memory())
+        utilization = self.struct("nvmlDeviceGetUtilizationRates", device, _Utilization())
+        pci = self.struct("nvmlDeviceGetPciInfo_v3", device, _Pci())
+        of, clock = (device,), (device, c_uint(CLOCK_SM))
+        mig, pending = c_uint(0), c_uint(0)
+        split = self.call("nvmlDeviceGetMigMode", device, byref(mig), byref(pending)) == DONE
+        return RawGpu(
+            index=index,
+            uuid=self.text("nvmlDeviceGetUUID", device),
+            pci_bus_id=None if pci is None else _decoded(pci.bus_id),
+            name=self.text("nvmlDeviceGetName", device),
+            memory_used=None if memory is None else int(memory.used),
+            memory_total=None if memory is None else int(memory.total),
+            utilization=None if utilization is None else int(utilization.gpu),
+            temperature=self.number("nvmlDeviceGetTemperature", args=(device, c_uint(TEMPERATURE_GPU))),
+            power_mw=self.number("nvmlDeviceGetPowerUsage", args=of),
+            power_limit_mw=self.number("nvmlDeviceGetEnforcedPowerLimit", args=of),
+            sm_clock=self.number("nvmlDeviceGetClockInfo", args=clock),
+            max_sm_clock=self.number("nvmlDeviceGetMaxClockInfo", args=clock),
+            throttle_mask=self.number(
+                "nvmlDeviceGetCurrentClocksEventReasons",
+                "nvmlDeviceGetCurrentClocksThrottleReasons",
+                args=of,
+                kind=c_ulonglong,
+            ),
+            mig_mode=int(mig.value) if split else None,
+            compute_mode=self.number("nvmlDeviceGetComputeMode", args=of),
+            processes=self._all_processes(device),
+        )
+
+    def _all_processes(self, device: Any) -> list[RawProcess] | None:
+        compute = self._processes("nvmlDeviceGetComputeRunningProcesses", device, "compute")
+        graphics = self._processes("nvmlDeviceGetGraphicsRunningProcesses", device, "graphics")
+        return None if compute is None and graphics is None else [*(compute or ()), *(graphics or ())]
+
+    def _processes(self, name: str, device: Any, kind: str) -> list[RawProcess] | None:
+        for suffix, layout in (("_v3", _Process), ("_v2", _Process), ("", _ProcessV1)):
+            room = 0
+            for _ in range(4):  # processes come and go between two calls
+                count, found = c_uint(room), (layout * max(room, 1))()
+                code = self.call(name + suffix, device, byref(count), ctypes.cast(found, POINTER(layout)))
+                if code != INSUFFICIENT_SIZE:
+                    break
+                room = count.value + 8
+            if code == DONE:
+                return [
+                    RawProcess(pid=entry.pid, memory=None if entry.memory == NOT_AVAILABLE else entry.memory, kind=kind)
+                    for entry in found[: min(count.value, room)]
+                ]
+        return None
+
+
+def _decoded(value: bytes) -> str:
+    return value.decode("utf-8", "replace")

@@ -1,0 +1,117 @@
+"""Ties a process's life to its parent's, sets its signals and redirects its output.
+
+Torch-free, and called before torch does anything in the rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from trainer.contract.record.regular_file import open_to_append
+from trainer.host.log_file import LogFile
+from trainer.host.stop_signals import AT_ONCE
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+PARENT_POLL_S = 0.2
+"""How often the parent is looked for on kernels before 5.3, which have no pidfd."""
+
+
+def die_with_parent_process() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends; survives exec, not fork."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def signal_on_parent_death(number: int) -> None:
+    """Ask the kernel for a signal when the thread that started this process ends; 0 asks for none any more."""
+    _prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Make every descendant whose parent dies a child of this process, so that none can escape."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def die_with_process(parent_pid: int) -> None:
+    """Kill this process as soon as ``parent_pid`` is gone, also while it sits in a collective.
+
+    The fork server that forked the rank dies with the node agent (``trainer.agent.preload_first``) and takes the rank
+    along by the kernel's hand. The thread covers a rank whose fork server was killed alone.
+    """
+    die_with_parent_process()
+    try:
+        handle = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        _kill_self()
+    except OSError:
+        handle = -1
+    threading.Thread(target=_watch, args=(parent_pid, handle), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent_pid: int, handle: int) -> None:
+    if handle >= 0:
+        # A pidfd becomes readable when its process ends.
+        waiter = select.poll()
+        waiter.register(handle, select.POLLIN)
+        while not waiter.poll():
+            pass
+    else:
+        while Path(f"/proc/{parent_pid}").exists():
+            time.sleep(PARENT_POLL_S)
+    _kill_self()
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def set_signals() -> None:
+    """Leave Ctrl-C to the node agent, let its signals kill even inside a collective, print stacks on SIGUSR1."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(AT_ONCE, signal.SIG_DFL)
+    print_stacks_on_signal()
+
+
+def print_stacks_on_signal() -> None:
+    """On SIGUSR1 print the Python stacks of all threads to standard error, also while blocked in C++."""
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
+def redirect_output(log: Path) -> None:
+    """Append everything that this process and its libraries print to a file, line by line."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = open_to_append(log)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    # The terminal's encoding has no say over the file's.
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.BufferedWriter(LogFile(fd)), encoding="utf-8") for fd in (1, 2))
+    print_by_line()
+
+
+def print_by_line() -> None:
+    """Write out each line when it is complete: a rank that is killed has then shown all that it printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What cannot be encoded is escaped rather than an error in the middle of a training.
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)

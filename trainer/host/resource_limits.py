@@ -1,0 +1,101 @@
+"""Resource limits of this machine: refuses a number of ranks that it could never hold.
+
+Starting them one by one would end in the middle, with ten thousand processes and whatever the kernel then says.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.contract.errors import RequestError
+
+RANK_BYTES = 20 << 20
+"""What a rank has for itself at least: one on the CPU that shares torch's code with the others was measured to write
+24 MiB before its model."""
+SCRIPT_BYTES = 5 << 20
+"""The same of a script, which may be without torch: a Python process alone."""
+FILES_PER_RANK = 2
+"""What the node agent holds open for each: the pipe to it and what tells its end."""
+OTHER_FILES = 16
+"""What the parent holds open besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceLimits:
+    """What the machine and this process's limits allow; None is without a limit."""
+
+    processes: int | None
+    """Of this user, of the machine and of the container, the least."""
+    files: int | None
+    """That one process may open."""
+    memory_bytes: int | None
+    """Memory and swap, used or not, of the machine or of the container."""
+
+    def refusal(self, ranks: int, *, rank_bytes: int = RANK_BYTES) -> str:
+        """Say why so many ranks cannot be on this machine; empty where nothing rules it out."""
+        held: list[tuple[int, str]] = []
+        if self.processes is not None:
+            held.append((self.processes, f"{self.processes} processes are allowed"))
+        if self.files is not None:
+            held.append(((self.files - OTHER_FILES) // FILES_PER_RANK, f"a process may open {self.files} files"))
+        if self.memory_bytes is not None:
+            why = f"{self.memory_bytes / (1 << 30):.1f} GiB of memory, and a rank takes {rank_bytes >> 20} MiB or more"
+            held.append((self.memory_bytes // rank_bytes, why))
+        most, why = min(held, default=(ranks, ""))
+        if ranks <= most:
+            return ""
+        return f"{ranks} ranks were asked for on this node, which can hold at most {max(most, 0)}: {why}"
+
+
+def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
+    """Refuse more ranks than this machine can hold in any case; that fewer fit is not promised.
+
+    Raises:
+        RequestError: it cannot; the line says what is short.
+    """
+    reason = read_limits().refusal(ranks, rank_bytes=rank_bytes)
+    if reason:
+        raise RequestError(reason)
+
+
+def read_limits(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> ResourceLimits:
+    """Ask the kernel."""
+    total = [kib << 10 for name in ("MemTotal", "SwapTotal") if (kib := _meminfo(proc / "meminfo", name)) is not None]
+    machine = sum(total) if total else None
+    return ResourceLimits(
+        processes=_least(
+            _soft(resource.RLIMIT_NPROC),
+            _number(proc / "sys/kernel/pid_max"),
+            _number(proc / "sys/kernel/threads-max"),
+            _number(cgroup / "pids.max"),
+        ),
+        files=_soft(resource.RLIMIT_NOFILE),
+        memory_bytes=_least(machine, _number(cgroup / "memory.max")),
+    )
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _soft(what: int) -> int | None:
+    soft, _ = resource.getrlimit(what)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _number(path: Path) -> int | None:
+    """Read a limit; ``max`` and a file that is missing are none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _meminfo(path: Path, name: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)

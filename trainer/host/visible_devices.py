@@ -1,0 +1,96 @@
+"""Lists the GPUs that CUDA_VISIBLE_DEVICES leaves, by NVML and without torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU in PCI order."""
+
+    uuid: str
+    name: str
+
+
+def visible_device_count(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs a rank will see; no driver is a normal answer, 0."""
+    return len(visible_devices(environ))
+
+
+def visible_devices(environ: Mapping[str, str]) -> list[Device]:
+    """Return the GPUs in the order in which a rank numbers them under CUDA_VISIBLE_DEVICES and PCI order."""
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is not None and not wanted.strip():
+        return []
+    return select(_installed(), wanted)
+
+
+def select(installed: Sequence[Device], wanted: str | None) -> list[Device]:
+    """Apply CUDA_VISIBLE_DEVICES as the CUDA driver does.
+
+    The list ends at its first entry that means no GPU, and a GPU that is named twice makes all of them invisible.
+
+    Args:
+        installed: the machine's GPUs in PCI order.
+        wanted: the variable's text; None is all.
+    """
+    if wanted is None:
+        return list(installed)
+    chosen: list[Device] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        found = _find(installed, entry)
+        if found is None:
+            break
+        if found in chosen:
+            return []
+        chosen.append(found)
+    return chosen
+
+
+def _find(installed: Sequence[Device], entry: str) -> Device | None:
+    if entry.isdecimal():
+        return next((device for index, device in enumerate(installed) if entry == str(index)), None)
+    if entry.startswith("MIG-"):
+        # A slice of a GPU; the driver shows it as a device, and NVML lists it under its GPU only.
+        return Device(uuid=entry, name="MIG slice") if installed else None
+    matches = [device for device in installed if entry.startswith("GPU-") and device.uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def label(device_id: int | None, devices: Sequence[Device]) -> str:
+    """Return a device for the record: ``cpu``, or ``cuda:<index> <UUID or name>``."""
+    if device_id is None:
+        return "cpu"
+    known = devices[device_id].uuid or devices[device_id].name if device_id < len(devices) else ""
+    return f"cuda:{device_id} {known}".rstrip()
+
+
+def _installed() -> list[Device]:
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    # Not before the driver is known to be there: importing it costs more than all else that the parent does.
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            Device(uuid=_text(pynvml.nvmlDeviceGetUUID(handle)), name=_text(pynvml.nvmlDeviceGetName(handle)))
+            for handle in handles
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

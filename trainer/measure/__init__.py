@@ -1,1 +1,0 @@
-"""Clocks, comm hook, merging and checksums: what `trainer.sync` measures with."""

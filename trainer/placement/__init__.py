@@ -1,1 +1,0 @@
-"""Which ranks start on this node, on which devices, and where they meet: what `trainer.dispatch` decides with."""

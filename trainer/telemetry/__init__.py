@@ -1,0 +1,1 @@
+"""Measures what a step's phases and its gradient synchronisation take."""

@@ -1,0 +1,310 @@
+"""Compares checksums of every parameter and buffer across the ranks now and then.
+
+DDP keeps replicas equal only as long as every rank applies the same update; a rank that skips one, steps with another
+learning rate or has a bad memory chip trains on alone, and nothing fails. The check costs one pass over the
+parameters at the speed of memory and one collective of a few bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.contract.record import Checksum, Finding
+from trainer.distributed.collectives import max_later
+
+DRIFT = 1e-6
+"""Relative difference of a tensor's norm that counts as drift between unlike processors, not as desync (fairseq)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Checksums of a model's tensors, in the order of their names."""
+
+    parameters: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+    @property
+    def digests(self) -> tuple[int, int]:
+        """One unsigned 64-bit number for all parameters and one for all buffers."""
+        return _digest(self.parameters), _digest(self.buffers)
+
+
+class _Held(NamedTuple):
+    """A tensor and the module's own dictionary that holds it."""
+
+    name: str
+    tensor: Tensor
+    holder: Mapping[str, Tensor | None]
+    key: str
+
+
+class ReplicatedTensors:
+    """A model's tensors that should be equal on all ranks.
+
+    They are looked for once, and again when one of them was replaced or moved: to find them costs as much as to add
+    them up. Parameters of a module that joins later are not seen before that, as they are not by DDP.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.parameters: list[_Held] = []
+        self.buffers: list[_Held] = []
+        self._found = False
+        self._addresses: list[int] = []
+        """Of the tensors' memory."""
+        self._words: list[Tensor | None] = []
+        """The same memory as 64-bit integers [words]; None where it has to be copied for that."""
+        self._sums = torch.empty(0, dtype=torch.int64)
+        """Of each tensor, [tensors]."""
+        self._slots: Sequence[Tensor] = ()
+        """Of each, []."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Return checksums that are equal when, and practically only when, all tensors are bit for bit equal."""
+        held = self._held()
+        if not held:
+            return Fingerprint(parameters=(), buffers=())
+        with torch.no_grad():
+            for (_, tensor, _, _), words, slot in zip(held, self._words, self._slots, strict=True):
+                if words is None:
+                    slot.copy_(_checksum(tensor))
+                else:
+                    torch.sum(words, 0, out=slot)
+        sums = self._sums.tolist()
+        return Fingerprint(parameters=tuple(sums[: len(self.parameters)]), buffers=tuple(sums[len(self.parameters) :]))
+
+    def _held(self) -> list[_Held]:
+        """Return all tensors, parameters first, with everything else about them up to date."""
+        held = [*self.parameters, *self.buffers]
+        if self._found and all(
+            holder.get(key) is tensor and tensor.data_ptr() == address
+            for (_, tensor, holder, key), address in zip(held, self._addresses, strict=True)
+        ):
+            return held
+        self.parameters, self.buffers = _tensors(self._model)
+        held = [*self.parameters, *self.buffers]
+        self._found = True
+        if held:
+            self._addresses = [tensor.data_ptr() for _, tensor, _, _ in held]
+            self._sums = torch.empty(len(held), dtype=torch.int64, device=held[0].tensor.device)
+            self._slots = self._sums.unbind()
+            self._words = [_as_words(tensor.detach(), self._sums.device) for _, tensor, _, _ in held]
+        return held
+
+
+class DesyncCheck:
+    """A comparison of the model across the ranks: begun after one step, looked at after the next.
+
+    So no rank waits for the others: by the next step's synchronisation they have all begun it too. All ranks begin it
+    at the same step, and ask for its result at the same place among their collectives.
+
+    Ranks on unlike processors may differ in the last bits of what they compute by themselves. Among such ranks a
+    tensor counts as equal while its norms agree to ``DRIFT``, and the difference is reported as drift.
+    """
+
+    def __init__(
+        self, replica: ReplicatedTensors, *, step: int, rank: int, device: torch.device, now: float | None = None
+    ) -> None:
+        """Begin.
+
+        Args:
+            replica: Of the model inside DDP.
+            step: Optimizer steps done.
+            rank: This process's global rank.
+            device: Where the process group's tensors live.
+            now: Unix seconds, for the events.
+        """
+        self._replica = replica
+        self._rank = rank
+        self._device = device
+        self._own = replica.fingerprint()
+        digests = self._own.digests
+        self.checksum = Checksum(
+            time=time.time() if now is None else now,
+            rank=rank,
+            step=step,
+            parameters=f"{digests[0]:016x}",
+            buffers=f"{digests[1]:016x}",
+        )
+        """This rank's."""
+        # The collectives carry signed numbers.
+        self._held = [_processor(device), *(digest - 2**63 for digest in digests)]
+        # The largest number and the complement of the smallest, which has no overflow as the negative would: one
+        # reduction tells whether all are equal, however many ranks there are.
+        self._extremes = max_later([*self._held, *(~number for number in self._held)])
+
+    def findings(self) -> list[Finding]:
+        """Return what was found, on rank 0; nobody else tells it. To be called once."""
+        held, extremes = self._held, self._extremes()
+        if all(high == ~low for high, low in zip(extremes, extremes[len(held) :], strict=False)):
+            return []
+        rows = _gather([self._rank, *held], torch.int64, self._device)
+        ranks = [int(row[0]) for row in rows]
+        unlike = len({row[1] for row in rows}) > 1
+        found = []
+        for column, what, tensors, sums in (
+            (2, "parameter", self._replica.parameters, self._own.parameters),
+            (3, "buffer", self._replica.buffers, self._own.buffers),
+        ):
+            if len({row[column] for row in rows}) > 1:
+                told = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
+                if self._rank == ranks[0]:
+                    found.append(_finding(told, what=what, time=self.checksum.time, step=self.checksum.step))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Difference:
+    """What sets some ranks apart."""
+
+    ranks: list[int]
+    """The smaller part; of two equal parts the one without the first rank."""
+    where: str
+    drift: float | None
+    """Largest relative difference of a norm, when it is small and the processors are unlike."""
+
+
+def _examine(
+    what: str,
+    tensors: Sequence[_Held],
+    sums: Sequence[int],
+    *,
+    ranks: Sequence[int],
+    unlike: bool,
+    device: torch.device,
+) -> _Difference:
+    """Find the first differing tensor and the ranks that stand apart; every rank takes part, with the same calls."""
+    counts = [row[0] for row in _gather([len(sums)], torch.int64, device)]
+    if len(set(counts)) > 1:
+        return _Difference(ranks=_minority(counts, ranks), where=f"another number of {what}s", drift=None)
+    rows = _gather(sums, torch.int64, device)
+    differing = [index for index in range(len(sums)) if len({row[index] for row in rows}) > 1]
+    where = f"first in {what} {tensors[differing[0]].name} ({len(differing)} of {len(sums)} differ)"
+    apart = _minority([tuple(row[index] for index in differing) for row in rows], ranks)
+    drift = None
+    if unlike:
+        norms = torch.stack([torch.linalg.vector_norm(tensors[index].tensor.detach().double()) for index in differing])
+        gathered = _gather(norms.tolist(), torch.float64, device)
+        largest = max(_spread(column) for column in zip(*gathered, strict=True))
+        drift = largest if largest <= DRIFT else None
+    return _Difference(ranks=apart, where=where, drift=drift)
+
+
+def _finding(difference: _Difference, *, what: str, time: float, step: int) -> Finding:
+    ranks = difference.ranks
+    who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
+    finding = Finding(
+        time=time,
+        kind="desync",
+        severity="critical" if what == "parameter" else "warning",
+        rank=ranks[0],
+        step=step,
+        cause=f"{what}s",
+        message=f"{who} other {what}s than the rest, {difference.where}",
+        advice="stop and resume from the last checkpoint; look for a step, a learning rate or a random choice "
+        "that depends on the rank",
+    )
+    if difference.drift is not None:
+        finding.severity, finding.cause = "info", "drift"
+        finding.message = f"unlike processors drift apart in the last bits, {difference.where}"
+        finding.evidence = {"relative_difference": difference.drift}
+        finding.advice = "small amounts are normal; a checkpoint holds rank 0's values"
+    return finding
+
+
+def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[list[int]] | list[list[float]]:
+    """Return every rank's row; rows are of equal length."""
+    own = torch.tensor(row, dtype=dtype, device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    gathered: list[list[int]] = torch.stack(rows).tolist()
+    return gathered
+
+
+def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
+    """Return the parameters and the buffers that should be equal, each once, by one walk.
+
+    The statistics of a BatchNorm are of each rank's own data and are left out.
+    """
+    parameters: dict[Tensor, _Held] = {}
+    buffers: dict[Tensor, _Held] = {}
+    own_data: set[Tensor] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters.setdefault(parameter, _Held(prefix + key, parameter, module._parameters, key))
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if batch_norm:
+                own_data.add(buffer)
+            else:
+                buffers.setdefault(buffer, _Held(prefix + key, buffer, module._buffers, key))
+    return [*parameters.values()], [held for buffer, held in buffers.items() if buffer not in own_data]
+
+
+def _as_words(tensor: Tensor, device: torch.device) -> Tensor | None:
+    """Return the tensor's own memory as 64-bit integers [words]; None where it is not made of them, or elsewhere."""
+    whole = tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
+    if whole and tensor.is_contiguous() and not tensor.is_complex() and tensor.device == device:
+        return tensor.view(-1).view(torch.int64)
+    return None
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Sum [] of the tensor's bytes read as 64-bit integers, with wrap-around; runs at the speed of memory."""
+    flat = tensor.contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    octets = flat.view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    rest = octets.numel() % 8
+    total = octets[: octets.numel() - rest].view(torch.int64).sum()
+    if rest:
+        total += nn.functional.pad(octets[-rest:], (0, 8 - rest)).view(torch.int64).sum()
+    return total
+
+
+def _digest(sums: Sequence[int]) -> int:
+    packed = struct.pack(f"<{len(sums)}q", *sums)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest())
+
+
+@cache
+def _processor(device: torch.device) -> int:
+    """A number for the kind of processor that a rank computes on."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+    return zlib.crc32(name.encode())
+
+
+def _minority(keys: Sequence[object], ranks: Sequence[int]) -> list[int]:
+    """Return the ranks whose key is not the commonest; of equally common ones the first rank's counts."""
+    common, _ = Counter(keys).most_common(1)[0]
+    return [rank for rank, key in zip(ranks, keys, strict=True) if key != common]
+
+
+def _spread(norms: Sequence[float]) -> float:
+    """Relative difference between the largest and the smallest, infinite for numbers that are not finite."""
+    low, high = min(norms), max(norms)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return math.inf
+    return (high - low) / high if high else 0.0

@@ -1,0 +1,220 @@
+"""Merges measured steps into step events; fast steps share one, so that the record stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from trainer.contract.record import Step
+from trainer.telemetry.clocks import Clock, Mark
+from trainer.telemetry.comm_hook import Buckets
+from trainer.telemetry.ddp_log import SyncTimes
+
+Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
+"""What a step's time goes into; ``other`` is in ``step_ms`` only."""
+
+WARM_UP = 2
+"""Synchronisations before bucket times mean anything: DDP starts with one bucket and arranges them after the first."""
+MEANS = ("loss", "grad_norm", "local_grad_norm")
+MEANS_MS = (
+    "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
+)  # fmt: skip
+
+
+class StepReading(NamedTuple):
+    """What the training thread read of a step that is over for the host, and perhaps not yet for the device."""
+
+    time: float
+    """Unix seconds."""
+    step: int
+    epoch: int
+    samples: int
+    tokens: int | None
+    lr: float | None
+    gc_ms: float
+    marks: Sequence[Mark]
+    """The step's beginning, the end of each phase, and the step's end."""
+    phases: Sequence[Phase]
+    """The phase between each mark and the next; the last interval, up to the step's end, has none."""
+    numbers: Callable[[], Sequence[float | None]]
+    """Loss, gradient norm and, at sampled steps, the local gradient norm; callable once the marks are reached."""
+    grad_scale: float
+    log: SyncTimes | None
+    """What DDP's logger knows of the step's synchronisation."""
+    syncs: Sequence[Buckets]
+    """The synchronisations that the comm hook measured: one, or one per backward pass."""
+    warm: bool
+    """Whether DDP's warm-up is over."""
+
+    def all_marks(self) -> Iterator[Mark]:
+        """Yield the marks that the device must have reached before the step is known."""
+        yield from self.marks
+        for buckets in self.syncs:
+            yield from buckets.marks()
+
+
+class Synchronisation(NamedTuple):
+    """The gradient synchronisation of one step."""
+
+    sync_ms: float
+    exposed_ms: float
+    bucket_bytes: Sequence[int] | None
+    settled: bool
+    """After the warm-up, with the buckets of the step before."""
+    bucket_ms: Sequence[float] | None = None
+    """Only at sampled steps."""
+
+
+def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> Synchronisation | None:
+    """Return the step's gradient synchronisation, or None where it was not measured.
+
+    Args:
+        reading: Of the step; its marks are reached.
+        clock: That made the marks.
+        layout: Sizes of the buckets at the step before.
+    """
+    log, syncs = reading.log, reading.syncs
+    sizes = tuple([size for buckets in syncs for size in buckets.sizes])
+    detailed = bool(syncs) and syncs[0].detailed
+    bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if detailed else None
+    if log is not None:
+        return Synchronisation(log.sync_ms, log.exposed_ms, sizes or log.bucket_bytes, log.settled, bucket_ms)
+    if not syncs:
+        return None
+    sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
+    exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
+    return Synchronisation(sync_ms, exposed_ms, sizes, reading.warm and sizes == tuple(layout), bucket_ms)
+
+
+def step_event(
+    reading: StepReading,
+    clock: Clock,
+    sync: Synchronisation | None,
+    *,
+    rank: int,
+    synchronised: bool,
+    wire_ratio: float | None,
+) -> Step:
+    """Return the event of one step. Durations are rounded to a tenth of a microsecond, finer than any clock here.
+
+    Args:
+        reading: Of the step; its marks are reached.
+        clock: That made the marks.
+        sync: The step's gradient synchronisation.
+        rank: For the event.
+        synchronised: Whether the ranks exchange gradients.
+        wire_ratio: Bytes sent per byte of gradient; None where it is not known.
+    """
+    loss, grad_norm, local = reading.numbers()
+    laps_ms = clock.laps_ms(reading.marks)
+    phase_ms: dict[str, float] = {}
+    for phase, lap_ms in zip(reading.phases, laps_ms, strict=False):
+        phase_ms[phase] = phase_ms.get(phase, 0.0) + lap_ms
+    backward_ms = phase_ms.get("backward")
+    if synchronised and backward_ms is not None:
+        backward_ms = max(0.0, backward_ms - sync.exposed_ms) if sync is not None else None
+    event = Step(
+        time=reading.time,
+        rank=rank,
+        step=reading.step,
+        epoch=reading.epoch,
+        steps=1,
+        samples=reading.samples,
+        tokens=reading.tokens,
+        lr=reading.lr,
+        loss=loss,
+        grad_norm=grad_norm,
+        local_grad_norm=None if local is None else local / reading.grad_scale,
+        gc_ms=rounded(reading.gc_ms),
+        step_ms=rounded(sum(laps_ms)),
+        data_ms=rounded(phase_ms.get("data")),
+        h2d_ms=rounded(phase_ms.get("h2d")),
+        forward_ms=rounded(phase_ms.get("forward")),
+        backward_ms=rounded(backward_ms),
+        optimizer_ms=rounded(phase_ms.get("optimizer")),
+        core_wait_ms=_core_wait_ms(reading, clock, synchronised),
+    )
+    if sync is not None and sync.settled:
+        event.sync_ms, event.sync_exposed_ms = rounded(sync.sync_ms), rounded(sync.exposed_ms)
+        if sync.bucket_bytes:
+            event.sync_buckets = len(sync.bucket_bytes)
+            event.sync_bytes = None if wire_ratio is None else int(sum(sync.bucket_bytes) * wire_ratio)
+        if sync.bucket_ms is not None:
+            event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
+    return event
+
+
+def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dict[str, float] | None:
+    """Return the waits for a core by phase; None where nobody counts them or a synchronisation's are not apart."""
+    waits_ms = clock.waits_ms(reading.marks)
+    if waits_ms is None:
+        return None
+    by_phase: dict[str, float] = {}
+    for phase, waited in zip(reading.phases, waits_ms, strict=False):
+        if waited > 0.0:
+            by_phase[phase] = by_phase.get(phase, 0.0) + waited
+    if synchronised:
+        if not reading.syncs or any(buckets.end is None for buckets in reading.syncs):
+            return None
+        in_sync = sum([(clock.waits_ms([buckets.ready[-1], buckets.end]) or (0.0,))[0] for buckets in reading.syncs])
+        if in_sync > 0.0:
+            by_phase["sync"] = in_sync
+            by_phase["backward"] = by_phase.get("backward", 0.0) - in_sync
+    return {phase: round(waited, 4) for phase, waited in by_phase.items() if waited > 0.0}
+
+
+def merge(steps: Sequence[Step]) -> Step:
+    """Return one event for consecutive steps of one rank.
+
+    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals; what has no mean is the
+    latest. The single losses, lengths and exposed synchronisations stand beside them in step order; a loss there has
+    the seven digits of a 32-bit float.
+    """
+    last = steps[-1]
+    if len(steps) == 1:
+        return last
+    means: dict[str, float | None] = {name: _mean([getattr(step, name) for step in steps]) for name in MEANS}
+    for name in MEANS_MS:
+        means[name] = rounded(_mean([getattr(step, name) for step in steps]))
+    synced = [step for step in steps if step.sync_exposed_ms is not None]
+    event = Step(
+        time=last.time,
+        rank=last.rank,
+        step=last.step,
+        epoch=last.epoch,
+        lr=last.lr,
+        steps=len(steps),
+        samples=sum([step.samples for step in steps]),
+        tokens=None if last.tokens is None else sum([step.tokens or 0 for step in steps]),
+        core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
+        step_ms_each=[step.step_ms for step in steps],
+        **means,  # type: ignore[arg-type]
+    )
+    if event.loss is not None:
+        event.losses = [None if step.loss is None else float(f"{step.loss:.7g}") for step in steps]
+    if synced:
+        event.sync_exposed_ms_each = [step.sync_exposed_ms for step in steps]
+        event.sync_bytes, event.sync_buckets = synced[-1].sync_bytes, synced[-1].sync_buckets
+        event.bucket_ms = next((step.bucket_ms for step in reversed(synced) if step.bucket_ms is not None), None)
+    return event
+
+
+def _mean_waits(counted: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
+    if not counted:
+        return None
+    total: dict[str, float] = {}
+    for waits in counted:
+        for phase, waited in waits.items():
+            total[phase] = total.get(phase, 0.0) + waited
+    return {phase: round(waited / len(counted), 4) for phase, waited in total.items()}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def rounded(duration_ms: float | None) -> float | None:
+    """Round a duration to a tenth of a microsecond."""
+    # ``round`` to so many places goes through a decimal string, which takes three times as long.
+    return None if duration_ms is None else int(duration_ms * 1e4 + 0.5) / 1e4

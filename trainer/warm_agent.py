@@ -1,0 +1,115 @@
+"""``python -m trainer.warm_agent``: a node agent that loads torch ahead of its run and waits to be told which it is.
+
+Started by a supervisor that waits likewise. Standard input brings the run, or its end that there will be none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.context import BaseContext
+from types import FrameType
+
+import msgspec
+
+from trainer import __main__ as trainer
+from trainer.agent import forkserver
+from trainer.contract.warm_pool import READY, WarmRequest
+from trainer.host import process_guard
+from trainer.host.proc_environ import show_run_in_proc
+from trainer.host.stop_signals import LEASE
+
+NEEDED = (
+    "trainer.agent.launch",
+    "trainer.environments.dispatch",
+    "trainer.host.visible_devices",
+    "trainer.tasks.registry",
+)
+"""What this process will need, imported while the fork server loads torch."""
+
+
+def main() -> int:
+    """Load, wait, and do what ``python -m trainer`` does; return its exit code."""
+    said = os.dup(1)
+    _open_as(os.devnull, os.O_WRONLY, 1, 2)
+    with _not_without_parent():
+        context = forkserver.start([*forkserver.PRELOADED, "trainer.engine.preload"])
+        for module in NEEDED:
+            importlib.import_module(module)
+        _start_one(context)
+        with suppress(BrokenPipeError):
+            os.write(said, READY)
+        os.close(said)
+        line = _read_line()
+        if not line:
+            return 0
+    return _become(msgspec.json.decode(line, type=WarmRequest))
+
+
+def _become(request: WarmRequest) -> int:
+    """Do what the run asks for as if this process had been started for it."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    show_run_in_proc()
+    _open_as(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1, 2)
+    if os.environ.get(LEASE) != "stdin":
+        _open_as(os.devnull, os.O_RDONLY, 0)
+    sys.argv[1:] = request.words
+    return trainer.main(request.words)
+
+
+@contextmanager
+def _not_without_parent() -> Iterator[None]:
+    """End what was started if this process ends meanwhile, which it does when its parent ends."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    process_guard.signal_on_parent_death(signal.SIGTERM)
+    request_came = False
+    try:
+        yield
+        request_came = True
+    finally:
+        process_guard.signal_on_parent_death(0)
+        signal.signal(signal.SIGTERM, before)
+        if not request_came:
+            forkserver.stop()
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _start_one(context: BaseContext) -> None:
+    """Start a process that does nothing; it ends when the server has loaded everything."""
+    process = context.Process(target=_nothing)  # type: ignore[attr-defined]
+    process.start()
+    process.join()
+
+
+def _nothing() -> None:
+    """What the first process does."""
+
+
+def _read_line() -> bytes:
+    """Read no more than the request: what follows belongs to the run."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 1 << 16)
+        if not part:
+            return b""
+        line += part
+    return line
+
+
+def _open_as(path: str, flags: int, *descriptors: int) -> None:
+    opened = os.open(path, flags, 0o666)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
