@@ -17,7 +17,7 @@ from pathlib import Path
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome, root_cause, signal_name
 from trainer.contract.record import AnyEvent, Failure, RankState, RunDir, decode_events
-from trainer.contract.record.regular_file import read_part, read_tail, size_of
+from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
 TAIL_BYTES = 1 << 20
 """How much of the end of a file is searched; how a rank ended is among its log tail."""
@@ -189,7 +189,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 def _trained(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             events = (event for line in file if b'"rank_state"' in line for event in decode_events(line))
             return any(isinstance(event, RankState) and event.state in PAST_REFUSAL for event in events)
     except OSError:

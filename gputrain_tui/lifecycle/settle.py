@@ -7,6 +7,7 @@ lock of the run directory is held by whoever writes, so that no ended status is 
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import sys
 import time
@@ -20,6 +21,7 @@ from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import Failure, RunDir, RunEnded, decode_events
+from trainer.contract.record.regular_file import open_to_append, read_tail
 
 LOCK_POLL_S = 0.02
 """How often a lock is tried that somebody else holds."""
@@ -62,9 +64,7 @@ def ended_already(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = tim
     if status is not None and status.status in ENDED:
         return ExitCode.FAILED if status.exit_code is None else status.exit_code
     try:
-        with run_dir.run_events.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            events = list(decode_events(file.read().rpartition(b"\n")[0] + b"\n"))
+        events = decode_events(read_tail(run_dir.run_events, TAIL_BYTES).rpartition(b"\n")[0] + b"\n")
     except OSError:
         return None
     if not events or not isinstance(events[-1], RunEnded):
@@ -91,7 +91,7 @@ def settle(
         now: Unix seconds.
     """
     try:
-        lock = run_dir.lock.open("ab")
+        lock = os.fdopen(open_to_append(run_dir.lock), "ab")
     except OSError as error:
         print(f"gputrain: cannot open {run_dir.lock}: {error.strerror}", file=sys.stderr)
         return returncode if returncode >= 0 else ExitCode.FAILED

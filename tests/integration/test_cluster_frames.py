@@ -83,7 +83,15 @@ ANSWERS = {
 def a_run(folder: Path) -> list[Run]:
     """A run with two ranks on gpu1, under a name that does not change."""
     run = run_dir(folder, "llm", status="running", steps=1)
-    node = PlannedNode(node=0, host="gpu1", first_rank=0, ranks=[0, 1], devices=["GPU-0", "GPU-1"], argv=[], env={})
+    node = PlannedNode(
+        node=0,
+        host="gpu1",
+        first_rank=0,
+        ranks=[0, 1],
+        devices=["GPU-0", "GPU-1"],
+        argv=["trainer"],
+        env={},
+    )
     plan = Plan(world_size=2, init_method=None, backend="nccl", launcher="ssh", nodes=[node])
     run.dir.plan.write_bytes(msgspec.json.encode(plan))
     return [replace(run, dir=RunDir(run.dir.path.rename(folder / "llm-1")))]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trainer.contract.record.events import Checkpoint, decode_events
+from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
 
 
@@ -12,7 +14,7 @@ def recorded_checkpoints(run_dir: RunDir) -> list[Path]:
     """Return the checkpoints that a run has recorded, oldest first; not all of them are kept."""
     found: list[Path] = []
     try:
-        with run_dir.rank_events(0).open("rb") as file:
+        with os.fdopen(open_regular(run_dir.rank_events(0)), "rb") as file:
             for line in file:
                 if b'"checkpoint"' in line:
                     found += [Path(event.path).absolute() for event in decode_events(line) if type(event) is Checkpoint]
