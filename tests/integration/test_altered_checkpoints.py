@@ -253,7 +253,7 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
         os.link(good, folder / good.name)
         state = load(good)
         ALTERED[name][0](state)
-        write_file(folder / bad.name, state)
+        write_file(folder / bad.name, state, place=place_of(good) + 1)
         return train(folder / "run", "--batch-size", 10, "--max-updates", 6, "--resume", folder)
 
     with ThreadPoolExecutor(2) as pool:
