@@ -18,6 +18,7 @@ from tiny_task import TinyOptions, TinyTask
 from torch import Tensor
 
 from trainer.checkpoint import copy_to_cpu, load, newest, write_file
+from trainer.checkpoint.file import place_of
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.contract.record import EventWriter
