@@ -137,7 +137,7 @@ class Training(Loop):
         self._asked.release()
         self._thread.join()
         self._agreement.close()
-        self._replicas.finish()
+        self._desync.finish()
         self.meter.close()
         self.writer.close()
 
