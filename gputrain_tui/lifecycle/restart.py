@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gputrain_tui.hosts.addresses import free_port
-from gputrain_tui.hosts.host_names import is_loopback
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.source import MOST_BYTES as RECIPE_BYTES
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_whole
+from trainer.host.addresses import is_loopback
+from trainer.host.ports import free_port
 
 INIT_FLAG = "--distributed-init-method"
 RESUME_FLAG = "--resume"

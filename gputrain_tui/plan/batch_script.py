@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gputrain_tui.hosts.host_names import address_of, is_loopback
+from gputrain_tui.hosts.host_names import address_of
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from trainer.contract.errors import RequestError, printable
+from trainer.host.addresses import is_loopback
 
 SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's decision."""

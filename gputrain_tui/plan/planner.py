@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from gputrain_tui.hosts.host_names import DEFAULT_PORT, THIS_MACHINE, LocalFacts, address_of, is_local, is_loopback
+from gputrain_tui.hosts.host_names import DEFAULT_PORT, THIS_MACHINE, LocalFacts, address_of, is_local
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.options import Distributed
 from trainer.contract.record.events import Rank, WorldSize
 from trainer.contract.schema import to_flags
+from trainer.host.addresses import is_loopback
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.devices import Share
@@ -232,7 +233,7 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
     for index, node in enumerate(recipe.cluster.nodes):
         if node.host is None and index > 0:
             continue
-        if node.host is None or is_loopback(node.host):
+        if node.host is None or is_loopback(address_of(node.host)):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
             found = f"is {quoted(node.host)}" if node.host else "is missing"
             away = other if index == 0 else machines[0]

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from trainer.contract.errors import RequestError
 from trainer.environments.decision import Decision
-
-FIRST_FREE, LAST_FREE = 10_000, 29_999
-"""Where free ports are looked for: below the range that outgoing connections take theirs from, so that none takes
-the port in the seconds between the test and rank 0's listening."""
+from trainer.host.ports import bind_error, free_port
 
 
 @contextlib.contextmanager
@@ -51,35 +47,12 @@ def _check_tcp(decision: Decision, url: str) -> str:
         socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise RequestError(f"{url}: the host {parts.hostname!r} cannot be resolved here ({error.strerror})") from None
-    if decision.first_rank == 0 and not can_bind(parts.port):
+    taken = bind_error(parts.port) if decision.first_rank == 0 else 0
+    if taken == errno.EACCES:
+        raise RequestError(f"port {parts.port} needs root: choose one above 1023")
+    if taken:
         raise RequestError(f"{url}: port {parts.port} is in use on this machine: choose another one")
     return url
-
-
-def can_bind(port: int) -> bool:
-    """Whether rank 0's store, which listens on all addresses, could listen on the port now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("", port))
-        except PermissionError:
-            raise RequestError(f"port {port} needs root: choose one above 1023") from None
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return False
-    return True
-
-
-def free_port() -> int:
-    """Return a port that can be bound now."""
-    # Not the training's random numbers: runs that start together must not try the same ports.
-    source = random.SystemRandom()
-    for _ in range(200):
-        port = source.randint(FIRST_FREE, LAST_FREE)
-        if can_bind(port):
-            return port
-    raise RequestError(f"no port from {FIRST_FREE} to {LAST_FREE} is free: give one with --distributed-port")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from trainer.agent.assignment import RankAssignment
 from trainer.contract.errors import RequestError
+from trainer.host.addresses import is_loopback
 
 RUN_DIR = "GPUTRAIN_RUN_DIR"
 """Environment variable with the run directory, by which ``trainer.watch`` in a script finds the record."""
@@ -84,7 +85,7 @@ def launcher_environment(
     if assignment.device_id is None:
         # Ranks on the CPU were asked for: a script would take a GPU that it sees.
         settings["CUDA_VISIBLE_DEVICES"] = ""
-    if host in ("127.0.0.1", "::1", "localhost") and "GLOO_SOCKET_IFNAME" not in environ:
+    if is_loopback(host) and "GLOO_SOCKET_IFNAME" not in environ:
         # Gloo otherwise asks what the machine's own name resolves to, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings

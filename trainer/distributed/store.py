@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from torch.distributed import DistError, DistNetworkError, FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
+from trainer.host.addresses import is_loopback
 
 Waiting = Callable[[list[int], list[int], float], None]
 """Called about once a second while ranks are missing: joined ranks, missing ranks, milliseconds waited."""
@@ -128,11 +129,6 @@ def _address(url: str, rest: str) -> tuple[str, int]:
     except OSError as error:
         raise RequestError(f"init method {url!r}: host {host!r} cannot be resolved here ({error.strerror})") from None
     return host, port
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the host names this machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _serve(url: str, host: str, port: int) -> Store:
