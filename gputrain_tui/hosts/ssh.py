@@ -155,6 +155,17 @@ class Ssh:
         for process in going:
             end(process)
 
+    def hang_up(self, host: str) -> None:
+        """Close the connection to a host now, instead of after its minute."""
+        subprocess.run(
+            [*self._command, "-o", f"ControlPath={self._socket(host)}", "-O", "exit", "--", bare(host)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=CONNECT_S,
+            check=False,  # there may be none
+        )
+
 
 def listen(
     process: subprocess.Popen[bytes], stderr: IO[bytes], *, limit_s: float, most_bytes: int

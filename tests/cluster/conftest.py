@@ -27,12 +27,7 @@ def environ(server: SshServer) -> Iterator[dict[str, str]]:
     yield {"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}
     for line in (server.folder / "ssh_config").read_text().splitlines():
         if line.startswith("Host ") and "*" not in line:
-            # Close the connection now, instead of after its minute; there may be none.
-            words = Ssh({"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}).words(line.split()[1])
-            before = words.index("--")
-            subprocess.run(
-                [*words[:before], "-O", "exit", *words[before:]], capture_output=True, timeout=5, check=False
-            )
+            Ssh({"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}).hang_up(line.split()[1])
     shutil.rmtree(folder)
 
 
