@@ -13,7 +13,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +24,7 @@ from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.home_folder import expanded
+from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
 from trainer.host.cores import read_usable_cores
 from trainer.host.memory import read_memory
@@ -153,14 +153,13 @@ def _resume(recipe: Recipe) -> MissingInput | None:
 
 def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
     """Look at the file or the port at which the ranks of a plan meet, where that is on this machine."""
-    method = plan.init_method or ""
-    if method.startswith("file://"):
-        return _rendezvous_file(Path(method.removeprefix("file://"))), None
-    host, number = "", 0
-    if method.startswith("tcp://"):
-        parts = urlsplit(method)
-        host, number = parts.hostname or "", parts.port or 0
-    elif method == "env://":
+    url = parse_rendezvous_url(plan.init_method or "")
+    if url is None:
+        return None, None
+    if url.scheme == "file":
+        return _rendezvous_file(url.path), None
+    host, number = url.host, url.port
+    if url.scheme == "env":
         env = plan.nodes[0].env
         host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
     if not number or not is_local(plan.nodes[0].host, local):
