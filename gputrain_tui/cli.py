@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import importlib.util
 import io
 import os
 import sys
@@ -136,29 +135,21 @@ def _dispatch(words: list[str]) -> int:
     if name == "--version":
         print(f"gputrain {VERSION}")
         return ExitCode.FINISHED
-    if name not in available():
+    if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        known = [*available(), "--help", "--version"]
+        known = [*COMMANDS, "--help", "--version"]
         raise RequestError(f"{quoted(name)} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
     command = cast(Command, importlib.import_module(COMMANDS[name][0]))
     return command.run(parse(command, name, rest))
 
 
 def _console(words: list[str]) -> int:
-    if importlib.util.find_spec("gputrain_tui.console") is None or importlib.util.find_spec(CONSOLE) is None:
-        print(help_text(), file=sys.stderr)
-        return ExitCode.BAD_REQUEST
     return int(importlib.import_module(CONSOLE).main(words))
-
-
-def available() -> list[str]:
-    """The commands whose modules are there, found without importing them."""
-    return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module) is not None]
 
 
 def help_text() -> str:
     """What ``gputrain --help`` prints."""
-    lines = [f"  {name:<8} {COMMANDS[name][1]}" for name in available()]
+    lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "Plan, launch, watch and diagnose distributed PyTorch training.",

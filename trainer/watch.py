@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.agent.exception_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
-from trainer.contract.record import Checksum, EventWriter, Failure, RankState, RankStateName, RunDir
+from trainer.contract.record import Checksum, EventWriter, RankState, RankStateName, RunDir
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 
@@ -141,19 +141,9 @@ class Watched:
         self._meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not ended_well and self._tells_states:
-            message = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._set_state("failed", message=message)
-            self._writer.write(
-                Failure(
-                    time=time.time(),
-                    kind="exception",
-                    message=message,
-                    rank=self._rank,
-                    host=socket.gethostname(),
-                    step=self.step,
-                    traceback="".join(traceback.format_exception(error)),
-                )
-            )
+            failure = failure_of(error, kind="exception", rank=self._rank, host=socket.gethostname(), step=self.step)
+            self._set_state("failed", message=failure.message)
+            self._writer.write(failure)
         else:
             self._set_state("finished")
         self._writer.close()

@@ -27,7 +27,8 @@ from gputrain_tui.output import json_line
 from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import AnyEvent, RunEnded, decode_events
-from trainer.host.process_identity import HELD_S, is_held
+from trainer.host.process_identity import HELD_S
+from trainer.host.processes import is_held
 
 POLL_MS = 100
 """How often the record is looked at while the supervisor runs."""

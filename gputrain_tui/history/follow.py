@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import resource
+import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.contract.record.regular_file import open_regular, size_of
+from trainer.host.resource_limits import open_files
 
 SHORTEST_TAIL_BYTES = 16_384
 """What of a file is read at least where only the last bytes are wanted."""
@@ -140,7 +141,8 @@ class Follower:
         self._listed_at = float("-inf")
         self._changed = 0
         # Half of what this process may open; files beyond that are opened for each read.
-        self._may_keep = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        limit = open_files()
+        self._may_keep = sys.maxsize if limit is None else limit // 2
         self.backlog_bytes = 0
         """Bytes that the last poll left for the next."""
 

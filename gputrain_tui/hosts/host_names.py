@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from trainer.host.addresses import is_loopback
+
 THIS_MACHINE = "localhost"
 """How plans and inventories name the machine that reads the recipe."""
 DEFAULT_PORT = 29600
@@ -37,15 +39,9 @@ def address_of(host: str) -> str:
     return host.rpartition("@")[2].strip("[]")
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address means the machine that uses it."""
-    host = address_of(host).lower()
-    return host in ("localhost", "::1", "0.0.0.0") or host.startswith(("127.", "localhost."))
-
-
 def is_local(host: str | None, local: LocalFacts) -> bool:
     """Whether a node of a recipe is this machine."""
-    if host is None or is_loopback(host):
+    if host is None or is_loopback(address_of(host)):
         return True
     name = address_of(host).lower()
     return name in local.names or (not _is_address(name) and name.split(".")[0] in local.names)

@@ -8,7 +8,15 @@ from pathlib import Path
 import gputrain_tui
 import trainer
 
-MODULES = ("trainer.host.nvml", "gputrain_tui.hosts.inventory")
+MODULES = (
+    "trainer.host.addresses",
+    "trainer.host.boot",
+    "trainer.host.cores",
+    "trainer.host.memory",
+    "trainer.host.nvml",
+    "trainer.host.processes",
+    "gputrain_tui.hosts.inventory",
+)
 """In the order in which they need each other; standard library only."""
 
 BOOTSTRAP = """\

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gputrain_tui.hosts.addresses import local_facts
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.model import Node, Recipe
 from trainer.contract.errors import RequestError

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.host.proc_environ import RUN
-from trainer.host.process_identity import ancestors
+from trainer.host.processes import ancestors, environ_value, pids
 
 MARK = RUN
 """Environment variable of every process of a run, supervisors excepted: its run directory."""
@@ -79,24 +79,17 @@ def _naming(run_dir: Path, mark: str) -> list[int]:
 def _named(marks: list[str]) -> Iterator[tuple[int, str]]:
     """Yield the processes that have a mark, and what it names."""
     spared = {1, os.getpid(), *ancestors()}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, of which few are looked at
-        if name.isdecimal() and int(name) not in spared:
+    for pid in pids():
+        if pid not in spared:
             for mark in marks:
-                if (named := _value(int(name), mark)) is not None:
-                    yield int(name), named
+                if (named := _value(pid, mark)) is not None:
+                    yield pid, named
 
 
 def _value(pid: int, mark: str) -> str | None:
     """Return the absolute path that a process's environment gives for a mark; None where there is none."""
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty of a zombie
-    except OSError:
-        return None  # gone meanwhile, or another user's
-    prefix = f"{mark}=".encode()
-    if prefix not in environ:
-        return None
-    value = next((entry[len(prefix) :] for entry in environ.split(b"\0") if entry.startswith(prefix)), b"")
-    return os.fsdecode(value) if value.startswith(b"/") else None
+    value = environ_value(pid, mark)
+    return os.fsdecode(value) if value is not None and value.startswith(b"/") else None
 
 
 def _same(one: Path, other: Path) -> bool:

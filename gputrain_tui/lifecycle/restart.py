@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 import msgspec
 
-from gputrain_tui.hosts.addresses import free_port
-from gputrain_tui.hosts.host_names import is_loopback
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.source import MOST_BYTES as RECIPE_BYTES
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_whole
+from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
+from trainer.host.addresses import is_loopback
+from trainer.host.ports import free_port
 
 INIT_FLAG = "--distributed-init-method"
 RESUME_FLAG = "--resume"
@@ -53,15 +53,13 @@ def fresh_init_method(init_method: str) -> str:
 
     On this machine a free port is asked for; elsewhere the next one is taken, which every node can compute.
     """
-    parts = urlsplit(init_method)
-    if parts.scheme == "file":
-        return init_method + ".again"
-    if parts.scheme != "tcp" or parts.port is None or parts.hostname is None:
+    url = parse_rendezvous_url(init_method)
+    if url is None or url.scheme == "env":
         return init_method
-    following = parts.port + 1 if parts.port < 65535 else 1024
-    port = free_port() if is_loopback(parts.hostname) else following
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"tcp://{host}:{port}"
+    if url.scheme == "file":
+        return init_method + ".again"
+    following = url.port + 1 if url.port < LAST_PORT else 1024
+    return tcp_url(url.host, free_port() if is_loopback(url.host) else following)
 
 
 def _with_flag(words: Sequence[str], flag: str, value: str) -> list[str]:

@@ -18,8 +18,8 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from gputrain_tui.history.runs import ENDED, Run, create, find, open_run, read_status
-from gputrain_tui.hosts.addresses import local_facts
 from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
 from gputrain_tui.lifecycle.launchable import launching

@@ -19,7 +19,8 @@ from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import SAVE_S
 from trainer.contract.record import MOST_RANKS, RunDir
-from trainer.host.process_identity import HELD_S, is_alive, is_held
+from trainer.host.process_identity import HELD_S, is_alive
+from trainer.host.processes import is_held
 
 PATIENCE_S = 5.0
 """How long the supervisor may take beyond what it gives the ranks."""

@@ -30,7 +30,6 @@ from gputrain_tui.lifecycle.attempt import (
     write_launched,
 )
 from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
-from gputrain_tui.lifecycle.orphans import adopt_orphans, sweep
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.stop_requests import StopLevel, StopRequests
 from gputrain_tui.plan.planner import Plan, stop_grace
@@ -38,6 +37,8 @@ from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.outcome import OF_LOST, SAVE_S, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
+from trainer.host import process_guard
+from trainer.host.descendants import kill_descendants, reap
 from trainer.host.proc_environ import show_in_proc
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Supervisor:
         """Take the run from start to end; return its exit code."""
         self._stop_requests.catch()
         show_in_proc(leftovers.SUPERVISOR, str(self.dir.path))  # from here on it may be asked to end the run
-        adopt_orphans()
+        process_guard.adopt_orphans()
         try:
             ended = self._adopted() if self._adopting else self._attempts()
         except BaseException as error:  # whatever it is, nothing is left behind and the record says it; then it goes on
@@ -295,7 +296,8 @@ class Supervisor:
 
     def _sweep(self) -> list[int]:
         """Leave nothing of the run behind; return the pids of what would not go."""
-        left = sweep(SWEEP_S, self._stop_requests.nap)
+        left = sorted(kill_descendants(timeout_s=SWEEP_S, wait=self._stop_requests.nap))
+        reap()
         return left or (leftovers.end(self.dir.path) if self._adopting else [])
 
     def _close(self, ended: AttemptResult, left: list[int]) -> ExitCode:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gputrain_tui.hosts.host_names import address_of, is_loopback
+from gputrain_tui.hosts.host_names import address_of
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from trainer.contract.errors import RequestError, printable
+from trainer.contract.rendezvous_url import parse_rendezvous_url
+from trainer.host.addresses import is_loopback
 
+MASTER = "MASTER_ADDR="
 SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's decision."""
 
@@ -102,9 +105,11 @@ def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
     first = address_of(plan.nodes[0].host)
     texts = []
     for word in words:
-        match = re.fullmatch(r"(tcp://|MASTER_ADDR=)(.+?)(:\d+)?", word)
-        if match and (match[2].strip("[]") == first or is_loopback(match[2])):
-            texts.append(f'{match[1]}"${{nodes[0]}}"{match[3] or ""}')
+        url = parse_rendezvous_url(word)
+        if url is not None and url.scheme == "tcp" and (url.host == first.lower() or is_loopback(url.host)):
+            texts.append(f'tcp://"${{nodes[0]}}":{url.port}')
+        elif word.startswith(MASTER) and ((host := word.removeprefix(MASTER)) == first or is_loopback(host)):
+            texts.append(f'{MASTER}"${{nodes[0]}}"')
         else:
             texts.append(shell_quoted(word))
     return " ".join(texts)

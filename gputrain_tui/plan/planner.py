@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from gputrain_tui.hosts.host_names import DEFAULT_PORT, THIS_MACHINE, LocalFacts, address_of, is_local, is_loopback
+from gputrain_tui.hosts.host_names import DEFAULT_PORT, THIS_MACHINE, LocalFacts, address_of, is_local
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.options import Distributed
 from trainer.contract.record.events import Rank, WorldSize
+from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
 from trainer.contract.schema import to_flags
+from trainer.host.addresses import is_loopback
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.devices import Share
@@ -193,15 +195,16 @@ def _init_method(recipe: Recipe, machines: Sequence[str], world_size: int, local
                 f"{where} is {quoted(asked)}, but the run has a single rank, which meets nobody; remove it"
             )
         return None
-    if recipe.script is not None and asked.startswith("file://"):
+    url = parse_rendezvous_url(asked)
+    if recipe.script is not None and url is not None and url.scheme == "file":
         raise RequestError(
             f"{where} is {quoted(asked)}, "
             "but a script meets at MASTER_ADDR and MASTER_PORT: use tcp://HOST:PORT or auto"
         )
     if several:
         _refuse_loopback(recipe, machines, local)
-    if asked.startswith("tcp://"):
-        if several and is_loopback(_host_of(asked)):
+    if url is not None and url.scheme == "tcp":
+        if several and is_loopback(url.host):
             raise RequestError(
                 f"{where} is {quoted(asked)}, which the other nodes cannot reach: name an address of the first node"
             )
@@ -209,7 +212,7 @@ def _init_method(recipe: Recipe, machines: Sequence[str], world_size: int, local
     if asked != "auto":
         return asked
     host, port = _meeting_point(recipe, machines, local)
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+    return tcp_url(host, port)
 
 
 def _meeting_point(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -> tuple[str, int]:
@@ -222,17 +225,13 @@ def _meeting_point(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -
     return address_of(host), recipe.cluster.port or DEFAULT_PORT
 
 
-def _host_of(url: str) -> str:
-    return url.removeprefix("tcp://").rpartition(":")[0]
-
-
 def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -> None:
     """Nodes on several machines must be named so that every one of them means the same by it."""
     other = next(machine for machine in machines if machine != machines[0])
     for index, node in enumerate(recipe.cluster.nodes):
         if node.host is None and index > 0:
             continue
-        if node.host is None or is_loopback(node.host):
+        if node.host is None or is_loopback(address_of(node.host)):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
             found = f"is {quoted(node.host)}" if node.host else "is missing"
             away = other if index == 0 else machines[0]

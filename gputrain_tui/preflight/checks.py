@@ -18,6 +18,7 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
 from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.rendezvous_url import scheme_of
 from trainer.host.resource_limits import RANK_BYTES, SCRIPT_BYTES
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _rendezvous_file(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckRes
     port = facts.port
     if port is None:
         return
-    named = recipe.cluster.init_method.startswith("tcp://")
+    named = scheme_of(recipe.cluster.init_method) == "tcp"
     key = "cluster.init_method" if named else "cluster.port"
     other = "name another one" if named else "set cluster.port to another one"
     if port.state == "root":

@@ -9,17 +9,14 @@ import errno
 import importlib.util
 import os
 import re
-import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.hosts.addresses import is_port_free, port_holder
 from gputrain_tui.hosts.host_names import LocalFacts, address_of, is_local
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.facts import Folder, MissingInput, Port, PreflightFacts, RendezvousFile, Torch
@@ -27,7 +24,11 @@ from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.home_folder import expanded
+from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
+from trainer.host.cores import read_usable_cores
+from trainer.host.memory import read_memory
+from trainer.host.ports import is_port_free, port_holder
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
@@ -52,7 +53,7 @@ def collect_facts(
     if not here:
         return PreflightFacts(home=_folder(paths.runs_folder()), inventories=inventories)
     rendezvous, port = rendezvous_facts(plan, local)
-    meminfo = _read("/proc/meminfo")
+    memory, limits = read_memory(), resource_limits.read_limits()
     first = plan.nodes[0] is here[0]
     save_dir = recipe.train.save_dir
     return PreflightFacts(
@@ -64,12 +65,12 @@ def collect_facts(
         rendezvous=rendezvous,
         home=_folder(paths.runs_folder()),
         save_dir=_folder(Path(save_dir), count=True) if save_dir and first else None,
-        limits=resource_limits.read_limits(),
+        limits=limits,
         shm_free_bytes=_free_bytes(SHM) if SHM.is_dir() else None,
-        memory_total_bytes=_meminfo_bytes(meminfo, "MemTotal"),
-        memory_available_bytes=_meminfo_bytes(meminfo, "MemAvailable"),
-        cores=_cores(),
-        open_files=_open_files(),
+        memory_total_bytes=memory.total_bytes,
+        memory_available_bytes=memory.available_bytes,
+        cores=read_usable_cores(),
+        open_files=limits.files,
         torch=torch_here() if any("cpu" not in node.devices for node in here) else None,
         inventories=inventories,
     )
@@ -152,14 +153,13 @@ def _resume(recipe: Recipe) -> MissingInput | None:
 
 def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
     """Look at the file or the port at which the ranks of a plan meet, where that is on this machine."""
-    method = plan.init_method or ""
-    if method.startswith("file://"):
-        return _rendezvous_file(Path(method.removeprefix("file://"))), None
-    host, number = "", 0
-    if method.startswith("tcp://"):
-        parts = urlsplit(method)
-        host, number = parts.hostname or "", parts.port or 0
-    elif method == "env://":
+    url = parse_rendezvous_url(plan.init_method or "")
+    if url is None:
+        return None, None
+    if url.scheme == "file":
+        return _rendezvous_file(url.path), None
+    host, number = url.host, url.port
+    if url.scheme == "env":
         env = plan.nodes[0].env
         host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
     if not number or not is_local(plan.nodes[0].host, local):
@@ -240,26 +240,6 @@ def _free_files(path: Path) -> int | None:
         return None
     # File systems that make room for files as they come, btrfs among them, answer zero for their number.
     return found.f_favail if found.f_files else None
-
-
-def _meminfo_bytes(meminfo: str, name: str) -> int | None:
-    found = re.search(rf"(?m)^{name}:\s*(\d+) kB", meminfo)
-    return int(found[1]) * 1024 if found else None
-
-
-def _cores() -> int:
-    """Cores that this process gets; the inventory's module is asked only where a container has a quota."""
-    affinity, quota = len(os.sched_getaffinity(0)), _read("/sys/fs/cgroup/cpu.max")
-    if not quota or quota.startswith("max"):
-        return affinity
-    from gputrain_tui.hosts.inventory import usable_cores
-
-    return usable_cores(affinity, quota)
-
-
-def _open_files() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def torch_here() -> Torch:

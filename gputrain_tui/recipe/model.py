@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Annotated, Any, Literal, TypeVar
@@ -19,6 +18,7 @@ from gputrain_tui.recipe.pytext import is_pytext, translate
 from gputrain_tui.recipe.source import Key, RecipeError, Source, override, parse, read
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.options import Distributed, Script, Training
+from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.schema import Option, check, describe
 
 __all__ = [
@@ -280,28 +280,21 @@ def _cluster(source: Source) -> Cluster:
 
 def _check_init_method(options: ClusterOptions, source: Source) -> None:
     method, where = options.init_method, source.where(("cluster", "init_method"))
-    if method in ("auto", "env://") or (re.fullmatch(r"file:///.*[^/]", method) and "%00" not in method):
+    if method in ("auto", "env://"):
         return
-    match = re.fullmatch(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|[\w.%-]+):([0-9]+)/?", method)
-    if not match or (match[1] and not _is_address_6(match[1])):
+    url = parse_rendezvous_url(method)
+    if url is None or url.scheme == "env":
         raise RecipeError(
             f"{where} is {quoted(method)}, but must be auto, tcp://HOST:PORT, file:///SHARED/PATH (absolute) or env://"
         )
-    port = whole_number(match[2])
-    if port is None or not 1 <= port <= 65535:
-        raise RecipeError(f"{where} names port {match[2]}, but a port is 1 to 65535")
-    if options.port not in (None, port):
+    if url.scheme == "file":
+        return
+    if not url.has_port:
+        raise RecipeError(f"{where} names port {url.port}, but a port is 1 to 65535")
+    if options.port not in (None, url.port):
         raise RecipeError(
-            f"{source.where(('cluster', 'port'))} is {options.port}, but init_method names port {port}; keep one"
+            f"{source.where(('cluster', 'port'))} is {options.port}, but init_method names port {url.port}; keep one"
         )
-
-
-def _is_address_6(text: str) -> bool:
-    try:
-        socket.inet_pton(socket.AF_INET6, text)
-    except OSError:
-        return False
-    return True
 
 
 def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:

@@ -18,11 +18,14 @@ from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.cluster import ClusterScreen
 from gputrain_tui.history.runs import Run
 from gputrain_tui.hosts.hostfile import parse_hosts
-from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
+from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.survey import HostReport
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe import model as recipes
 from trainer.contract.record import RunDir
+from trainer.host.addresses import Network
+from trainer.host.cores import Cpus
+from trainer.host.memory import Memory
 
 GIB = 1 << 30
 SIZED = pytest.mark.parametrize("size", SIZES)

@@ -21,10 +21,13 @@ from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_g
 from gputrain_tui.console.widgets.machine import draw_machine
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.hostfile import HostLine
-from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
+from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.survey import HostReport
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe.model import Gpus, Node
+from trainer.host.addresses import Network
+from trainer.host.cores import Cpus
+from trainer.host.memory import Memory
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]

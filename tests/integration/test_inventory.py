@@ -15,22 +15,19 @@ import pytest
 from gputrain_tui.commands.gpus import report
 from gputrain_tui.hosts.inventory import (
     MIB,
-    Cpus,
     Gpu,
     GpuProcess,
     Inventory,
-    Memory,
-    Network,
     gpu_from,
-    ipv6_of,
     is_free,
-    memory_from,
     take_inventory,
     to_json,
-    usable_cores,
     why_busy,
 )
 from gputrain_tui.hosts.inventory_program import inventory_program
+from trainer.host.addresses import Network, ipv6_addresses
+from trainer.host.cores import Cpus, usable_cores
+from trainer.host.memory import Memory, memory_from
 from trainer.host.nvml import RawGpu, RawProcess
 
 ROOT = Path(__file__).parents[2]
@@ -201,6 +198,29 @@ def test_gpus_are_read_through_nvml_each_query_on_its_own(fake_driver: Path) -> 
     assert [is_free(gpu) for gpu in inventory.gpus] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("program", "answer"),
+    [
+        (
+            "from trainer.agent.node_sampler import Gpus; gpus = Gpus({4: 'GPU-aaaa', 5: 'GPU-bbbb', 6: 'GPU-cccc'});"
+            "print(*((s.index, s.rank, s.utilization_percent, s.memory_used_bytes, s.power_watts, s.throttle_reasons)"
+            "for s in gpus.sample())); gpus.close()",
+            f"(0, 4, 97, {20 * GIB}, 412.345, ['power_cap', 'thermal_software']) (1, 5, None, {GIB // 4}, None, [])",
+        ),
+        (
+            "from trainer.host.visible_devices import visible_devices, label; d = visible_devices({});"
+            "print([label(i, d) for i in range(len(d))], visible_devices({'CUDA_VISIBLE_DEVICES': '1'})[0].name)",
+            "['cuda:0 GPU-aaaa', 'cuda:1 GPU-bbbb'] NVIDIA T4",
+        ),
+    ],
+    ids=["the node's samples", "the devices of the ranks"],
+)
+def test_the_trainer_reads_gpus_through_the_same_driver(fake_driver: Path, program: str, answer: str) -> None:
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(fake_driver)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert (done.stderr, done.stdout.strip()) == ("", answer)
+
+
 def test_a_gpu_that_fell_off_the_bus_is_noted_and_the_others_are_read(fake_driver: Path) -> None:
     inventory = inventory_with(fake_driver, FAKE_NVML="lost")
     assert [gpu.index for gpu in inventory.gpus] == [0]
@@ -261,8 +281,8 @@ def test_global_addresses_of_version_6_are_read() -> None:
         "fe800000000000000000000000000001 02 40 20 80     eth0\n"
         "00000000000000000000000000000001 01 80 10 80       lo\n"
     )
-    assert ipv6_of(table, "eth0") == ("fd00::2",)
-    assert ipv6_of("", "eth0") == ()
+    assert [each.text for each in ipv6_addresses(table) if not each.link_only] == ["fd00::2", "::1"]
+    assert ipv6_addresses("") == []
 
 
 # --- what people see -------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.init_method import free_port
 from trainer.agent.local_ranks import LocalRanks
 from trainer.contract.record import NodeSample, RankState, RunDir, decode_events, encode_event
+from trainer.host.ports import free_port
 
 TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
 SCRIPT = "import time\nend = time.monotonic() + 3.2\nwhile time.monotonic() < end: pass\n"

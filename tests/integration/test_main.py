@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from trainer.__main__ import main
-from trainer.agent.init_method import free_port
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.options import Distributed, Training
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import RankState, RunDir, Step, decode_events
 from trainer.contract.schema import Option, describe
-from trainer.host.descendants import descendants
+from trainer.host.ports import free_port
+from trainer.host.processes import descendants
 from trainer.host.visible_devices import Device, label, select
 
 TEXT = "To be, or not to be, that is the question.\n" * 400

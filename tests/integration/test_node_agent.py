@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trainer.agent.init_method import free_port
 from trainer.contract.outcome import NodeOutcome, RankOutcome, is_lost_peer, root_cause
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
-from trainer.host.descendants import descendants
+from trainer.host.ports import free_port
+from trainer.host.processes import descendants
 
 HERE = Path(__file__).parent
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gputrain_tui.hosts.addresses import free_port, is_port_free, local_facts, own_addresses, port_holder
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, LocalFacts
-from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory
+from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
+from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.restart import again
 from gputrain_tui.plan.batch_script import script
 from gputrain_tui.plan.planner import Plan, plan, task_flags, with_run_dir
@@ -28,6 +28,10 @@ from trainer.contract.record import RunDir
 from trainer.contract.schema import check, describe, read_flags
 from trainer.contract.task_options import LmOptions
 from trainer.environments.dispatch import decide
+from trainer.host.addresses import own_addresses
+from trainer.host.cores import Cpus
+from trainer.host.memory import Memory
+from trainer.host.ports import free_port, is_port_free, port_holder
 
 ROOT = Path(__file__).parents[2]
 HERE = LocalFacts(

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from gputrain_tui.hosts.host_names import LocalFacts
-from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory
+from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.launchable import launching
 from gputrain_tui.plan.planner import Plan, plan
@@ -33,6 +33,8 @@ from gputrain_tui.preflight.collect import torch_here
 from gputrain_tui.preflight.facts import Folder, MissingInput, Port, RendezvousFile, Torch
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
+from trainer.host.cores import Cpus
+from trainer.host.memory import Memory
 from trainer.host.resource_limits import ResourceLimits
 
 GIB = 1 << 30

@@ -21,7 +21,7 @@ from trainer.agent.script_environment import launcher_environment, master
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, Step, decode_events
-from trainer.host.descendants import descendants
+from trainer.host.processes import descendants
 
 HERE = Path(__file__).parent
 

@@ -32,7 +32,8 @@ from trainer.contract.record import (
     encode_event,
     single_steps,
 )
-from trainer.telemetry.clocks import CudaClock, HostClock, core_waits
+from trainer.host.core_waits import core_waits
+from trainer.telemetry.clocks import CudaClock, HostClock
 from trainer.telemetry.comm_hook import BucketHook, factor
 from trainer.telemetry.ddp_log import DdpLog, sync_times
 from trainer.telemetry.step_events import StepReading, Synchronisation, merge, step_event

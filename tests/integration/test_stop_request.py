@@ -15,10 +15,10 @@ import pytest
 import torch
 from signals import is_pending
 
-from trainer.agent.init_method import free_port
 from trainer.checkpoint import load, newest
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import RankState, RunDir, Validation, decode_events
+from trainer.host.ports import free_port
 
 TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
 FLAGS = ["--batch-size", "5", "--dropout", "0.3", "--lr-scheduler", "cosine", "--total-num-update", "5000"]

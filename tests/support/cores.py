@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trainer.agent.node_sampler import parse_cores
+from trainer.host.cores import read_core_times
 
 
 def stolen_s() -> float:
     """Return what the host has given to its other guests so far, in seconds of all cores together; 0 if not told."""
-    try:
-        cores = parse_cores(Path("/proc/stat").read_text())
-    except OSError:
-        return 0.0
+    cores = read_core_times()
     return cores.stolen / os.sysconf("SC_CLK_TCK") if cores is not None else 0.0
 
 

@@ -28,6 +28,11 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device **out) {
     *out = &devices[index];
     return OK;
 }
+int nvmlDeviceGetHandleByUUID(const char *uuid, Device **out) {
+    *out = &devices[!!strcmp(uuid, "GPU-aaaa")];
+    return strcmp(uuid, "GPU-aaaa") && strcmp(uuid, "GPU-bbbb") ? NOT_SUPPORTED : OK;
+}
+int nvmlDeviceGetIndex(Device *d, unsigned *out) { *out = d->number; return OK; }
 int nvmlDeviceGetUUID(Device *d, char *out, unsigned n) { strncpy(out, BUSY(d) ? "GPU-aaaa" : "GPU-bbbb", n); return OK; }
 int nvmlDeviceGetName(Device *d, char *out, unsigned n) { strncpy(out, BUSY(d) ? "NVIDIA H100" : "NVIDIA T4", n); return OK; }
 int nvmlDeviceGetPciInfo_v3(Device *d, Pci *out) {

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.init_method import can_bind, usable_init_method
+from trainer.agent.init_method import usable_init_method
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
 from trainer.environments.decision import Decision
 from trainer.environments.dispatch import decide
+from trainer.host.ports import is_port_free
 
 
 def decision(init_method: str, *, first: int = 0, here: int = 1, world: int = 2) -> Decision:
@@ -40,7 +41,7 @@ def test_ranks_of_one_machine_get_a_port_that_can_be_bound() -> None:
         assert init_method is not None
         host, _, port = init_method.removeprefix("tcp://").partition(":")
         assert host == "127.0.0.1"
-        assert can_bind(int(port))
+        assert is_port_free(int(port))
 
 
 def test_a_port_in_use_is_refused_where_rank_0_would_listen_and_nowhere_else() -> None:

@@ -9,17 +9,12 @@ from typing import Any
 
 import pytest
 
-from trainer.agent.node_sampler import (
-    Cores,
-    Gpus,
-    NodeSampler,
-    Process,
-    parse_cores,
-    parse_memory,
-    parse_process,
-    rank_sample,
-)
+from trainer.agent.node_sampler import Gpus, NodeSampler, rank_sample
 from trainer.contract.record import EventWriter, NodeSample, decode_events
+from trainer.host.cores import CoreTimes, parse_core_times
+from trainer.host.memory import memory_from
+from trainer.host.nvml import Nvml
+from trainer.host.processes import ProcessUsage, parse_usage
 
 STAT = "77 (python) R 1 77 77 0 -1 4194304 100 0 0 0 250 50 0 0 20 0 9 0 100 0 0"
 
@@ -27,15 +22,15 @@ STAT = "77 (python) R 1 77 77 0 -1 4194304 100 0 0 0 250 50 0 0 20 0 9 0 100 0 0
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("cpu  100 10 40 800 50 5 5 20 30 0\ncpu0 1 2 3", Cores(total=1030, busy=180, stolen=20)),
-        ("cpu  1 0 0 0 0 0 0 0", Cores(total=1, busy=1, stolen=0)),
+        ("cpu  100 10 40 800 50 5 5 20 30 0\ncpu0 1 2 3", CoreTimes(total=1030, busy=180, stolen=20)),
+        ("cpu  1 0 0 0 0 0 0 0", CoreTimes(total=1, busy=1, stolen=0)),
         ("cpu  1 0 0 0", None),
         ("", None),
     ],
     ids=["guest time is in user time", "no guest columns", "too old", "not there"],
 )
-def test_cores_are_read_from_proc_stat(text: str, expected: Cores | None) -> None:
-    assert parse_cores(text) == expected
+def test_cores_are_read_from_proc_stat(text: str, expected: CoreTimes | None) -> None:
+    assert parse_core_times(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,32 +42,38 @@ def test_cores_are_read_from_proc_stat(text: str, expected: Cores | None) -> Non
     ],
 )
 def test_memory_is_what_cannot_be_given_back(text: str, expected: tuple[int | None, int | None]) -> None:
-    assert parse_memory(text) == expected
+    memory = memory_from(text)
+    assert (memory.used_bytes, memory.total_bytes) == expected
 
 
 @pytest.mark.parametrize(
     ("stat", "statm", "schedstat", "expected"),
     [
-        (STAT, "900 25 3", "123 456 7", Process(ticks=300, rss_bytes=25 * 4096, wait_ns=456)),
-        (STAT.replace("python", "a) R (b c"), "900 25 3", "", Process(ticks=300, rss_bytes=25 * 4096, wait_ns=None)),
-        ("77 (x) Z", "", "", Process(ticks=None, rss_bytes=None, wait_ns=None)),
+        (STAT, "900 25 3", "123 456 7", ProcessUsage(ticks=300, rss_bytes=25 * 4096, wait_ns=456)),
+        (
+            STAT.replace("python", "a) R (b c"),
+            "900 25 3",
+            "",
+            ProcessUsage(ticks=300, rss_bytes=25 * 4096, wait_ns=None),
+        ),
+        ("77 (x) Z", "", "", ProcessUsage(ticks=None, rss_bytes=None, wait_ns=None)),
     ],
     ids=["whole", "a name with parentheses, no schedstat", "a torn line"],
 )
-def test_a_process_is_read_from_its_files(stat: str, statm: str, schedstat: str, expected: Process) -> None:
-    assert parse_process(stat, statm, schedstat, page_bytes=4096) == expected
+def test_a_process_is_read_from_its_files(stat: str, statm: str, schedstat: str, expected: ProcessUsage) -> None:
+    assert parse_usage(stat.encode(), statm.encode(), schedstat.encode(), page_bytes=4096) == expected
 
 
 def test_shares_are_of_the_time_between_two_readings() -> None:
-    before = Process(ticks=100, rss_bytes=1, wait_ns=0)
-    after = Process(ticks=400, rss_bytes=2, wait_ns=500_000_000)
+    before = ProcessUsage(ticks=100, rss_bytes=1, wait_ns=0)
+    after = ProcessUsage(ticks=400, rss_bytes=2, wait_ns=500_000_000)
     sample = rank_sample(3, before, after, seconds=2.0, tick_hz=100)
     assert (sample.rank, sample.cpu_percent, sample.wait_percent, sample.rss_bytes) == (3, 150.0, 25.0, 2)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -5.0])
 def test_a_clock_that_was_set_back_leaves_shares_absent(seconds: float) -> None:
-    process = Process(ticks=100, rss_bytes=1, wait_ns=0)
+    process = ProcessUsage(ticks=100, rss_bytes=1, wait_ns=0)
     sample = rank_sample(0, process, process, seconds=seconds, tick_hz=100)
     assert (sample.cpu_percent, sample.wait_percent, sample.rss_bytes) == (None, None, 1)
 
@@ -108,36 +109,39 @@ def test_without_a_record_nothing_is_read(tmp_path: Path) -> None:
     assert sampler.poll(1.0) is None
 
 
-class NotSupportedError(Exception):
-    pass
+NOT_SUPPORTED = 3
 
 
-def _nvml(**answers: Any) -> Any:
-    """Stand in for the driver's library, which this machine need not have."""
+def _nvml(**answers: Any) -> Nvml:
+    """Stand in for the driver's library, which this machine need not have: what each function writes."""
 
-    def answer(value: Any) -> Any:
-        def call(*_: Any) -> Any:
-            if isinstance(value, Exception):
-                raise value
-            return value
+    def function(value: Any) -> Any:
+        def call(*arguments: Any) -> int:
+            if isinstance(value, int):
+                arguments[-1]._obj.value = value
+            for name, number in value.items() if isinstance(value, dict) else ():
+                setattr(arguments[-1]._obj, name, number)
+            return 0
 
         return call
 
-    functions = {name: answer(value) for name, value in answers.items()}
-    return SimpleNamespace(NVMLError=NotSupportedError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1, **functions)
+    functions = {name: value if callable(value) else function(value) for name, value in answers.items()}
+    return Nvml(SimpleNamespace(**{"nvmlInitWithFlags": function(None), "nvmlShutdown": function(None), **functions}))
+
+
+def _refuse(*_: Any) -> int:
+    return NOT_SUPPORTED
 
 
 def test_a_gpu_tells_what_it_can_and_the_rest_is_absent() -> None:
     nvml = _nvml(
-        nvmlInit=None,
-        nvmlDeviceGetHandleByUUID="handle",
+        nvmlDeviceGetHandleByUUID=7,
         nvmlDeviceGetIndex=3,
-        nvmlDeviceGetUtilizationRates=SimpleNamespace(gpu=97),
-        nvmlDeviceGetMemoryInfo=SimpleNamespace(used=10, total=40),
-        nvmlDeviceGetPowerUsage=NotSupportedError(),
+        nvmlDeviceGetUtilizationRates={"gpu": 97},
+        nvmlDeviceGetMemoryInfo={"used": 10, "total": 40},
+        nvmlDeviceGetPowerUsage=_refuse,
         nvmlDeviceGetClockInfo=1200,
         nvmlDeviceGetCurrentClocksThrottleReasons=0x41,
-        nvmlShutdown=None,
     )
     gpus = Gpus({4: "GPU-a"}, nvml)
     (sample,) = gpus.sample()
@@ -149,14 +153,14 @@ def test_a_gpu_tells_what_it_can_and_the_rest_is_absent() -> None:
 
 
 def test_a_gpu_that_ranks_share_belongs_to_none_of_them() -> None:
-    nvml = _nvml(nvmlInit=None, nvmlDeviceGetHandleByUUID="handle", nvmlShutdown=None)
+    nvml = _nvml(nvmlDeviceGetHandleByUUID=7)
     gpus = Gpus({0: "GPU-a", 1: "GPU-a"}, nvml)
     (sample,) = gpus.sample()
     assert sample.rank is None
 
 
 def test_a_missing_driver_means_no_gpu_samples() -> None:
-    assert Gpus({0: "GPU-a"}, _nvml(nvmlInit=NotSupportedError())).sample() == []
+    assert Gpus({0: "GPU-a"}, _nvml(nvmlInitWithFlags=_refuse)).sample() == []
 
 
 def test_the_sampler_does_not_load_torch() -> None:

@@ -14,7 +14,7 @@ from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, root_cause, signal_name
 from trainer.contract.record import EventWriter, Failure, RankState, RunDir
-from trainer.host import oom_kills
+from trainer.host.memory import oom_kills
 
 
 class FailureAttribution:
@@ -26,7 +26,7 @@ class FailureAttribution:
         self.not_recorded = ""
         """Why the end of a rank's record is not on disk."""
         self._writer = writer
-        self._oom_kills = oom_kills.oom_kills()
+        self._oom_kills = oom_kills()
 
     def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
         """Take a rank's own word that it failed."""
@@ -95,7 +95,7 @@ class FailureAttribution:
         """Say by whom a process was killed, as far as that is known; empty for other signals."""
         if number != signal.SIGKILL:
             return ""
-        if oom_kills.oom_kills() > self._oom_kills:
+        if oom_kills() > self._oom_kills:
             return ": the kernel's out-of-memory killer ended a process at that time"
         return ": by hand, by a scheduler, or by a memory limit"
 

@@ -9,18 +9,14 @@ import contextlib
 import errno
 import fcntl
 import os
-import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from trainer.contract.errors import RequestError
+from trainer.contract.rendezvous_url import RendezvousUrl, parse_rendezvous_url, tcp_url
 from trainer.environments.decision import Decision
-
-FIRST_FREE, LAST_FREE = 10_000, 29_999
-"""Where free ports are looked for: below the range that outgoing connections take theirs from, so that none takes
-the port in the seconds between the test and rank 0's listening."""
+from trainer.host.ports import bind_error, free_port
 
 
 @contextlib.contextmanager
@@ -31,55 +27,30 @@ def usable_init_method(decision: Decision) -> Iterator[str | None]:
         RequestError: the port is in use, or the file is left from an earlier run or cannot be written.
     """
     url = decision.init_method
-    scheme = "" if url is None else url.partition("://")[0]
-    if url is not None and scheme == "tcp":
-        yield _check_tcp(decision, url)
-    elif url is not None and scheme == "file":
-        with _party(Path(unquote(urlsplit(url).path)), all_here=len(decision.ranks) == decision.world_size):
+    method = None if url is None else parse_rendezvous_url(url)
+    if url is not None and method is not None and method.scheme == "tcp":
+        yield _check_tcp(decision, url, method)
+    elif method is not None and method.scheme == "file":
+        with _party(method.path, all_here=len(decision.ranks) == decision.world_size):
             yield url
     else:
         yield url
 
 
-def _check_tcp(decision: Decision, url: str) -> str:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    if parts.port == 0:
-        return f"tcp://{parts.hostname}:{free_port()}"
-    assert parts.port is not None
+def _check_tcp(decision: Decision, url: str, method: RendezvousUrl) -> str:
+    host, port = method.host, method.port
+    if port == 0:
+        return tcp_url(host, free_port())
     try:
-        socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise RequestError(f"{url}: the host {parts.hostname!r} cannot be resolved here ({error.strerror})") from None
-    if decision.first_rank == 0 and not can_bind(parts.port):
-        raise RequestError(f"{url}: port {parts.port} is in use on this machine: choose another one")
+        raise RequestError(f"{url}: the host {host!r} cannot be resolved here ({error.strerror})") from None
+    taken = bind_error(port) if decision.first_rank == 0 else 0
+    if taken == errno.EACCES:
+        raise RequestError(f"port {port} needs root: choose one above 1023")
+    if taken:
+        raise RequestError(f"{url}: port {port} is in use on this machine: choose another one")
     return url
-
-
-def can_bind(port: int) -> bool:
-    """Whether rank 0's store, which listens on all addresses, could listen on the port now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("", port))
-        except PermissionError:
-            raise RequestError(f"port {port} needs root: choose one above 1023") from None
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return False
-    return True
-
-
-def free_port() -> int:
-    """Return a port that can be bound now."""
-    # Not the training's random numbers: runs that start together must not try the same ports.
-    source = random.SystemRandom()
-    for _ in range(200):
-        port = source.randint(FIRST_FREE, LAST_FREE)
-        if can_bind(port):
-            return port
-    raise RequestError(f"no port from {FIRST_FREE} to {LAST_FREE} is free: give one with --distributed-port")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.in_process import run_in_process
-from trainer.agent.init_method import free_port, usable_init_method
+from trainer.agent.init_method import usable_init_method
 from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master
 from trainer.contract.errors import ExitCode, RequestError, TrainingError, narrate
@@ -22,6 +22,7 @@ from trainer.contract.home_folder import expanded
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, stopped_where
 from trainer.environments.decision import Decision, with_counts
+from trainer.host.ports import free_port
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"

@@ -5,12 +5,13 @@ Each writes into the record that it exists; the one with local rank 0, which loo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.record import RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import MOST_BYTES, read_part
+from trainer.host.boot import boot_time_s
+from trainer.host.processes import CLOCK_TICKS_HZ, PROC, read_stat
 
 CLOCK_SLACK_S = 1.0
 """How much later than its word a process may seem to have started: the kernel counts in ticks since boot."""
@@ -27,14 +28,13 @@ class LocalRanks:
         proc: where the process file system is.
     """
 
-    def __init__(self, run_dir: RunDir, node: int, host: str, count: int, *, proc: Path = Path("/proc")) -> None:
+    def __init__(self, run_dir: RunDir, node: int, host: str, count: int, *, proc: Path = PROC) -> None:
         self._path = run_dir.node_events(node)
         self._host = host
         self._count = count
         self._proc = proc
         self._read = 0
-        self._boot_s = _boot(proc)
-        self._tick_hz = os.sysconf("SC_CLK_TCK")
+        self._boot_s = boot_time_s(proc)
         self.pids: dict[int, int] = {}
         """Rank to process id."""
         self.devices: dict[int, str] = {}
@@ -69,18 +69,5 @@ class LocalRanks:
 
     def _is(self, pid: int, said_at: float) -> bool:
         """Whether the process lives and is the one that said so: in an older record its number is another's by now."""
-        try:
-            stat = (self._proc / str(pid) / "stat").read_text()
-        except OSError:
-            return False
-        started = self._boot_s + int(stat.rpartition(")")[2].split()[19]) / self._tick_hz
-        return started <= said_at + CLOCK_SLACK_S
-
-
-def _boot(proc: Path) -> float:
-    """Return when the machine started, Unix seconds."""
-    try:
-        lines = (proc / "stat").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)
+        stat = read_stat(pid, self._proc)
+        return stat is not None and self._boot_s + stat.start_ticks / CLOCK_TICKS_HZ <= said_at + CLOCK_SLACK_S

@@ -15,14 +15,14 @@ import os
 import sys
 import threading
 import time
-import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.log_tail import error_line, last_error
+from trainer.agent.exception_failure import failure_of
+from trainer.agent.log_tail import last_error
 from trainer.agent.script_environment import RANK_PID
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import is_lost_peer
@@ -76,14 +76,13 @@ def _run(script: str, assignment: RankAssignment) -> tuple[int, Failure | None]:
         code = error.code if isinstance(error.code, int) else 1
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-            return code, _failure(assignment, "exit", f"the script left with: {error.code}".splitlines()[0])
+            return code, _left(assignment, f"the script left with: {error.code}".splitlines()[0])
         words = last_error(_log(assignment), since=began_at, any_line=True)
-        return code, _failure(assignment, "exit", f"the script left by sys.exit({code})" + (words and f": {words}"))
+        return code, _left(assignment, f"the script left by sys.exit({code})" + (words and f": {words}"))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the record says it and the rank ends)
         error.__traceback__ = _of_the_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        text = "".join(traceback.format_exception(error))
-        return ExitCode.FAILED, _failure(assignment, _kind(error), error_line(error), text)
+        return ExitCode.FAILED, failure_of(error, kind=_kind(error), rank=assignment.rank, host=assignment.host)
     return ExitCode.FINISHED, None
 
 
@@ -125,10 +124,8 @@ def _kind(error: BaseException) -> str:
     return "lost_peer" if is_lost_peer(str(error)) else "exception"
 
 
-def _failure(assignment: RankAssignment, kind: str, message: str, trace: str | None = None) -> Failure:
-    return Failure(
-        time=time.time(), kind=kind, message=message, rank=assignment.rank, host=assignment.host, traceback=trace
-    )
+def _left(assignment: RankAssignment, message: str) -> Failure:
+    return Failure(time=time.time(), kind="exit", message=message, rank=assignment.rank, host=assignment.host)
 
 
 def _state(assignment: RankAssignment, state: RankStateName, message: str | None = None) -> RankState:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from trainer.agent.assignment import RankAssignment
 from trainer.contract.errors import RequestError
+from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of
+from trainer.host.addresses import is_loopback
 
 RUN_DIR = "GPUTRAIN_RUN_DIR"
 """Environment variable with the run directory, by which ``trainer.watch`` in a script finds the record."""
@@ -22,7 +23,7 @@ def refuse_file(init_method: str | None) -> None:
     Raises:
         RequestError: it is a file.
     """
-    if init_method is not None and init_method.startswith("file://"):
+    if init_method is not None and scheme_of(init_method) == "file":
         raise RequestError(
             f"{init_method}: a script meets at MASTER_ADDR and MASTER_PORT, not at a file; use tcp://HOST:PORT"
         )
@@ -38,13 +39,12 @@ def master(init_method: str | None, environ: Mapping[str, str], *, free_port: in
     """
     if init_method is None:
         return "127.0.0.1", free_port
-    if init_method == "env://":
+    method = parse_rendezvous_url(init_method)
+    if method is not None and method.scheme == "env":
         return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    parts = urlsplit(init_method)
-    assert parts.scheme == "tcp"
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port
+    assert method is not None
+    assert method.scheme == "tcp"
+    return method.host, method.port
 
 
 def launcher_environment(
@@ -84,7 +84,7 @@ def launcher_environment(
     if assignment.device_id is None:
         # Ranks on the CPU were asked for: a script would take a GPU that it sees.
         settings["CUDA_VISIBLE_DEVICES"] = ""
-    if host in ("127.0.0.1", "::1", "localhost") and "GLOO_SOCKET_IFNAME" not in environ:
+    if is_loopback(host) and "GLOO_SOCKET_IFNAME" not in environ:
         # Gloo otherwise asks what the machine's own name resolves to, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings

@@ -7,14 +7,12 @@ import importlib
 import os
 import sys
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.log_tail import error_line
+from trainer.agent.exception_failure import failure_of
 from trainer.agent.stop_request import StopRequest
 from trainer.contract.errors import ExitCode, RequestError, TrainingError
 from trainer.contract.outcome import exit_code_of
@@ -58,7 +56,7 @@ def run(target: str, assignment: RankAssignment) -> int:
     try:
         code = load(target)(assignment)
     except Exception as error:  # noqa: BLE001  (whatever it is, the parent learns it and the rank ends)
-        failure = failure_of(error, assignment)
+        failure = _failure(error, assignment)
         if failure.traceback is not None:
             print(failure.traceback, file=sys.stderr)
         assignment.failed(failure)
@@ -80,16 +78,14 @@ def load(target: str) -> RankFunction:
     return function
 
 
-def failure_of(error: Exception, assignment: RankAssignment) -> Failure:
-    """Describe an exception that ended a rank; only a defect is worth its traceback."""
+def _failure(error: Exception, assignment: RankAssignment) -> Failure:
     expected = isinstance(error, RequestError | TrainingError)
     lines = str(error).strip().splitlines()
-    first = lines[0] if lines else type(error).__name__
-    return Failure(
-        time=time.time(),
+    return failure_of(
+        error,
         kind="request" if isinstance(error, RequestError) else "exception",
-        message=first if expected else error_line(error),
+        message=(lines[0] if lines else type(error).__name__) if expected else "",
         rank=assignment.rank,
         host=assignment.host,
-        traceback=None if expected else "".join(traceback.format_exception(error)),
+        defect=not expected,
     )

@@ -14,7 +14,6 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -26,8 +25,16 @@ from trainer.distributed.store import (
     JoinTimeoutError,
     RendezvousStore,
     Wait,
-    is_loopback,
     remove_store_file,
+)
+from trainer.host.addresses import (
+    OUTSIDE,
+    InterfaceAddress,
+    interface_addresses,
+    is_interface_up,
+    is_loopback,
+    plain,
+    source_towards,
 )
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -51,15 +58,6 @@ class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
     """The one that is settled; before that, all that might do."""
     interface: str = ""
     """The one that holds the address; empty where gloo has to choose."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Address:
-    """An address of this machine."""
-
-    text: str
-    interface: str
-    network: ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registration, *, gloo: bool) -> str | None:
@@ -139,8 +137,13 @@ def _lead(
 
 
 def _greet_root(
-    keys: Store, rdzv: RendezvousStore, root: RankMachine, own: Sequence[_Address], address: _Address | None, wait: Wait
-) -> _Address | None:
+    keys: Store,
+    rdzv: RendezvousStore,
+    root: RankMachine,
+    own: Sequence[InterfaceAddress],
+    address: InterfaceAddress | None,
+    wait: Wait,
+) -> InterfaceAddress | None:
     """Tell rank 0's machine under which of its addresses it is known here; return this machine's on the way there."""
     if address is not None and rdzv.host is not None and (known := _resolve(rdzv.host)):
         keys.compare_set("reached", "", known)
@@ -153,7 +156,7 @@ def _greet_root(
     for text in [*near, *(text for text in foreign if text not in near)]:
         try:
             with socket.create_connection((text, endpoint.port), timeout=max(min(TRY_S, wait.left_s), 0.1)) as reached:
-                local = _plain(str(reached.getsockname()[0]))
+                local = plain(str(reached.getsockname()[0]))
         except OSError:
             continue
         keys.compare_set("reached", "", text)
@@ -267,29 +270,20 @@ def _listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=2048)
 
 
-def _own_addresses() -> list[_Address]:
+def _own_addresses() -> list[InterfaceAddress]:
     """Return this machine's addresses that others may know: the one that leads outward first, IPv4 before IPv6."""
-    import psutil
-
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = []
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if name not in up or entry.family not in (socket.AF_INET, socket.AF_INET6) or not entry.netmask:
-                continue
-            text = _plain(entry.address)
-            parsed = ipaddress.ip_address(text)
-            if parsed.is_loopback or parsed.is_link_local:
-                continue
-            # An IPv6 netmask comes as an address, which ipaddress does not take.
-            bits = int(ipaddress.ip_address(entry.netmask)).bit_count()
-            network = ipaddress.ip_network(f"{text}/{bits}", strict=False)
-            found.append(_Address(text=text, interface=name, network=network))
-    outward = _source_towards("192.0.2.1")  # reserved for documentation (RFC 5737): nothing is sent
+    found = [
+        each
+        for each in interface_addresses()
+        if is_interface_up(each.interface)
+        and not is_loopback(each.text)
+        and not ipaddress.ip_address(each.text).is_link_local
+    ]
+    outward = source_towards(OUTSIDE)
     return sorted(found, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
 
 
-def _asked_for(own: Sequence[_Address], asked: str) -> _Address | None:
+def _asked_for(own: Sequence[InterfaceAddress], asked: str) -> InterfaceAddress | None:
     """Return the address of the interface that the environment names; None where that is gloo's to understand."""
     names = [name for _, name in socket.if_nameindex()]
     first = asked.split(",")[0]
@@ -300,34 +294,20 @@ def _asked_for(own: Sequence[_Address], asked: str) -> _Address | None:
     return next((each for each in own if each.interface == first), None)
 
 
-def _towards(rdzv: RendezvousStore, own: Sequence[_Address]) -> _Address | None:
+def _towards(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> InterfaceAddress | None:
     """Return the address on the way to the host of the store, unless it is this machine's loopback that leads there."""
     known = _resolve(rdzv.host) if rdzv.host is not None else None
-    source = _source_towards(known) if known else None
+    source = source_towards(known) if known else None
     return next((each for each in own if each.text == source), None)
 
 
 def _resolve(host: str) -> str | None:
     """Return the address that the host's name means here; None when that is this machine's loopback."""
     with contextlib.suppress(OSError):
-        address = _plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
+        address = plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
         return None if is_loopback(address) else address
     return None
 
 
-def _source_towards(address: str) -> str | None:
-    """Return this machine's address on the way to another one; nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
-        return _plain(str(probe.getsockname()[0]))
-    return None
-
-
-def _within(text: str, own: _Address) -> bool:
-    return ipaddress.ip_address(text) in own.network
-
-
-def _plain(address: str) -> str:
-    """Return an address without its zone, and an IPv4 address as such."""
-    return address.partition("%")[0].removeprefix("::ffff:")
+def _within(text: str, own: InterfaceAddress) -> bool:
+    return ipaddress.ip_address(text) in ipaddress.ip_network(f"{own.text}/{own.bits}", strict=False)

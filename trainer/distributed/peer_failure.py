@@ -19,6 +19,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.distributed.rendezvous import RankMachine, span
 from trainer.distributed.store import RendezvousStore
+from trainer.host.addresses import is_interface_up
+from trainer.host.ports import outgoing_ports
 
 PREFIX = "gputrain-part"
 
@@ -136,7 +138,7 @@ def _close_connections(store_port: int | None) -> None:
     Gloo lets the kernel choose the ports at both ends. A connection to a service, as a script's own logger may hold
     one for its log tail, has the service's port at the other end and is left alone.
     """
-    low, high = _chosen_ports()
+    low, high = outgoing_ports()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if not str(entry.readlink()).startswith("socket:"):
@@ -149,19 +151,8 @@ def _close_connections(store_port: int | None) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def _chosen_ports() -> tuple[int, int]:
-    """Return the lowest and the highest port that the kernel gives to who asks for none."""
-    with contextlib.suppress(OSError, ValueError):
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-        return low, high
-    return 1024, 65535
-
-
 def _is_down(interface: str | None) -> str:
     """Return the interface if the kernel says that nothing can be sent over it."""
     if not interface or interface == "lo":
         return ""
-    import psutil
-
-    state = psutil.net_if_stats().get(interface)
-    return "" if state is not None and state.isup else interface
+    return "" if is_interface_up(interface) else interface

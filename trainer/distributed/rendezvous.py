@@ -12,13 +12,14 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.store import KEY_PREFIX, JoinTimeoutError, RendezvousStore, Wait, remove_store_file
+from trainer.host.boot import boot_id
+from trainer.host.processes import exists, namespace
 
 LINGER_S = 3.0
 """How long rank 0 keeps the store open after a refusal, so that the others read it; less as soon as they have."""
@@ -83,11 +84,9 @@ def span(ranks: Sequence[int]) -> str:
 
 def own_registration(*, rank: int, world_size: int, identity: str, device: str = "") -> Registration:
     """Return this process's registration to a rank."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    machine = boot_id() or socket.gethostname()
     network, pids = (
-        f"{machine}/{space.stat().st_ino}" if space.exists() else machine
-        for space in (Path("/proc/self/ns/net"), Path("/proc/self/ns/pid"))
+        machine if number is None else f"{machine}/{number}" for number in (namespace("net"), namespace("pid"))
     )
     return Registration(
         rank=rank,
@@ -204,7 +203,7 @@ def _left_over(rdzv: RendezvousStore, holder: Registration, mine: Registration) 
     """Say that the file is from an earlier run, where the other process is known to have ended."""
     if rdzv.file is None or holder.place != mine.place or holder.pid == mine.pid:
         return ""
-    if Path(f"/proc/{holder.pid}").exists():
+    if exists(holder.pid):
         return ""
     return (
         f"{rdzv.file} is left from an earlier run (rank {holder.rank}, {holder.whom}, which has ended): "

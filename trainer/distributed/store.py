@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from torch.distributed import DistError, DistNetworkError, FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
+from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of, tcp_url
+from trainer.host.addresses import is_loopback
 
 Waiting = Callable[[list[int], list[int], float], None]
 """Called about once a second while ranks are missing: joined ranks, missing ranks, milliseconds waited."""
@@ -92,7 +93,9 @@ def open_store(url: str, *, rank: int, world_size: int, wait: Wait, environ: Map
         RequestError: the init method cannot be used here, its port is in use or its file is from an earlier run.
         JoinTimeoutError: nobody answered in time.
     """
-    scheme, _, rest = url.partition("://")
+    scheme, address = scheme_of(url), url
+    if scheme is None:
+        raise RequestError(f"init method {url!r}: allowed are tcp://HOST:PORT, file:///PATH and env://")
     if scheme == "file":
         return _open_file(url)
     serve = rank == 0
@@ -100,12 +103,10 @@ def open_store(url: str, *, rank: int, world_size: int, wait: Wait, environ: Map
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
         if missing:
             raise RequestError(f"env:// needs {' and '.join(missing)} in the environment")
-        rest = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        address = tcp_url(environ["MASTER_ADDR"], environ["MASTER_PORT"])
         # torchrun's agent serves the store itself, and keeps it over restarts.
         serve = serve and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    elif scheme != "tcp":
-        raise RequestError(f"init method {url!r}: allowed are tcp://HOST:PORT, file:///PATH and env://")
-    host, port = _address(url, rest)
+    host, port = _address(url, address)
     store = _serve(url, host, port) if serve else None
     if store is None:
         store = _connect(url, host, port, rank=rank, world_size=world_size, wait=wait)
@@ -113,14 +114,12 @@ def open_store(url: str, *, rank: int, world_size: int, wait: Wait, environ: Map
     return RendezvousStore(PrefixStore(f"attempt-{attempt}", store), url, host=host, port=port)
 
 
-def _address(url: str, rest: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(f"//{rest}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or not port:
-        raise RequestError(f"init method {url!r} ({rest}): expected HOST:PORT with a port from 1 to 65535")
+def _address(url: str, address: str) -> tuple[str, int]:
+    method = parse_rendezvous_url(address)
+    if method is None or not method.has_port:
+        named = address.removeprefix("tcp://")
+        raise RequestError(f"init method {url!r} ({named}): expected HOST:PORT with a port from 1 to 65535")
+    host, port = method.host, method.port
     # One address family for the server and its clients, whatever the resolver prefers.
     host = "127.0.0.1" if host == "localhost" else host
     try:
@@ -128,11 +127,6 @@ def _address(url: str, rest: str) -> tuple[str, int]:
     except OSError as error:
         raise RequestError(f"init method {url!r}: host {host!r} cannot be resolved here ({error.strerror})") from None
     return host, port
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the host names this machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _serve(url: str, host: str, port: int) -> Store:
@@ -192,10 +186,10 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
 
 
 def _open_file(url: str) -> RendezvousStore:
-    parts = urlsplit(url)
-    path = Path(unquote(parts.path))
-    if parts.netloc or not path.is_absolute() or path == Path("/"):
+    method = parse_rendezvous_url(url)
+    if method is None:
         raise RequestError(f"init method {url!r}: expected file:///PATH with an absolute path")
+    path = method.path
     if not path.parent.is_dir():
         raise RequestError(f"init method {url!r}: the folder {path.parent} does not exist on {socket.gethostname()}")
     if path.is_dir():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 
 from trainer import distributed
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.log_tail import error_line
+from trainer.agent.exception_failure import failure_of
 from trainer.agent.narration import Narration
 from trainer.checkpoint import CheckpointError, good_ones, load
 from trainer.contract import record
@@ -230,28 +229,26 @@ class _Rank:
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
         told = kind not in ("exception", "lost_peer", "out_of_memory")
-        text = "".join(traceback.format_exception(error))
-        # On a terminal the node agent says it, once for all ranks; only a traceback is worth more than that.
-        if not told or self.run_dir is not None:
-            said = f"{type(error).__name__}: {error}" if told else text
-            print(printable_lines(said), file=sys.stderr)
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
-        now = time.time()
-        # A line break in what was asked for is part of a name that the message quotes, not its end.
-        message = printable(str(error)) if kind == "request" else first_line if told else error_line(error)
-        if kind != "lost_peer":
-            distributed.report_failure(message)
-        elif lost := distributed.lost_by():
-            message = f"{lost} ({message})"
-        return Failure(
-            time=now,
+        failure = failure_of(
+            error,
             kind=kind,
-            message=message,
+            # A line break in what was asked for is part of a name that the message quotes, not its end.
+            message=printable(str(error)) if kind == "request" else first_line if told else "",
             rank=self.assignment.rank,
             host=self.assignment.host,
             step=self.step(),
-            traceback=None if told else text,
+            defect=not told,
         )
+        # On a terminal the node agent says it, once for all ranks; only a traceback is worth more than that.
+        if not told or self.run_dir is not None:
+            said = failure.traceback or f"{type(error).__name__}: {error}"
+            print(printable_lines(said), file=sys.stderr)
+        if kind != "lost_peer":
+            distributed.report_failure(failure.message)
+        elif lost := distributed.lost_by():
+            failure.message = f"{lost} ({failure.message})"
+        return failure
 
 
 def _no_good_one(folder: Path, passed_over: list[str]) -> str:

@@ -7,10 +7,10 @@ device. Every request that cannot be met is refused with its reason; nothing is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from urllib.parse import unquote, urlsplit
 
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.options import Distributed
+from trainer.contract.rendezvous_url import SCHEMES, Scheme, parse_rendezvous_url, scheme_of, tcp_url
 from trainer.environments import slurm
 from trainer.environments.decision import (
     Decision,
@@ -59,24 +59,17 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
 # --- an explicit init method ---------------------------------------------------------------------------------------
 
 
-def _scheme(url: str) -> str:
+def _scheme(url: str) -> Scheme:
     """Check an init method and return its scheme."""
-    scheme, separator, rest = url.partition("://")
+    scheme, parsed = scheme_of(url), parse_rendezvous_url(url)
     where = f"--distributed-init-method is {quoted(url)}"
-    if not separator or scheme not in ("tcp", "file", "env"):
-        known = ("tcp", "file", "env")
-        raise RequestError(
-            f"{where}, but must be tcp://HOST:PORT, file:///PATH or env://{nearest(scheme, known) if separator else ''}"
-        )
-    if scheme == "tcp":
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if not host or not port or parts.path not in ("", "/") or parts.username is not None:
-            raise RequestError(f"{where}, but must be tcp://HOST:PORT with a port from 1 to 65535")
-    if scheme == "file" and (not rest.startswith("/") or rest.endswith("/") or "\0" in unquote(rest)):
+    if scheme is None:
+        start, separator, _ = url.partition("://")
+        guess = nearest(start, SCHEMES) if separator else ""
+        raise RequestError(f"{where}, but must be tcp://HOST:PORT, file:///PATH or env://{guess}")
+    if scheme == "tcp" and (parsed is None or not parsed.has_port):
+        raise RequestError(f"{where}, but must be tcp://HOST:PORT with a port from 1 to 65535")
+    if parsed is None:
         raise RequestError(f"{where}, but must be file:// and an absolute path, such as file:///shared/meeting")
     return scheme
 
@@ -125,7 +118,8 @@ def _explicit(options: Distributed, environ: Mapping[str, str], device_count: in
 
 def _check_port(options: Distributed, url: str) -> None:
     """A port beside an init method may repeat it, but not contradict it."""
-    port = urlsplit(url).port if url.startswith("tcp://") else None
+    parsed = parse_rendezvous_url(url)
+    port = parsed.port if parsed is not None and parsed.scheme == "tcp" else None
     if options.distributed_port not in (None, port):
         raise RequestError(
             f"--distributed-port {options.distributed_port} contradicts --distributed-init-method {url}: "
@@ -155,7 +149,7 @@ def _env_url(options: Distributed, environ: Mapping[str, str], device_count: int
             f"--distributed-init-method is env://, but the environment has no {' and no '.join(missing)}"
         )
     host, port = environ["MASTER_ADDR"], _port(environ)
-    return _explicit(options, environ, device_count, f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+    return _explicit(options, environ, device_count, tcp_url(host, port))
 
 
 # --- the environment of a launcher ----------------------------------------------------------------------------------
@@ -265,7 +259,7 @@ def _single_node(options: Distributed, device_count: int) -> Decision:
     alone = options.distributed_no_spawn or options.device_id is not None
     world = wanted or (1 if alone else max(device_count, 1))
     if world > 1:
-        init = f"tcp://127.0.0.1:{options.distributed_port}" if options.distributed_port else SINGLE_NODE_INIT
+        init = tcp_url("127.0.0.1", options.distributed_port) if options.distributed_port else SINGLE_NODE_INIT
         why = f"{world} ranks on this node, on {gpus(device_count) if device_count else 'the CPU'}"
         return _spawned("single_node", options, device_count, world, 0, world, init, why)
     return _this_process(

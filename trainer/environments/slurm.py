@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
+from trainer.contract.rendezvous_url import tcp_url
 from trainer.environments.decision import (
     Decision,
     Exchange,
@@ -220,7 +221,7 @@ def _task_per_node(
 
 def _init_method(options: Distributed, environ: Mapping[str, str], *, alone: bool) -> str:
     host = "127.0.0.1" if alone else _first_host(environ)
-    return f"tcp://{host}:{_port(options, environ)}"
+    return tcp_url(host, _port(options, environ))
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

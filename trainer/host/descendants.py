@@ -1,4 +1,4 @@
-"""Finds and kills every process below this one, however it was started."""
+"""Kills every process below this one, however it was started."""
 
 from __future__ import annotations
 
@@ -6,36 +6,25 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Callable, Collection
+
+from trainer.host.processes import descendants
+
+POLL_S = 0.005
+"""How long a killed process may take to disappear before it is looked for again."""
 
 
-def descendants(pid: int) -> set[int]:
-    """Return the living processes below ``pid``; zombies are dead, whoever has yet to reap them."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            # The second field is the program's name in parentheses and may hold anything; state and parent follow it.
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue
-        if state not in "ZX":
-            children.setdefault(int(parent), []).append(int(folder.name))
-    found: set[int] = set()
-    queue = [pid]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found.update(below)
-        queue += below
-    return found
-
-
-def kill_descendants(*, keep: Collection[int] = (), timeout_s: float = 3.0) -> set[int]:
+def kill_descendants(
+    *, keep: Collection[int] = (), timeout_s: float = 3.0, wait: Callable[[float], None] = time.sleep
+) -> set[int]:
     """Kill everything below this process and wait until it is gone; return what a kill could not end.
 
     Complete only in a process that adopts orphans: a daemon of a dead rank is then its child.
+
+    Args:
+        keep: pids to leave alone.
+        timeout_s: how long killed processes may take to disappear.
+        wait: returns after so many seconds, or when a child has ended.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -45,7 +34,7 @@ def kill_descendants(*, keep: Collection[int] = (), timeout_s: float = 3.0) -> s
                 os.kill(pid, signal.SIGKILL)
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.005)
+        wait(POLL_S)
 
 
 def reap() -> None:

@@ -26,6 +26,18 @@ REFUSALS = {
 }
 """Why the driver could not be asked at all, by NVML's code."""
 
+THROTTLE_REASONS = (
+    (0x002, "application_clocks"),
+    (0x004, "power_cap"),
+    (0x008, "hardware_slowdown"),
+    (0x010, "sync_boost"),
+    (0x020, "thermal_software"),
+    (0x040, "thermal_hardware"),
+    (0x080, "power_brake"),
+    (0x100, "display_clocks"),
+)
+"""NVML's bits for why a clock is below its maximum; being idle (0x001) is none of them."""
+
 
 class _MemoryV2(Structure):
     _fields_ = (
@@ -69,22 +81,28 @@ class RawProcess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawGpu:
+class GpuReadings:
+    """What changes while a GPU works, in NVML's own units; None where it refused."""
+
+    memory_used: int | None = None
+    memory_total: int | None = None
+    utilization: int | None = None
+    temperature: int | None = None
+    power_mw: int | None = None
+    sm_clock: int | None = None
+    max_sm_clock: int | None = None
+    throttle_mask: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawGpu(GpuReadings):
     """The answers of NVML for one GPU in NVML's own units; None where it refused."""
 
     index: int
     uuid: str | None = None
     pci_bus_id: str | None = None
     name: str | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
-    utilization: int | None = None
-    temperature: int | None = None
-    power_mw: int | None = None
     power_limit_mw: int | None = None
-    sm_clock: int | None = None
-    max_sm_clock: int | None = None
-    throttle_mask: int | None = None
     mig_mode: int | None = None
     """1 when it is on."""
     compute_mode: int | None = None
@@ -106,25 +124,54 @@ class Answers:
 
 def ask_driver() -> Answers:
     """Ask the driver for everything about every GPU."""
-    try:
-        library = ctypes.CDLL(LIBRARY)
-    except OSError:
+    nvml = load_driver()
+    if nvml is None:
         return Answers(refusal=NO_LIBRARY)
-    nvml = Nvml(library)
-    code = nvml.call("nvmlInitWithFlags", c_uint(0))
-    if code is None:
-        code = nvml.call("nvmlInit_v2")
-    if code != DONE:
-        return Answers(refusal=REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {nvml.says(code)}")
+    if refusal := nvml.start():
+        return Answers(refusal=refusal)
     try:
         version = nvml.number("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion", kind=c_int)
         return Answers(
             driver=nvml.text("nvmlSystemGetDriverVersion"),
             cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
-            gpus=tuple(nvml.gpu(index) for index in range(nvml.number("nvmlDeviceGetCount_v2") or 0)),
+            gpus=tuple(nvml.gpu(index) for index in range(nvml.count())),
         )
     finally:
-        nvml.call("nvmlShutdown")
+        nvml.stop()
+
+
+def list_gpus() -> list[tuple[str, str]]:
+    """Return UUID and name of every GPU in PCI order; none where the driver does not tell them of each."""
+    nvml = load_driver()
+    if nvml is None or nvml.start():
+        return []
+    try:
+        found = []
+        for index in range(nvml.count()):
+            device = nvml.handle(index)
+            uuid, name = (
+                None if device is None else nvml.text(query, device)
+                for query in ("nvmlDeviceGetUUID", "nvmlDeviceGetName")
+            )
+            if uuid is None or name is None:
+                return []
+            found.append((uuid, name))
+        return found
+    finally:
+        nvml.stop()
+
+
+def throttle_reasons(mask: int | None) -> tuple[str, ...]:
+    """Return the names of ``THROTTLE_REASONS`` that hold."""
+    return tuple(name for bit, name in THROTTLE_REASONS if (mask or 0) & bit)
+
+
+def load_driver() -> Nvml | None:
+    """Load the driver's library; None on a machine without one."""
+    try:
+        return Nvml(ctypes.CDLL(LIBRARY))
+    except OSError:
+        return None
 
 
 class Nvml:
@@ -132,6 +179,37 @@ class Nvml:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+
+    def start(self) -> str:
+        """Begin to ask; return in one line why the driver cannot be asked, else an empty string."""
+        code = self.call("nvmlInitWithFlags", c_uint(0))
+        if code is None:
+            code = self.call("nvmlInit_v2")
+        if code == DONE:
+            return ""
+        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self.says(code)}"
+
+    def stop(self) -> None:
+        """Let go of the driver."""
+        self.call("nvmlShutdown")
+
+    def count(self) -> int:
+        """Return how many GPUs there are."""
+        return self.number("nvmlDeviceGetCount_v2") or 0
+
+    def handle(self, index: int) -> Any:
+        """Return what stands for a GPU in questions; None when it has fallen off the bus."""
+        device = c_void_p()
+        return device if self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device)) == DONE else None
+
+    def handle_of(self, uuid: str) -> Any:
+        """Return what stands for the GPU of a UUID in questions; None when there is none."""
+        device = c_void_p()
+        return device if self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), byref(device)) == DONE else None
+
+    def index_of(self, device: Any) -> int | None:
+        """Return the index of a GPU in PCI order."""
+        return self.number("nvmlDeviceGetIndex", args=(device,))
 
     def call(self, name: str, *args: Any) -> int | None:
         """Call a function; return NVML's code, or None where this driver does not have it."""
@@ -167,18 +245,16 @@ class Nvml:
         """Return a struct that the query filled, or None."""
         return found if self.call(name, device, byref(found)) == DONE else None
 
+    def readings(self, device: Any) -> GpuReadings:
+        """Ask for what changes while a GPU works."""
+        return GpuReadings(**self._readings(device))
+
     def gpu(self, index: int) -> RawGpu | None:
         """Ask for everything about one GPU; None when it has fallen off the bus."""
-        device = c_void_p()
-        if self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device)) != DONE:
+        device = self.handle(index)
+        if device is None:
             return None
-        # Version 2 does not count what the driver keeps for itself as used.
-        memory = self.struct(
-            "nvmlDeviceGetMemoryInfo_v2", device, _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24)
-        ) or self.struct("nvmlDeviceGetMemoryInfo", device, _Memory())
-        utilization = self.struct("nvmlDeviceGetUtilizationRates", device, _Utilization())
         pci = self.struct("nvmlDeviceGetPciInfo_v3", device, _Pci())
-        of, clock = (device,), (device, c_uint(CLOCK_SM))
         mig, pending = c_uint(0), c_uint(0)
         split = self.call("nvmlDeviceGetMigMode", device, byref(mig), byref(pending)) == DONE
         return RawGpu(
@@ -186,24 +262,35 @@ class Nvml:
             uuid=self.text("nvmlDeviceGetUUID", device),
             pci_bus_id=None if pci is None else _decoded(pci.bus_id),
             name=self.text("nvmlDeviceGetName", device),
-            memory_used=None if memory is None else int(memory.used),
-            memory_total=None if memory is None else int(memory.total),
-            utilization=None if utilization is None else int(utilization.gpu),
-            temperature=self.number("nvmlDeviceGetTemperature", args=(device, c_uint(TEMPERATURE_GPU))),
-            power_mw=self.number("nvmlDeviceGetPowerUsage", args=of),
-            power_limit_mw=self.number("nvmlDeviceGetEnforcedPowerLimit", args=of),
-            sm_clock=self.number("nvmlDeviceGetClockInfo", args=clock),
-            max_sm_clock=self.number("nvmlDeviceGetMaxClockInfo", args=clock),
-            throttle_mask=self.number(
+            power_limit_mw=self.number("nvmlDeviceGetEnforcedPowerLimit", args=(device,)),
+            mig_mode=int(mig.value) if split else None,
+            compute_mode=self.number("nvmlDeviceGetComputeMode", args=(device,)),
+            processes=self._all_processes(device),
+            **self._readings(device),
+        )
+
+    def _readings(self, device: Any) -> dict[str, int | None]:
+        # Version 2 does not count what the driver keeps for itself as used.
+        memory = self.struct(
+            "nvmlDeviceGetMemoryInfo_v2", device, _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24)
+        ) or self.struct("nvmlDeviceGetMemoryInfo", device, _Memory())
+        utilization = self.struct("nvmlDeviceGetUtilizationRates", device, _Utilization())
+        clock = (device, c_uint(CLOCK_SM))
+        return {
+            "memory_used": None if memory is None else int(memory.used),
+            "memory_total": None if memory is None else int(memory.total),
+            "utilization": None if utilization is None else int(utilization.gpu),
+            "temperature": self.number("nvmlDeviceGetTemperature", args=(device, c_uint(TEMPERATURE_GPU))),
+            "power_mw": self.number("nvmlDeviceGetPowerUsage", args=(device,)),
+            "sm_clock": self.number("nvmlDeviceGetClockInfo", args=clock),
+            "max_sm_clock": self.number("nvmlDeviceGetMaxClockInfo", args=clock),
+            "throttle_mask": self.number(
                 "nvmlDeviceGetCurrentClocksEventReasons",
                 "nvmlDeviceGetCurrentClocksThrottleReasons",
-                args=of,
+                args=(device,),
                 kind=c_ulonglong,
             ),
-            mig_mode=int(mig.value) if split else None,
-            compute_mode=self.number("nvmlDeviceGetComputeMode", args=of),
-            processes=self._all_processes(device),
-        )
+        }
 
     def _all_processes(self, device: Any) -> list[RawProcess] | None:
         compute = self._processes("nvmlDeviceGetComputeRunningProcesses", device, "compute")

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
+
+from trainer.host.processes import read_environ, read_stat
 
 RUN = "GPUTRAIN_RUN"
 """Environment variable of every process of a run that the console started: its run directory."""
 ROOM = " " * 4096
 """The value of a variable that is to be written later: the longest path, and nobody's name."""
-ENV_START = 50 - 3
-"""Which of the fields after the program's name in ``/proc/PID/stat`` is the address of the environment."""
 
 
 def show_in_proc(name: str, value: str) -> None:
     """Write a variable's value where it was started with ``ROOM``; nothing is done where it was not."""
     prefix, new = f"{name}=".encode(), os.fsencode(value)
-    try:
-        environ = Path("/proc/self/environ").read_bytes()
-        address = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[ENV_START])
-    except OSError:
+    stat, environ = read_stat(os.getpid()), read_environ(os.getpid())
+    if stat is None:
         return
+    address = stat.environ_address
     offset = environ.find(prefix + ROOM.encode() + b"\0")
     begins = offset == 0 or environ[offset - 1 : offset] == b"\0"
     if offset >= 0 and begins and address and len(new) <= len(ROOM):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.log_file import LogFile
+from trainer.host.processes import exists
 from trainer.host.stop_signals import AT_ONCE
 
 PR_SET_PDEATHSIG = 1
@@ -38,8 +39,9 @@ def signal_on_parent_death(number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make every descendant whose parent dies a child of this process, so that none can escape."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """Make every descendant whose parent dies a child of this process, so that none can escape; Linux only."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -72,7 +74,7 @@ def _watch(parent_pid: int, handle: int) -> None:
         while not waiter.poll():
             pass
     else:
-        while Path(f"/proc/{parent_pid}").exists():
+        while exists(parent_pid):
             time.sleep(PARENT_POLL_S)
     _kill_self()
 

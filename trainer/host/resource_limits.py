@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
+from trainer.host.memory import CGROUP, PROC, read_container_limit_bytes, read_memory, read_swap_bytes
 
 RANK_BYTES = 20 << 20
 """What a rank has for itself at least: one on the CPU that shares torch's code with the others was measured to write
@@ -60,10 +61,10 @@ def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
         raise RequestError(reason)
 
 
-def read_limits(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> ResourceLimits:
+def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
     """Ask the kernel."""
-    total = [kib << 10 for name in ("MemTotal", "SwapTotal") if (kib := _meminfo(proc / "meminfo", name)) is not None]
-    machine = sum(total) if total else None
+    sizes = [size for size in (read_memory(proc).total_bytes, read_swap_bytes(proc)) if size is not None]
+    machine = sum(sizes) if sizes else None
     return ResourceLimits(
         processes=_least(
             _soft(resource.RLIMIT_NPROC),
@@ -71,9 +72,14 @@ def read_limits(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
             _number(proc / "sys/kernel/threads-max"),
             _number(cgroup / "pids.max"),
         ),
-        files=_soft(resource.RLIMIT_NOFILE),
-        memory_bytes=_least(machine, _number(cgroup / "memory.max")),
+        files=open_files(),
+        memory_bytes=_least(machine, read_container_limit_bytes(cgroup)),
     )
+
+
+def open_files() -> int | None:
+    """Return how many files this process may open; None without a limit."""
+    return _soft(resource.RLIMIT_NOFILE)
 
 
 def _least(*limits: int | None) -> int | None:
@@ -91,11 +97,3 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _meminfo(path: Path, name: str) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from trainer.host.nvml import list_gpus
 
 
 @dataclass(frozen=True)
@@ -15,17 +16,12 @@ class Device:
     name: str
 
 
-def visible_device_count(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs a rank will see; no driver is a normal answer, 0."""
-    return len(visible_devices(environ))
-
-
 def visible_devices(environ: Mapping[str, str]) -> list[Device]:
     """Return the GPUs in the order in which a rank numbers them under CUDA_VISIBLE_DEVICES and PCI order."""
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and not wanted.strip():
         return []
-    return select(_installed(), wanted)
+    return select([Device(uuid=uuid, name=name) for uuid, name in list_gpus()], wanted)
 
 
 def select(installed: Sequence[Device], wanted: str | None) -> list[Device]:
@@ -66,31 +62,3 @@ def label(device_id: int | None, devices: Sequence[Device]) -> str:
         return "cpu"
     known = devices[device_id].uuid or devices[device_id].name if device_id < len(devices) else ""
     return f"cuda:{device_id} {known}".rstrip()
-
-
-def _installed() -> list[Device]:
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    # Not before the driver is known to be there: importing it costs more than all else that the parent does.
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            Device(uuid=_text(pynvml.nvmlDeviceGetUUID(handle)), name=_text(pynvml.nvmlDeviceGetName(handle)))
-            for handle in handles
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -6,8 +6,6 @@ future, when the device has done what was queued before it, so readers ask ``rea
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -60,32 +58,6 @@ class Clock(Protocol):
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
         """Start bringing numbers to the host; the result may be called once a later mark is ready."""
         ...
-
-
-class CoreWaits:
-    """How long the thread that made this has been waiting for a core, by the kernel's count.
-
-    On a busy machine most of what makes one step longer than the next is this, and it says nothing about the code.
-    Reading it takes 1.3 µs in a loop and more between the phases of a step, where nothing of it is in the caches.
-    """
-
-    def __init__(self) -> None:
-        # A descriptor that is read again and again; it goes with the process.
-        self._fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-
-    def __call__(self) -> float:
-        """Return seconds since the thread began."""
-        return int(os.pread(self._fd, 96, 0).split()[1]) * 1e-9
-
-
-def core_waits() -> CoreWaits | None:
-    """Return the count of the calling thread, None on a machine that does not keep it."""
-    try:
-        waits = CoreWaits()
-        waits()
-    except (OSError, IndexError, ValueError):
-        return None
-    return waits
 
 
 class HostClock:

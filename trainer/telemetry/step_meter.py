@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract.record import Doing, EventWriter, Finding, Step
-from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar, core_waits
+from trainer.host.core_waits import core_waits
+from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.comm_hook import BucketHook, CommHook
 from trainer.telemetry.ddp_log import DdpLog
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading

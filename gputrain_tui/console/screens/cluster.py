@@ -31,9 +31,9 @@ from gputrain_tui.console.widgets.gpu_processes import Processes
 from gputrain_tui.console.widgets.gpu_table import GpuTable
 from gputrain_tui.console.widgets.machine import Machine
 from gputrain_tui.history.runs import Run, list_runs
-from gputrain_tui.hosts.addresses import local_facts
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory
+from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.survey import AT_ONCE, HostReport, HostSurvey
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.model import Node

@@ -20,11 +20,12 @@ from gputrain_tui.console.widgets.form import Detail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.readiness import Readiness
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.hosts.addresses import local_facts
-from gputrain_tui.hosts.host_names import THIS_MACHINE, is_local, is_loopback
+from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
+from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.recipe.draft import Draft, Field, Remark, field_of, without_place
 from gputrain_tui.recipe.files import recipe_files
 from trainer.contract.errors import RequestError
+from trainer.host.addresses import is_loopback
 
 SETTLE_S = 0.15
 """How long nothing must change before the recipe is looked at again."""
@@ -130,7 +131,9 @@ class RecipePage(Page):
             draft.take_gpus(here, gpus[THIS_MACHINE])
             index = here
         else:
-            named = next((host for host in hosts if host and is_local(host, facts) and not is_loopback(host)), None)
+            named = next(
+                (host for host in hosts if host and is_local(host, facts) and not is_loopback(address_of(host))), None
+            )
             draft.take_nodes(nodes_of(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
         self._changed()
         self.form.focus()

@@ -8,8 +8,9 @@ from gputrain_tui.console.host_choice import Host
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, cut, headline
 from gputrain_tui.console.widgets.gauges import bar, gib, wrapped
-from gputrain_tui.hosts.inventory import Inventory, Network
+from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.tables import duration, printable
+from trainer.host.addresses import Network
 
 LABEL = 9
 

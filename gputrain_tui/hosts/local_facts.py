@@ -1,0 +1,27 @@
+"""Collects what a plan needs to know of the machine that reads the recipe."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterable
+
+from gputrain_tui.hosts.host_names import LocalFacts, address_of
+from trainer.host.addresses import is_loopback, own_addresses
+from trainer.host.ports import free_port
+
+
+def local_facts(hosts: Iterable[str | None]) -> LocalFacts:
+    """Look at this machine as far as a plan for these hosts needs it."""
+    named = any(host is not None and not is_loopback(address_of(host)) for host in hosts)
+    addresses = own_addresses() if named else ()
+    name = socket.gethostname().lower()
+    return LocalFacts(
+        names=frozenset({name, name.split(".")[0], *addresses}),
+        addresses=tuple(address for address in addresses if not is_loopback(address)),
+        free_port=free_port(),
+        python=sys.executable,
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        slurm="SLURM_JOB_ID" in os.environ,
+    )

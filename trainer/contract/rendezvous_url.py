@@ -1,0 +1,69 @@
+"""Reads and writes init methods, the URLs that say where ranks meet: ``tcp://HOST:PORT``, ``file:///PATH``, ``env://``."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote
+
+Scheme = Literal["tcp", "file", "env"]
+SCHEMES: tuple[Scheme, ...] = ("tcp", "file", "env")
+LAST_PORT = 65_535
+
+_TCP = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)(%[\w.-]+)?\]|([\w.%-]+)):([0-9]{1,9})/?")
+_FILE = re.compile(r"file://(/[^?#\r\n\t]*[^/?#\r\n\t])(?:[?#].*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousUrl:
+    """Where ranks meet."""
+
+    scheme: Scheme
+    host: str = ""
+    """Of ``tcp``, in lower case and without brackets."""
+    port: int = 0
+    """Of ``tcp``; 0 stands for one that is still to be found free."""
+    path: Path = Path()
+    """Of ``file``, absolute."""
+
+    @property
+    def has_port(self) -> bool:
+        """Whether it names a port at which rank 0 can listen."""
+        return 1 <= self.port <= LAST_PORT
+
+
+def scheme_of(url: str) -> Scheme | None:
+    """Return the scheme of an init method, right or wrong behind it; None when it is none of the three."""
+    return next((scheme for scheme in SCHEMES if url.startswith(f"{scheme}://")), None)
+
+
+def parse_rendezvous_url(url: str) -> RendezvousUrl | None:
+    """Return where an init method says that ranks meet; None when it is malformed. The port may be out of range."""
+    scheme = scheme_of(url)
+    if scheme == "env":
+        return RendezvousUrl(scheme="env")
+    if match := _FILE.fullmatch(url):
+        path = unquote(match[1])
+        return None if "\0" in path else RendezvousUrl(scheme="file", path=Path(path))
+    match = _TCP.fullmatch(url)
+    if match is None or (match[1] and not _is_ipv6(match[1])):
+        return None
+    host = match[1].lower() + (match[2] or "") if match[1] else match[3].lower()
+    return RendezvousUrl(scheme="tcp", host=host, port=int(match[4]))
+
+
+def tcp_url(host: str, port: int | str) -> str:
+    """Return the init method of a host and a port; an IPv6 address gets its brackets where it has none."""
+    host = host.strip("[]")
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET6, text)
+    except OSError:
+        return False
+    return True

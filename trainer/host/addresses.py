@@ -1,0 +1,160 @@
+"""Reads the network interfaces of this machine, their addresses, and which hosts mean this machine.
+
+Standard library only, since this file travels to remote hosts with ``inventory.py``.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+IF_INET6 = Path("/proc/net/if_inet6")
+SYS_NET = Path("/sys/class/net")
+
+SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
+"""The kernel's codes for asking about interfaces, from ``linux/sockios.h``."""
+IFF_RUNNING = 0x40
+"""The flag of an interface that is up and has its cable, from ``linux/if.h``."""
+IFREQ_BYTES = 40
+"""Size of ``struct ifreq``: a name of 16 bytes, then what was asked for, an IPv4 address at byte 20."""
+MOST_ADDRESSES = 1024
+LINK_SCOPE = "20"
+"""How ``/proc/net/if_inet6`` marks an address that holds on its link only."""
+OUTSIDE = "192.0.2.1"
+"""An address of nobody (RFC 5737): which way leads to it is asked, and nothing is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterfaceAddress:
+    """An address of an interface of this machine."""
+
+    interface: str
+    text: str
+    """In plain notation, without a zone."""
+    bits: int
+    """Length of the network's prefix."""
+    link_only: bool = False
+    """An IPv6 address that holds on its link only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A network interface that is not the loopback."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    """IPv4 and global IPv6."""
+    up: bool = True
+    speed_mbits: int | None = None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address means the machine that uses it."""
+    host = host.lower()
+    return host in ("localhost", "::1", "0.0.0.0") or host.startswith(("127.", "localhost."))
+
+
+def interface_addresses() -> list[InterfaceAddress]:
+    """Return every address of every interface, the loopback's too; IPv4 before IPv6."""
+    return [*_ipv4_addresses(), *ipv6_addresses(_read(IF_INET6))]
+
+
+def own_addresses() -> tuple[str, ...]:
+    """Return this machine's addresses: the one that reaches other networks first, IPv4 before IPv6."""
+    outward = source_towards(OUTSIDE)
+    found = {each.text for each in interface_addresses()}
+    return tuple(sorted(found, key=lambda address: (address != outward, ":" in address, address)))
+
+
+def source_towards(address: str) -> str | None:
+    """Return this machine's address on the way to another one, by the routing table; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return plain(str(probe.getsockname()[0]))
+    except OSError:
+        return None
+
+
+def plain(address: str) -> str:
+    """Return an address without its zone, and an IPv4 address as such."""
+    return address.partition("%")[0].removeprefix("::ffff:")
+
+
+def is_interface_up(name: str) -> bool:
+    """Whether the kernel says that something can be sent over an interface."""
+    request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            (flags,) = struct.unpack_from("H", fcntl.ioctl(asking, SIOCGIFFLAGS, request), 16)
+    except OSError:
+        return False
+    return bool(flags & IFF_RUNNING)
+
+
+def networks() -> tuple[Network, ...]:
+    """Return the interfaces through which other machines may be reached."""
+    addresses = interface_addresses()
+    found = []
+    for _, name in sorted(socket.if_nameindex(), key=lambda entry: entry[1]):
+        own = tuple(each.text for each in addresses if each.interface == name and not each.link_only)
+        up = is_interface_up(name)
+        if name == "lo" or not (own or up):
+            continue
+        speed = _read(SYS_NET / name / "speed").strip()  # -1, or no answer at all, where there is no cable
+        found.append(Network(name=name, addresses=own, up=up, speed_mbits=int(speed) if speed.isdigit() else None))
+    return tuple(found)
+
+
+def _ipv4_addresses() -> list[InterfaceAddress]:
+    buffer = array.array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            # struct ifconf: the size of the buffer and where it is; the kernel puts in how much it has filled.
+            request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
+            filled = struct.unpack_from("i", fcntl.ioctl(asking, SIOCGIFCONF, request))[0]
+        except OSError:
+            return []
+        for start in range(0, filled, IFREQ_BYTES):
+            entry = buffer[start : start + IFREQ_BYTES].tobytes()
+            try:
+                mask = fcntl.ioctl(asking, SIOCGIFNETMASK, entry)[20:24]
+            except OSError:
+                continue  # it was taken away meanwhile
+            label = entry[:16].partition(b"\0")[0].decode("utf-8", "replace")
+            found.append(
+                InterfaceAddress(
+                    interface=label.partition(":")[0],  # a further address may be labelled eth0:1
+                    text=socket.inet_ntoa(entry[20:24]),
+                    bits=int.from_bytes(mask, "big").bit_count(),
+                )
+            )
+    return found
+
+
+def ipv6_addresses(if_inet6: str) -> list[InterfaceAddress]:
+    """Read ``/proc/net/if_inet6``: address, index, length of the prefix, scope, flags, interface; all hexadecimal."""
+    entries = (line.split() for line in if_inet6.splitlines())
+    return [
+        InterfaceAddress(
+            interface=words[5],
+            text=socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])),
+            bits=int(words[2], 16),
+            link_only=words[3] == LINK_SCOPE,
+        )
+        for words in entries
+        if len(words) == 6
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

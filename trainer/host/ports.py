@@ -1,0 +1,79 @@
+"""Finds out which ports of this machine are free, and who holds one."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from pathlib import Path
+
+FIRST_PORT, LAST_PORT = 20_000, 32_767
+"""Where free ports are looked for: below those that Linux gives to outgoing connections, so that none of these takes
+the port between the test and the ranks' listening."""
+ATTEMPTS = 200
+"""Ports that are tried before the kernel chooses; with so many, nearly all of them are taken."""
+
+
+def bind_error(port: int) -> int:
+    """Return the errno with which rank 0 could not listen on a port of this machine, on all its addresses; else 0."""
+    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            # Bound, not listening: a rank of another node that is early must not meet this socket.
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind((address, port))
+        except OSError as error:
+            if family == socket.AF_INET6 and error.errno not in (errno.EACCES, errno.EADDRINUSE):
+                continue  # a machine without IPv6
+            return error.errno or errno.EADDRINUSE
+    return 0
+
+
+def is_port_free(port: int) -> bool:
+    """Whether rank 0 could listen on a port of this machine, on all its addresses."""
+    return not bind_error(port)
+
+
+def free_port(draw: random.Random | None = None) -> int:
+    """Return a port on which this machine can listen now, drawn so that runs at the same time differ."""
+    # Not the training's random numbers: runs that start together must not try the same ports.
+    draw = draw or random.SystemRandom()
+    for _ in range(ATTEMPTS):
+        port = draw.randint(FIRST_PORT, LAST_PORT)
+        if is_port_free(port):
+            return port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def outgoing_ports(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Return the lowest and the highest port that the kernel gives to who asks for none."""
+    try:
+        low, high = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        return 1024, 65535
+    return low, high
+
+
+def port_holder(port: int) -> str:
+    """Name who listens on a port of this machine: ``python3 (pid 4711)``, or another user's process."""
+    import psutil  # only for messages about a busy port
+
+    try:
+        listening = [
+            entry
+            for entry in psutil.net_connections(kind="tcp")
+            if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN
+        ]
+    except psutil.AccessDenied:
+        listening = []
+    for entry in listening:
+        if entry.pid is not None:
+            try:
+                return f"{psutil.Process(entry.pid).name()} (pid {entry.pid})"
+            except psutil.Error:
+                return f"pid {entry.pid}"
+    return "a process of another user"

@@ -1,0 +1,204 @@
+"""Reads what the kernel tells of a process in ``/proc/PID``: state, parent, start, use of core and memory, environment.
+
+Standard library only, since this file travels to remote hosts with ``inventory.py``. psutil, which reads the same
+files, takes longer to import than all of these questions take, and does not know the waits for a core.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+CLOCK_TICKS_HZ = os.sysconf("SC_CLK_TCK")
+"""Clock ticks per second in ``/proc``."""
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """The line of ``/proc/PID/stat`` from its third field on; numbers are those of proc(5) less 3."""
+
+    fields: list[bytes]
+
+    @property
+    def state(self) -> str:
+        """One letter: R, S, D, T (stopped), t (traced), Z (zombie), X (dead)."""
+        return self.fields[0].decode("ascii")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it does anything: a zombie is dead, whoever has yet to reap it."""
+        # A process whose first thread has left shows that thread's state while others of it go on.
+        return self.state not in "ZX" or (len(self.fields) > 17 and int(self.fields[17]) > 1)
+
+    @property
+    def parent_pid(self) -> int:
+        """0 for the first process of a PID namespace."""
+        return int(self.fields[1])
+
+    @property
+    def cpu_ticks(self) -> int | None:
+        """Processor time of all its threads, user and system; None of a line that ends before."""
+        return int(self.fields[11]) + int(self.fields[12]) if len(self.fields) > 12 else None
+
+    @property
+    def start_ticks(self) -> int:
+        """Clock ticks from the start of the machine to that of the process."""
+        return int(self.fields[19])
+
+    @property
+    def environ_address(self) -> int:
+        """Where its environment lies in its memory; 0 for whom the kernel does not tell."""
+        return int(self.fields[47])
+
+
+def parse_stat(line: bytes) -> ProcessStat | None:
+    """Read a line of ``/proc/PID/stat``; None where it does not even hold the state and the parent."""
+    # The name stands in parentheses and may hold spaces and parentheses itself, so count from its end.
+    fields = line.rpartition(b")")[2].split()
+    return ProcessStat(fields) if fields else None
+
+
+def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
+    """Return the state of a process; None when there is none of that number."""
+    return parse_stat(_read(proc / str(pid) / "stat"))
+
+
+def pids(proc: Path = PROC) -> Iterator[int]:
+    """Yield the number of every process."""
+    for name in os.listdir(proc):  # noqa: PTH208 - thousands of names, of which few are looked at
+        if name.isdecimal():
+            yield int(name)
+
+
+def exists(pid: int, proc: Path = PROC) -> bool:
+    """Whether there is a process of that number, be it a zombie."""
+    return (proc / str(pid)).exists()
+
+
+def is_held(pid: int, *, proc: Path = PROC) -> bool:
+    """Whether a process is kept from running, by SIGSTOP or by a debugger, so that it hears no signal but SIGKILL."""
+    stat = read_stat(pid, proc)
+    return stat is not None and stat.state in "Tt"
+
+
+def ancestors(pid: int | None = None, *, proc: Path = PROC) -> list[int]:
+    """Return the parent of a process, its parent, and so on; by default of this one."""
+    found: list[int] = []
+    stat = read_stat(os.getpid() if pid is None else pid, proc)
+    while stat is not None and stat.parent_pid > 0:
+        found.append(stat.parent_pid)
+        stat = read_stat(stat.parent_pid, proc)
+    return found
+
+
+def descendants(pid: int, *, proc: Path = PROC) -> set[int]:
+    """Return the living processes below ``pid``; zombies are dead, whoever has yet to reap them."""
+    children: dict[int, list[int]] = {}
+    for each in pids(proc):
+        stat = read_stat(each, proc)
+        if stat is not None and stat.alive:
+            children.setdefault(stat.parent_pid, []).append(each)
+    found: set[int] = set()
+    queue = [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found.update(below)
+        queue += below
+    return found
+
+
+def namespace(kind: str, proc: Path = PROC) -> int | None:
+    """Return the number of a namespace (``net``, ``pid``) of this process; None where the kernel has none."""
+    try:
+        return (proc / "self/ns" / kind).stat().st_ino
+    except OSError:
+        return None
+
+
+# --- environment and owner ------------------------------------------------------------------------------------------
+
+
+def read_environ(pid: int, proc: Path = PROC) -> bytes:
+    """Return the environment that a process was started with; empty of a zombie, and of another user's process."""
+    return _read(proc / str(pid) / "environ")
+
+
+def environ_value(pid: int, name: str, proc: Path = PROC) -> bytes | None:
+    """Return the value of a variable that a process was started with; None where there is none."""
+    environ = read_environ(pid, proc)
+    prefix = f"{name}=".encode()
+    if prefix not in environ:
+        return None
+    return next((entry[len(prefix) :] for entry in environ.split(b"\0") if entry.startswith(prefix)), None)
+
+
+def owner_and_name(pid: int, proc: Path = PROC) -> tuple[str, str] | None:
+    """Return the user and the program's name of a process; None of one that this machine cannot see."""
+    folder = proc / str(pid)
+    try:
+        uid = folder.stat().st_uid
+        name = (folder / "comm").read_text(errors="replace").strip()
+    except OSError:
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name, name
+    except KeyError:
+        return str(uid), name
+
+
+# --- use of cores and memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessUsage:
+    """What one process has used since it began."""
+
+    ticks: int | None
+    """Processor time of all its threads, user and system."""
+    rss_bytes: int | None
+    wait_ns: int | None
+    """Time that its main thread was runnable and did not run."""
+
+
+def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
+    """Return what a process has used; None when there is none of that number."""
+    folder = proc / str(pid)
+    stat = _read(folder / "stat")
+    if not stat:
+        return None
+    return parse_usage(
+        stat, _read(folder / "statm"), _read(folder / "schedstat"), page_bytes=os.sysconf("SC_PAGE_SIZE")
+    )
+
+
+def parse_usage(stat: bytes, statm: bytes, schedstat: bytes, *, page_bytes: int) -> ProcessUsage:
+    """Read ``/proc/PID/stat``, ``statm`` and ``schedstat``; an empty text is a file that is not there."""
+    parsed, pages = parse_stat(stat), statm.split()
+    return ProcessUsage(
+        ticks=None if parsed is None else parsed.cpu_ticks,
+        rss_bytes=int(pages[1]) * page_bytes if len(pages) > 1 else None,
+        wait_ns=parse_wait_ns(schedstat),
+    )
+
+
+def parse_wait_ns(schedstat: bytes) -> int | None:
+    """Read of a ``schedstat`` how long the thread was runnable and did not run; None where it does not say."""
+    words = schedstat.split()
+    return int(words[1]) if len(words) > 1 else None
+
+
+def sleeps_in(pid: int, *, proc: Path = PROC) -> str | None:
+    """Return the function of the kernel in which a process sleeps; None where it runs, or the kernel does not tell."""
+    wchan = _read(proc / str(pid) / "wchan").decode("ascii", "replace")
+    return None if wchan in ("", "0") else wchan
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
