@@ -21,7 +21,7 @@ from trainer.agent import forkserver
 from trainer.contract.warm_pool import READY, WarmRequest
 from trainer.host import process_guard
 from trainer.host.proc_environ import show_run_in_proc
-from trainer.host.stop_signals import LEASE
+from trainer.host.stop_request import LEASE
 
 NEEDED = (
     "trainer.agent.launch",

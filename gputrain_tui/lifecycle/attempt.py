@@ -15,11 +15,11 @@ import msgspec
 
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.launchers import NodeProcess
-from gputrain_tui.lifecycle.stop_requests import StopLevel
 from trainer.contract.errors import RecordError
 from trainer.contract.record import Failure, RunDir, write_atomically
 from trainer.contract.record.events import Count, Rank
 from trainer.contract.record.regular_file import read_json
+from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity
 
 
@@ -47,8 +47,8 @@ class Attempt:
     """By node, in the order in which they ended."""
     failure: Failure | None = None
     """What this process itself saw go wrong."""
-    stopping: StopLevel = 0
-    """What the nodes have been asked."""
+    stop_level: StopLevel = StopLevel.NONE
+    """What has been asked of the nodes."""
     deadline: float | None = None
     """When what is still running is killed, monotonic seconds."""
 

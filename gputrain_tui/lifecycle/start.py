@@ -24,7 +24,6 @@ from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
 from gputrain_tui.lifecycle.launchable import launching
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
-from gputrain_tui.lifecycle.stop_requests import HELD_BACK
 from gputrain_tui.plan.planner import Plan, plan, with_run_dir
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
 from gputrain_tui.recipe import model as recipes
@@ -34,6 +33,7 @@ from trainer.contract.options import require_an_end
 from trainer.contract.record import RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import open_regular, open_to_append
 from trainer.host.process_identity import ProcessIdentity
+from trainer.host.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
@@ -206,7 +206,7 @@ def start_supervisor(
     if warm is not None and (waiting := warm.launch(words)) is not None:
         return waiting
     # It inherits the mask and lifts it once it has handlers: a Ctrl-C while its modules load waits, and kills nobody.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _supervisor_log(run_dir) as log:
             return subprocess.Popen(

@@ -1,16 +1,18 @@
 """One run from start to end: launches the plan's nodes, watches them, restarts or stops them, says how it ended.
 
 ``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``, or ``--warm SECONDS`` to wait for these
-words. One thread and never torch: the node agents may ask to die with the thread that started them, and the command
-must be there at once. With ``--lease`` the run lives as long as the other end of standard input. With ``--adopt`` it
-takes over from a supervisor that was killed.
+words. It never imports torch, so that it is there at once. Only its main thread starts node agents: they may ask to die
+with the thread that started them. With ``--lease`` the run lives as long as the other end of standard input. With
+``--adopt`` it takes over from a supervisor that was killed.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -32,13 +34,14 @@ from gputrain_tui.lifecycle.attempt import (
 from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.lifecycle.orphans import adopt_orphans, sweep
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.lifecycle.stop_requests import StopLevel, StopRequests
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.outcome import OF_LOST, SAVE_S, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
+from trainer.contract.stop_level import StopLevel
 from trainer.host.proc_environ import show_in_proc
+from trainer.host.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
@@ -78,7 +81,8 @@ class Supervisor:
         self.leased = leased
         self._adopting = adopting
         self._now = now
-        self._stop_requests = StopRequests(leased=leased)
+        self._stop_request = StopRequest(lease=leased)
+        self._poll = select.poll()
         self._plan = read_plan(run_dir)
         self._status_writer = RunStatusWriter(run_dir, self._plan, now=now)
         self._tmp: Path | None = None
@@ -91,7 +95,9 @@ class Supervisor:
 
     def run(self) -> ExitCode:
         """Take the run from start to end; return its exit code."""
-        self._stop_requests.catch()
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake
+        self._stop_request.catch()
+        self._poll.register(self._stop_request, select.POLLIN)
         show_in_proc(leftovers.SUPERVISOR, str(self.dir.path))  # from here on it may be asked to end the run
         adopt_orphans()
         try:
@@ -129,7 +135,7 @@ class Supervisor:
             from gputrain_tui.lifecycle import restart  # a healthy run does not wait for it
 
             restarts = restart.max_restarts(self.dir) if restarts is None else restarts
-            if not restarts or self._stop_requests.reason is not None or self._sweep():
+            if not restarts or self._stop_request.reason is not None or self._sweep():
                 return ended
             restarts -= 1
             if not ended.recorded:
@@ -140,7 +146,7 @@ class Supervisor:
     def _launch(self, plan: Plan, way: Launcher, env: Mapping[str, str]) -> Attempt:
         attempt = Attempt(since=attempt_outcome.sizes(self.dir))
         for node in plan.nodes:
-            if self._stop_requests.reason is not None:
+            if self._stop_request.reason is not None:
                 break
             self.dir.node_result(node.node).unlink(missing_ok=True)
             try:
@@ -148,10 +154,10 @@ class Supervisor:
             except OSError as error:
                 what = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
                 attempt.failure = self._failure("launch", what, host=node.host)
-                self._stop(attempt, 2, FAILURE_GRACE_S)
+                self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
                 break
             attempt.running[process.fileno()] = process
-            self._stop_requests.watch(process.fileno())
+            self._poll.register(process, select.POLLIN)
         return attempt
 
     def _adopted(self) -> AttemptResult:
@@ -167,36 +173,47 @@ class Supervisor:
             process = way.adopt(node, self.dir, identity) if identity is not None else None
             if process is not None:
                 attempt.running[process.fileno()] = process
-                self._stop_requests.watch(process.fileno())
+                self._poll.register(process, select.POLLIN)
                 continue
             missing = attempt_outcome.unfinished(self.dir, node.node, node.ranks, attempt.since)
             attempt.ended[node.node] = attempt_outcome.NodeEnd(
                 host=node.host, exit_code=ExitCode.FAILED, unfinished=missing
             )
         if any(end.unfinished for end in attempt.ended.values()):
-            self._stop(attempt, 2, FAILURE_GRACE_S)
+            self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
         self._watch(attempt)
         return self._judge(attempt)
 
     def _watch(self, attempt: Attempt) -> None:
         """Wait until no node is left, passing on the stop request and the first failure."""
         while attempt.running:
-            if self._stop_requests.level > attempt.stopping:
-                self._stop(attempt, self._stop_requests.level, self._grace_s())
+            if self._stop_request.level > attempt.stop_level:
+                self._stop(attempt, self._stop_request.level, self._grace_s())
             due = self._check_at if attempt.deadline is None else min(attempt.deadline, self._check_at)
-            for descriptor in self._stop_requests.wait(due if attempt.stopping else min(due, self._look_at)):
+            for descriptor in self._wait(due if attempt.stop_level else min(due, self._look_at)):
                 process = attempt.running.get(descriptor)
                 code = process.poll() if process is not None else None
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
             if time.monotonic() >= self._check_at:
                 self._look_for_directory()
-            if not attempt.stopping and time.monotonic() >= self._look_at:
+            if not attempt.stop_level and time.monotonic() >= self._look_at:
                 self._diagnose()
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
                 attempt.deadline = None
                 for process in attempt.running.values():
                     process.kill()
+
+    def _wait(self, due: float) -> list[int]:
+        """Sleep until a signal or the end of a node; return the descriptors.
+
+        Args:
+            due: when to wake at the latest, monotonic seconds; infinite for never.
+        """
+        timeout_ms = None if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
+        ready = [descriptor for descriptor, _ in self._poll.poll(timeout_ms)]
+        self._stop_request.drain()
+        return ready
 
     def _look_for_directory(self) -> None:
         """End a run whose directory was deleted: its record is lost, and nobody would find it any more."""
@@ -204,7 +221,7 @@ class Supervisor:
         if self._deleted is None and attempt_outcome.is_deleted(self.dir):
             self._deleted = attempt_outcome.deleted(self.dir, self._now())
             print(self._deleted.message, file=sys.stderr, flush=True)
-            self._stop_requests.ask(self._deleted.message, 1)  # in order: the ranks may save somewhere else
+            self._stop_request.ask(StopLevel.SAVE, self._deleted.message)  # the ranks may save somewhere else
 
     def _diagnose(self) -> None:
         """Look at the record, and write down what is found."""
@@ -226,7 +243,7 @@ class Supervisor:
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]
-        self._stop_requests.forget(descriptor)
+        self._poll.unregister(descriptor)
         process.close()
         ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)
         missing = attempt_outcome.unfinished(self.dir, process.node, ranks, attempt.since)
@@ -234,24 +251,24 @@ class Supervisor:
             missing = []  # their parent has heard what they could not write down, and could not write it down either
         code = attempt_outcome.exit_code(self.dir, process.node, code) if missing else code
         attempt.ended[process.node] = attempt_outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
-        if missing and not attempt.stopping:
-            self._stop(attempt, 2, FAILURE_GRACE_S)
+        if missing and not attempt.stop_level:
+            self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
 
     def _grace_s(self) -> float:
         """How long the nodes may take to leave, as somebody wants the run to end; they look after their ranks."""
-        if self._stop_requests.level == 3:
+        if self._stop_request.level == StopLevel.KILL:
             return 0.0
-        if self._stop_requests.level == 2:
+        if self._stop_request.level == StopLevel.NOW:
             return STOP_GRACE_S
         return max(stop_grace(node.argv) for node in self._plan.nodes) + SAVE_S + STOP_GRACE_S
 
     def _stop(self, attempt: Attempt, level: StopLevel, grace_s: float) -> None:
-        attempt.stopping = level
+        attempt.stop_level = level
         deadline = time.monotonic() + grace_s
         attempt.deadline = deadline if attempt.deadline is None else min(deadline, attempt.deadline)
         for process in attempt.running.values():
-            process.stop(at_once=level > 1)
-        if self._stop_requests.reason is not None:
+            process.stop(level)
+        if self._stop_request.reason is not None:
             self._status_writer.stopping()
 
     def _judge(self, attempt: Attempt) -> AttemptResult:
@@ -261,8 +278,8 @@ class Supervisor:
         ends = attempt.ended.values()
         if len(ends) == len(self._plan.nodes) and not any(end.unfinished for end in ends):
             return AttemptResult(status="finished")
-        if self._stop_requests.reason is not None:
-            return AttemptResult(status="stopped", reason=self._stop_requests.reason)
+        if self._stop_request.reason is not None:
+            return AttemptResult(status="stopped", reason=self._stop_request.reason)
         if attempt.failure is not None:
             return AttemptResult(status="failed", failure=attempt.failure)
         if not self._adopting and (stopped := attempt_outcome.stopped_first(attempt.ended)) is not None:
@@ -295,7 +312,7 @@ class Supervisor:
 
     def _sweep(self) -> list[int]:
         """Leave nothing of the run behind; return the pids of what would not go."""
-        left = sweep(SWEEP_S, self._stop_requests.nap)
+        left = sweep(SWEEP_S, self._stop_request.wait)
         return left or (leftovers.end(self.dir.path) if self._adopting else [])
 
     def _close(self, ended: AttemptResult, left: list[int]) -> ExitCode:

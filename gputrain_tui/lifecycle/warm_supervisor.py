@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.lifecycle.launchers.local import LocalProcess
+from gputrain_tui.lifecycle.launchers.local import LocalProcess, node_environment
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.warm_pool import WarmRequest
 from trainer.host.proc_environ import ROOM, RUN
-from trainer.host.stop_signals import LEASE
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess
@@ -71,10 +70,7 @@ class WarmAgent:
         Raises:
             OSError: it has ended.
         """
-        environment = {**os.environ, **env, **node.env}
-        environment.pop(LEASE, None)
-        if leased:
-            environment[LEASE] = "stdin"
+        environment = node_environment(node, env, leased=leased)
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         request = WarmRequest(words=node.argv[3:], environment=environment, log=str(run_dir.node_log(node.node)))
         pipe = self._process.stdin

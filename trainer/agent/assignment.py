@@ -33,8 +33,8 @@ class PipeSink:
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def asked(self) -> bool:
-        """Whether the parent wants the rank to stop: its only word, which stays in the pipe."""
+    def stop_requested(self) -> bool:
+        """Whether the node agent has sent a stop request, which is all it ever sends and stays in the pipe."""
         return self.pipe.poll()
 
 
@@ -65,8 +65,8 @@ class RankAssignment:
     run_id: str
     """Equal on all nodes of a run and on no other's; empty when typed by hand without a run directory."""
     report: ReportSink
-    stop_asked: Callable[[], bool] = lambda: False
-    """Whether the rank is to stop at the next occasion."""
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether the rank is to save and leave."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """What the rank finds in its environment besides what is there; None takes a variable away."""
     is_script: bool = False
@@ -85,9 +85,9 @@ class RankAssignment:
             pid=pid,
         )
 
-    def listens(self) -> None:
-        """Say that from here on the rank can be asked to stop."""
-        self.report(RankReport(listens=True))
+    def stoppable(self) -> None:
+        """Report that from here on the rank saves its work when it is to stop."""
+        self.report(RankReport(stoppable=True))
 
     def stopping(self) -> None:
         """Say that the rank is about to keep its work, which takes as long as the disk takes, and then leaves."""

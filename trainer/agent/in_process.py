@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import importlib
 import os
-import select
 import signal
 import threading
 import time
@@ -23,9 +22,10 @@ from trainer.agent.node_sampler import NodeSampler, gpus_of
 from trainer.contract.errors import ExitCode, narrated
 from trainer.contract.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
 from trainer.contract.record import EventWriter, Failure, RunDir
+from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants
-from trainer.host.stop_signals import AT_ONCE, STOPPING, StopSignals
+from trainer.host.stop_request import LEASE, StopRequest
 
 SAMPLE_S = 1.0
 """Time between two looks at the machine, when a record is kept."""
@@ -40,22 +40,22 @@ def run_in_process(
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     process_guard.print_stacks_on_signal()
     process_guard.adopt_orphans()
-    with StopSignals(environ) as signals:
-        alone = _InProcessAgent(assignment, run_dir, signals)
-        threading.Thread(target=alone.obey, name="signals", daemon=True).start()
+    with StopRequest(lease=environ.get(LEASE) == "stdin", main_thread_is_free=False) as stop_request:
+        agent = _InProcessAgent(assignment, run_dir, stop_request)
+        threading.Thread(target=agent.obey, name="stop-request", daemon=True).start()
         if run_dir is not None:
             if assignment.local_world_size == 1:
                 NodeOutcome.reserve(run_dir.node_result(assignment.node), ranks=1)
-            alone.write_spawned()
+            agent.write_spawned()
             if assignment.local_rank == 0:
-                threading.Thread(target=alone.look_at_the_machine, name="node-sampler", daemon=True).start()
+                threading.Thread(target=agent.look_at_the_machine, name="node-sampler", daemon=True).start()
             process_guard.redirect_output(run_dir.rank_log(assignment.rank))
         # Imports torch, which a fork server would have done for the rank.
         importlib.import_module("trainer.agent.preload_torch")
         code = worker_entry.run(
-            target, dataclasses.replace(assignment, report=alone.report, stop_asked=alone.stop_asked)
+            target, dataclasses.replace(assignment, report=agent.report, stop_requested=agent.stop_requested)
         )
-        code = alone.ended(code)
+        code = agent.ended(code)
     # torch's DataLoader raises in this handler when one of its workers is killed, as the next line does.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_descendants()
@@ -65,10 +65,10 @@ def run_in_process(
 class _InProcessAgent:
     """What the node agent would do for the rank, were it another process."""
 
-    def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, signals: StopSignals) -> None:
+    def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, stop_request: StopRequest) -> None:
         self._assignment = assignment
         self._run_dir = run_dir
-        self._signals = signals
+        self._stop_request = stop_request
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
         self._not_recorded = ""
@@ -77,12 +77,11 @@ class _InProcessAgent:
         """How it ended, once that is said."""
         self._over = threading.Event()
         """Set when there is nothing left to look at."""
-        self._listens = False
-        self._asked = False
-        self._patience_s = assignment.distributed.stop_grace
-        """How long the rank may take once it is asked to stop."""
+        self._stoppable = False
+        self._grace_s = assignment.distributed.stop_grace
+        """How long the rank may take after a stop request."""
         self._leave_at: float | None = None
-        """When the process leaves, after it was asked to stop; on the monotonic clock."""
+        """When the process leaves after a stop request, on the monotonic clock."""
 
     def write_spawned(self) -> None:
         """Record that the rank exists."""
@@ -113,9 +112,9 @@ class _InProcessAgent:
 
     def report(self, report: RankReport) -> None:
         """Take the rank's own word, before its teardown, which may never come back."""
-        self._listens |= report.listens
+        self._stoppable |= report.stoppable
         if report.stopping:
-            self._patience_s = SAVE_S
+            self._grace_s = SAVE_S
             if self._leave_at is not None:
                 self._leave_at = time.monotonic() + SAVE_S
         self._not_recorded = report.not_recorded
@@ -123,7 +122,7 @@ class _InProcessAgent:
             self._tell(ExitCode.STOPPED, stopped=report)
         elif report.finished:
             self._tell(ExitCode.FINISHED, finished=True)
-        elif report.failure is not None and self._asked and report.failure.kind == "lost_peer":
+        elif report.failure is not None and self._stop_request.level and report.failure.kind == "lost_peer":
             # A rank that loses its peers while all are being stopped has not failed.
             self._tell(ExitCode.STOPPED)
         elif report.failure is not None:
@@ -139,39 +138,25 @@ class _InProcessAgent:
         self._tell(ExitCode.FAILED, failure=failure)
         return code
 
-    def stop_asked(self) -> bool:
-        """Whether the rank is to stop at the next occasion."""
-        return self._asked
+    def stop_requested(self) -> bool:
+        """Whether the rank is to save and leave."""
+        return self._leave_at is not None
 
     def obey(self) -> None:
-        """Leave when a signal or the end of the lease asks for it; on a thread of its own.
+        """Leave when a stop request asks for it; on a thread of its own.
 
-        A rank that trains has some time to keep its work first.
+        A rank that can save has some time for it first.
         """
-        interrupts = 0
         while True:
-            now = time.monotonic()
-            if self._leave_at is not None and now >= self._leave_at:
+            now, level = time.monotonic(), self._stop_request.level
+            if level and self._leave_at is None:
+                self._leave_at = now + self._grace_s if self._stoppable else now
+            if level > StopLevel.SAVE or (self._leave_at is not None and now >= self._leave_at):
                 self._leave()
-            ready, _, _ = select.select(
-                [self._signals.wake], [], [], None if self._leave_at is None else self._leave_at - now
-            )
-            if not ready:
-                continue
             try:
-                numbers = self._signals.wake.recv(4096)
-            except OSError:
+                self._stop_request.wait(None if self._leave_at is None else self._leave_at - now)
+            except (OSError, ValueError):  # the rank has ended, and the request is closed
                 return
-            requests = [number for number in numbers if number in STOPPING]
-            if not requests:
-                continue
-            # The handlers, which tell these apart as well, wait while the rank is in C++.
-            interrupts += requests.count(signal.SIGINT)
-            if not self._listens or self._signals.at_once or AT_ONCE in requests or interrupts > 1:
-                self._leave()
-            if not self._asked:
-                self._leave_at = time.monotonic() + self._patience_s
-                self._asked = True
 
     def _leave(self) -> NoReturn:
         if self._reported is None:

@@ -28,7 +28,7 @@ from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import EventWriter, RunDir
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
-from trainer.host.stop_signals import StopRequested, StopSignals
+from trainer.host.stop_request import LEASE, StopRequest, StopRequested
 
 SAMPLE_S = 1.0
 """Time between two looks at the machine, when a record is kept."""
@@ -64,8 +64,8 @@ def run_node(
     if node_dir is not None:
         NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
     process_guard.adopt_orphans()
-    with StopSignals(environ) as signals, scratch_folder(node_dir, first.node):
-        ranks = _NodeAgent(writer, signals)
+    with StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request, scratch_folder(node_dir, first.node):
+        ranks = _NodeAgent(writer, stop_request)
         try:
             ranks.start(assignments, start_method, target, preloaded)
             ranks.watch()
@@ -100,12 +100,12 @@ def _clear() -> set[int]:
 class _NodeAgent:
     """The ranks of this node, from the first to be started to the last to end."""
 
-    def __init__(self, writer: EventWriter, signals: StopSignals) -> None:
+    def __init__(self, writer: EventWriter, stop_request: StopRequest) -> None:
         self._writer = writer
-        self._signals = signals
+        self._stop_request = stop_request
         self._ranks: list[WorkerProcess] = []
         self._attribution = FailureAttribution(writer)
-        self._shutdown = Shutdown(signals)
+        self._shutdown = Shutdown(stop_request)
         self._pids: dict[int, int] = {}
         """Of the ranks that run, for the sampler."""
         self._local_ranks: LocalRanks | None = None
@@ -127,16 +127,15 @@ class _NodeAgent:
         """Start all ranks.
 
         Raises:
-            StopRequested: somebody asked for the end meanwhile.
+            StopRequested: a stop request came meanwhile.
         """
         # Starting waits until the fork server has loaded torch, which takes seconds.
-        self._signals.interrupt(True)
-        context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
-        for assignment in assignments:
-            self._start_rank(context, assignment, target)
-            if self._attribution.failures:
-                break
-        self._signals.interrupt(False)
+        with self._stop_request.raising():
+            context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
+            for assignment in assignments:
+                self._start_rank(context, assignment, target)
+                if self._attribution.failures:
+                    break
         first = assignments[0]
         others = len(assignments) < first.local_world_size
         if first.run_dir is None or (others and first.local_rank):
@@ -167,7 +166,6 @@ class _NodeAgent:
 
     def watch(self) -> None:
         """Wait until every rank has ended, stopping the others as soon as one has failed."""
-        self._signals.interrupt(False)
         while True:
             self._collect()
             running = [rank for rank in self._ranks if not rank.ended]
@@ -177,13 +175,13 @@ class _NodeAgent:
                 if self._local_ranks is not None:
                     self._pids.update(self._local_ranks.look())
                 self._sampler.poll(time.time())
-            sources: list[object] = [self._signals.wake]
+            sources: list[object] = [self._stop_request]
             for rank in running:
                 sources.append(rank.process.sentinel)
                 if not rank.reports.closed:
                     sources.append(rank.reports)
             wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
-            self._signals.drain()
+            self._stop_request.drain()
 
     def _wait_s(self, running: list[WorkerProcess]) -> float | None:
         due_s = self._shutdown.due_in_s(running)
@@ -207,7 +205,7 @@ class _NodeAgent:
         for rank in self._ranks:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
-                rank.listens |= report.listens
+                rank.stoppable |= report.stoppable
                 self._attribution.not_recorded = report.not_recorded or self._attribution.not_recorded
                 rank.stopping |= report.stopping
                 if report.stopped:

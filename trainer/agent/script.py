@@ -41,7 +41,7 @@ def run_script(assignment: RankAssignment) -> int:
         _write(assignment, _state(assignment, "failed", failure.message), failure)
         assignment.failed(failure)
         return code
-    if assignment.stop_asked():
+    if assignment.stop_requested():
         assignment.stopped(None, None)  # it left because it was told to: that its training is complete is not known
         return ExitCode.STOPPED
     _write(assignment, _state(assignment, "finished"))

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.outcome import SAVE_S
 from trainer.contract.record import Failure
-from trainer.host.stop_signals import AT_ONCE, StopSignals
+from trainer.contract.stop_level import StopLevel
+from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 
 GRACE_S = 1.5
 """From the signal that ends a rank to SIGKILL."""
@@ -24,8 +25,8 @@ GIVE_UP_S = 5.0
 class Shutdown:
     """What has been asked of the ranks, and until when they may take."""
 
-    def __init__(self, signals: StopSignals) -> None:
-        self._signals = signals
+    def __init__(self, stop_request: StopRequest) -> None:
+        self._stop_request = stop_request
         self.stopped = False
         """Whether somebody asked for the end before anything failed."""
         self.unanswered: list[int] = []
@@ -44,15 +45,15 @@ class Shutdown:
         if self.kill_at is None:
             self.kill_at = time.monotonic() + grace_s
             for rank in ranks:
-                # To a rank that can keep its work SIGTERM is no more than a wish.
-                rank.signal(AT_ONCE if rank.listens else signal.SIGTERM)
+                # A rank that can save takes SIGTERM as a request to do so.
+                rank.signal(NOW_SIGNAL if rank.stoppable else signal.SIGTERM)
 
     def _obey(self, running: Sequence[WorkerProcess], now: float) -> None:
         """Stop because somebody asked for it: in order where every rank can, at once where one cannot or must not."""
         self.stopped = True
         grace_s = running[0].assignment.distributed.stop_grace
         busy = [rank for rank in running if rank.finished_at is None and rank.stopped is None]
-        if self._signals.at_once:
+        if self._stop_request.level > StopLevel.SAVE:
             if self.kill_at is not None:
                 self.kill_at = min(self.kill_at, now + GRACE_S)
             self.stop(running)
@@ -60,14 +61,14 @@ class Shutdown:
             # A script hears a signal or nothing; one that saves on SIGTERM has the time for it.
             if self.kill_at is None:
                 for rank in busy:
-                    rank.ask_to_stop()
+                    rank.request_stop()
             self.stop(running, grace_s)
-        elif not all(rank.listens for rank in busy):
+        elif not all(rank.stoppable for rank in busy):
             self.stop(running)
         elif self._answer_until is None:
             self._answer_until, self._save_until = now + grace_s, now + grace_s + SAVE_S
             for rank in busy:
-                rank.ask_to_stop()
+                rank.request_stop()
         elif now >= self._answer_until and self.kill_at is None:
             self.unanswered = [rank.assignment.rank for rank in busy if not rank.stopping]
             assert self._save_until is not None
@@ -82,7 +83,7 @@ class Shutdown:
             failures: what has failed so far.
             now: monotonic seconds.
         """
-        if self._signals.requested is not None and not failures:
+        if self._stop_request.level and not failures:
             self._obey(running, now)
         elif failures and self.kill_at is None:
             if any(failure.kind != "lost_peer" for _, failure in failures):

@@ -34,7 +34,7 @@ class WorkerProcess:
     finished_ns: int = 0
     """When it succeeded, by its own word, nanoseconds of the Unix clock."""
     failed: bool = False
-    listens: bool = False
+    stoppable: bool = False
     stopping: bool = False
     """Whether it has answered a stop request."""
     stopped: RankReport | None = None
@@ -54,8 +54,8 @@ class WorkerProcess:
         """Whether it has not said how its training ended."""
         return self.finished_at is None and self.stopped is None and not self.failed
 
-    def ask_to_stop(self) -> None:
-        """Tell it; a rank that is gone is seen to have ended."""
+    def request_stop(self) -> None:
+        """Send it a stop request; a rank that is gone is seen to have ended."""
         with contextlib.suppress(OSError):
             self.reports.send_bytes(b"stop")
 
@@ -95,7 +95,7 @@ def start_worker(context: BaseContext, assignment: RankAssignment, target: str) 
         assignment,
         parent_pid=os.getpid(),
         report=sink,
-        stop_asked=sink.asked,
+        stop_requested=sink.stop_requested,
         environment={**forkserver.changes(), **assignment.environment},
     )
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]

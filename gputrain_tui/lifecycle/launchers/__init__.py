@@ -11,6 +11,7 @@ from trainer.contract.errors import RequestError, nearest
 if TYPE_CHECKING:
     from gputrain_tui.plan.planner import PlannedNode
     from trainer.contract.record import RunDir
+    from trainer.contract.stop_level import StopLevel
     from trainer.host.process_identity import ProcessIdentity
 
 LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher")}
@@ -32,12 +33,8 @@ class NodeProcess(Protocol):
     def poll(self) -> int | None:
         """Exit code, a signal's number negated, or None while it runs."""
 
-    def stop(self, *, at_once: bool) -> None:
-        """Ask the node agent to end its ranks and leave; returns immediately.
-
-        Args:
-            at_once: the ranks are not given the time to save.
-        """
+    def stop(self, level: StopLevel) -> None:
+        """Ask the node agent to end its ranks and leave; returns immediately."""
 
     def kill(self) -> None:
         """End it without asking; its ranks die with it."""

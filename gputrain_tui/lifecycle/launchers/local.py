@@ -14,8 +14,9 @@ from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
+from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
-from trainer.host.stop_signals import AT_ONCE
+from trainer.host.stop_request import LEASE, signal_of
 
 if TYPE_CHECKING:
     from gputrain_tui.plan.planner import PlannedNode
@@ -40,11 +41,11 @@ class LocalProcess:
         """Exit code, a signal's number negated, or None while it runs."""
         return self._process.poll()
 
-    def stop(self, *, at_once: bool) -> None:
-        """Ask it to end; the end of its lease leaves no time to save."""
-        for number in (AT_ONCE if at_once else signal.SIGTERM, signal.SIGCONT):  # a stopped process hears only then
+    def stop(self, level: StopLevel) -> None:
+        """Ask it to end its ranks and leave."""
+        for number in (signal_of(level), signal.SIGCONT):  # a stopped process runs no handler
             self._process.send_signal(number)
-        if at_once:
+        if level > StopLevel.SAVE:
             self._end_lease()
 
     def kill(self) -> None:
@@ -89,9 +90,9 @@ class AdoptedProcess:
         """Let it go on if a signal has stopped it: its supervisor waits for what it does, or for its end."""
         self._signal(signal.SIGCONT)
 
-    def stop(self, *, at_once: bool) -> None:
-        """Ask it to end."""
-        self._signal(AT_ONCE if at_once else signal.SIGTERM)
+    def stop(self, level: StopLevel) -> None:
+        """Ask it to end its ranks and leave."""
+        self._signal(signal_of(level))
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -105,6 +106,11 @@ class AdoptedProcess:
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
+
+
+def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool) -> dict[str, str]:
+    """Return the environment of a node agent: this process's, the run's and the node's own."""
+    return {**os.environ, **env, **node.env, LEASE: "stdin" if leased else ""}
 
 
 class LocalLauncher:
@@ -128,15 +134,11 @@ class LocalLauncher:
         Raises:
             OSError: the command cannot be started.
         """
-        environment = {**os.environ, **env, **node.env}
-        environment.pop("GPUTRAIN_LEASE", None)
-        if leased:
-            environment["GPUTRAIN_LEASE"] = "stdin"
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
                 node.argv,
-                env=environment,
+                env=node_environment(node, env, leased=leased),
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
