@@ -1,4 +1,4 @@
-"""How a node's command becomes a process: one small protocol, one module per way."""
+"""How a node's command becomes a process: one small protocol, one module per launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.lifecycle.launc
 
 
 class NodeProcess(Protocol):
-    """The process of one node, seen from the supervisor."""
+    """The process of one node as the supervisor holds it."""
 
     node: int
     """Index of the node in the plan."""
@@ -40,11 +40,11 @@ class NodeProcess(Protocol):
         """End it without asking; its ranks die with it."""
 
     def close(self) -> None:
-        """Let go of the descriptors of a process that has ended."""
+        """Close the descriptors of a process that has ended."""
 
 
 class Launcher(Protocol):
-    """A way to start a node."""
+    """Starts the command of a node."""
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
         """Start a node's command.
@@ -62,7 +62,7 @@ class Launcher(Protocol):
     def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone.
 
-        Its exit code is what the node's result says, for only its parent process is told.
+        Its exit code is read from the node's outcome: the kernel gives it only to the parent process.
         """
 
 

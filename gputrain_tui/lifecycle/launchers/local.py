@@ -56,7 +56,7 @@ class LocalProcess:
         self._end_lease()
 
     def close(self) -> None:
-        """Let go of the descriptors."""
+        """Close the descriptors."""
         self._end_lease()
         os.close(self._pidfd)
 
@@ -80,14 +80,14 @@ class AdoptedProcess:
         return self._pidfd
 
     def poll(self) -> int | None:
-        """What the node's result says once it has ended, 1 where it left none; None while it runs."""
+        """Exit code in the node's outcome once it has ended, 1 where it left none; None while it runs."""
         if is_alive(self.identity):
             return None
         result = node_outcome(self._run_dir, self.node)
         return ExitCode.FAILED if result is None else result.exit_code
 
     def wake(self) -> None:
-        """Let it go on if a signal has stopped it: its supervisor waits for what it does, or for its end."""
+        """Continue it where SIGSTOP has stopped it: the supervisor waits for its end."""
         self._signal(signal.SIGCONT)
 
     def stop(self, level: StopLevel) -> None:
@@ -100,7 +100,7 @@ class AdoptedProcess:
         self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         os.close(self._pidfd)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -114,14 +114,14 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
 
 
 class LocalLauncher:
-    """This machine."""
+    """Starts nodes as processes of this machine."""
 
     def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
         pidfd = open_process(identity.pid, run_dir.path)
         if pidfd is None:
             return None
-        if not is_alive(identity):  # asked after it was opened: the descriptor means this very process
+        if not is_alive(identity):  # checked after it was opened: the descriptor refers to this very process
             os.close(pidfd)
             return None
         adopted = AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
