@@ -24,7 +24,7 @@ from trainer.host.proc_environ import show_run_in_proc
 from trainer.host.stop_request import StopRequest
 
 RankFunction = Callable[[RankAssignment], object]
-"""What a rank does. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
+"""Runs a rank. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
 
 
 def enter(target: str, assignment: RankAssignment) -> NoReturn:
@@ -69,7 +69,7 @@ def run(target: str, assignment: RankAssignment) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         code = load(target)(assignment)
-    except Exception as error:  # noqa: BLE001  (whatever it is, the parent learns it and the rank ends)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is reported and the rank ends)
         failure = failure_of(error, assignment)
         if failure.traceback is not None:
             print(failure.traceback, file=sys.stderr)
