@@ -74,7 +74,7 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
 
     # Not before the flags are known to be right: help and refusals answer at once.
     from trainer.agent.launch import launch
-    from trainer.agent.script_environment import refuse_file
+    from trainer.agent.script_environment import refuse_file_rendezvous
     from trainer.environments.dispatch import decide
     from trainer.host import resource_limits
     from trainer.host.visible_devices import visible_devices
@@ -86,7 +86,7 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
     if script is not None:
-        refuse_file(decision.init_method)
+        refuse_file_rendezvous(decision.init_method)
     if decision.spawn:
         narrate(decision.why, program="trainer")
     return launch(decision, options, left, devices=devices, environ=environ, script=script)

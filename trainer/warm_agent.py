@@ -1,6 +1,6 @@
-"""``python -m trainer.warm_agent``: a node agent that loads torch ahead of its run and waits to be told which it is.
+"""``python -m trainer.warm_agent``: a node agent that loads torch ahead of its run and waits for that run.
 
-Started by a supervisor that waits likewise. Standard input brings the run, or its end that there will be none.
+Started by a warm supervisor. Standard input brings the run; its end means that there will be none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.agent import forkserver
 from trainer.contract.warm_pool import READY, WarmRequest
 from trainer.host import process_guard
 from trainer.host.proc_environ import show_run_in_proc
-from trainer.host.stop_signals import LEASE
+from trainer.host.stop_request import LEASE
 
 NEEDED = (
     "trainer.agent.launch",
@@ -29,21 +29,21 @@ NEEDED = (
     "trainer.host.visible_devices",
     "trainer.tasks.registry",
 )
-"""What this process will need, imported while the fork server loads torch."""
+"""Modules of a node agent, imported while the fork server loads torch."""
 
 
 def main() -> int:
     """Load, wait, and do what ``python -m trainer`` does; return its exit code."""
-    said = os.dup(1)
+    ready = os.dup(1)
     _open_as(os.devnull, os.O_WRONLY, 1, 2)
-    with _not_without_parent():
+    with _ending_with_parent():
         context = forkserver.start([*forkserver.PRELOADED, "trainer.engine.preload"])
         for module in NEEDED:
             importlib.import_module(module)
         _start_one(context)
         with suppress(BrokenPipeError):
-            os.write(said, READY)
-        os.close(said)
+            os.write(ready, READY)
+        os.close(ready)
         line = _read_line()
         if not line:
             return 0
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _become(request: WarmRequest) -> int:
-    """Do what the run asks for as if this process had been started for it."""
+    """Run as if this process had been started for the run."""
     os.environ.clear()
     os.environ.update(request.environment)
     show_run_in_proc()
@@ -63,7 +63,7 @@ def _become(request: WarmRequest) -> int:
 
 
 @contextmanager
-def _not_without_parent() -> Iterator[None]:
+def _ending_with_parent() -> Iterator[None]:
     """End what was started if this process ends meanwhile, which it does when its parent ends."""
     before = signal.signal(signal.SIGTERM, _leave)
     process_guard.signal_on_parent_death(signal.SIGTERM)
@@ -94,7 +94,7 @@ def _nothing() -> None:
 
 
 def _read_line() -> bytes:
-    """Read no more than the request: what follows belongs to the run."""
+    """Return the request, and read no more than that: what follows belongs to the run."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 1 << 16)

@@ -10,10 +10,10 @@ from contextlib import closing
 
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.lifecycle import start
-from gputrain_tui.lifecycle.interrupts import Interrupts
 from gputrain_tui.output import narrate
 from gputrain_tui.preflight import NotReadyError, warnings
 from trainer.contract.errors import ExitCode
+from trainer.host.stop_request import StopRequest
 
 NAME = "run"
 HELP = "train a recipe to the end, in the foreground or detached"
@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
 
 
 def _foreground(prepared: start.Prepared, *, json: bool) -> int:
-    with Interrupts().caught() as interrupts:
+    with StopRequest() as stop_request:
         # The supervisor starts first: what shows the run is imported while it is on its way.
         started, supervisor = start.launch(prepared, leased=True)
         from gputrain_tui.headless import foreground, progress
@@ -65,18 +65,20 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
                 err.line(f"gputrain: {line}")
 
         def follow(supervisor: subprocess.Popen[bytes]) -> int:
-            return foreground.follow(supervisor, state=state, view=view, reader=reader, interrupts=interrupts, say=say)
+            return foreground.follow(
+                supervisor, state=state, view=view, reader=reader, stop_request=stop_request, say=say
+            )
 
         with closing(foreground.reader_of(started, out=out, json=json)) as reader:
             code = follow(supervisor)
             if code < 0 and not settle.is_settled(started.dir):
                 # It was killed, and with it the lease; another one sees to the end and writes it down.
                 supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
-                if interrupts.asked:
+                if stop_request.level:
                     supervisor.terminate()  # what the one that is dead was asked
                 code = follow(supervisor)
             if code < 0 or code == ExitCode.REFUSED or not settle.is_settled(started.dir):
-                code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(interrupts.take()))
+                code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
                 foreground.catch_up(reader, state)
         if view is not None and code != ExitCode.BAD_REQUEST:
             view.open()
@@ -88,7 +90,7 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
             environ=os.environ,
             out=out,
             err=err,
-            hurried=lambda: interrupts.asked,
+            hurried=lambda: bool(stop_request.level),
         )
         if isinstance(reader.refused, BrokenPipeError):
             raise reader.refused  # the end of any command whose reader went away, now that nothing is left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from gputrain_tui.lifecycle.stop import stop_called
+from gputrain_tui.lifecycle.stop import stop_by_name
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode
 
@@ -23,6 +23,6 @@ def run(args: Namespace) -> int:
     Raises:
         RequestError: the run belongs to another machine.
     """
-    report, left = stop_called(args.run)
+    report, left = stop_by_name(args.run)
     print(printable(report))
     return ExitCode.FAILED if left else ExitCode.FINISHED

@@ -402,10 +402,10 @@ class GputrainApp(App[int]):
         self.push_screen(question, answered)
 
     def _stop(self, run: Run) -> None:
-        from gputrain_tui.lifecycle.stop import stop_called
+        from gputrain_tui.lifecycle.stop import stop_by_name
 
         try:
-            report, left = stop_called(run.id)
+            report, left = stop_by_name(run.id)
         except RequestError as error:
             self.call_from_thread(self.say, str(error), alarm=True)
             return

@@ -22,13 +22,14 @@ from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, ranks_of, read_status
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.interrupts import Interrupts
 from gputrain_tui.output import json_line
 from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import AnyEvent, RunEnded, decode_events
+from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S
 from trainer.host.processes import is_held
+from trainer.host.stop_request import StopRequest
 
 POLL_MS = 100
 """How often the record is looked at while the supervisor runs."""
@@ -38,8 +39,8 @@ LOG_LINES = 12
 """How much of the culprit's output is shown."""
 
 
-ASKED = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
-ASKED_AGAIN = "not waiting"
+STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
+NOT_WAITING = "not waiting"
 
 
 class EventReader(Protocol):
@@ -128,7 +129,7 @@ def follow(
     state: RunState,
     view: progress.Headless | None,
     reader: EventReader,
-    interrupts: Interrupts,
+    stop_request: StopRequest,
     say: Callable[[str], None],
 ) -> int:
     """Show a run until its supervisor has ended; return the supervisor's exit code.
@@ -140,18 +141,17 @@ def follow(
         state: takes in what is read.
         view: shows it.
         reader: reads the record.
-        interrupts: what asks this command to end; it is passed on.
+        stop_request: what this command is asked; it is passed on.
         say: writes a line that a person is to see.
     """
     poll = select.poll()
     ended = os.pidfd_open(supervisor.pid)
     poll.register(ended, select.POLLIN)
-    poll.register(interrupts, select.POLLIN)
-    asked: set[int] = set()
+    poll.register(stop_request, select.POLLIN)
     asked_at = math.inf
     over = refused = False
     try:
-        with interrupts.passed_to(ended):
+        with stop_request.forwarded_to(ended):
             while True:
                 if not over and supervisor.poll() is not None:  # asked before reading: what it wrote is read
                     over = True
@@ -162,16 +162,12 @@ def follow(
                 state.apply_all(events)
                 if view is not None:
                     view.update(events)
-                for number in interrupts.take():
-                    if number == signal.SIGINT and number in asked:
-                        say(ASKED_AGAIN)
-                    elif not asked or number == signal.SIGINT:
-                        say(ASKED)
-                    asked.add(number)
+                if level := stop_request.risen():
+                    say(STOPPING if level == StopLevel.SAVE else NOT_WAITING)
                     asked_at = min(asked_at, time.monotonic())
                 if not over and time.monotonic() - asked_at >= HELD_S and is_held(supervisor.pid):
                     supervisor.kill()  # another one finds out what became of the run, and ends it
-                if over and interrupts.asked and out is not None and out.stands_still():
+                if over and stop_request.level and out is not None and out.stands_still():
                     out.give_up()  # the run has ended as it was asked to, and so does this command
                 if reader.refused is not None and out is not None and not refused:
                     refused = True
@@ -186,7 +182,7 @@ def follow(
                 if over and taken and not reader.backlog_bytes:
                     return supervisor.returncode
                 poll.poll(POLL_MS)
-                interrupts.drain()
+                stop_request.drain()
     finally:
         give_up(supervisor)
         try:

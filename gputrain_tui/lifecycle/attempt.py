@@ -15,11 +15,11 @@ import msgspec
 
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.launchers import NodeProcess
-from gputrain_tui.lifecycle.stop_requests import StopLevel
 from trainer.contract.errors import RecordError
 from trainer.contract.record import Failure, RunDir, write_atomically
 from trainer.contract.record.events import Count, Rank
 from trainer.contract.record.regular_file import read_json
+from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity
 
 
@@ -29,7 +29,7 @@ class AttemptResult:
 
     status: Literal["finished", "failed", "stopped"]
     reason: str | None = None
-    """Who stopped it, where somebody did."""
+    """What stopped it, where something did."""
     failure: Failure | None = None
     recorded: bool = False
     """Whether the failure stands in the record already."""
@@ -46,15 +46,15 @@ class Attempt:
     ended: dict[int, attempt_outcome.NodeEnd] = field(default_factory=dict)
     """By node, in the order in which they ended."""
     failure: Failure | None = None
-    """What this process itself saw go wrong."""
-    stopping: StopLevel = 0
-    """What the nodes have been asked."""
+    """The failure of the supervisor itself."""
+    stop_level: StopLevel = StopLevel.NONE
+    """What has been asked of the nodes."""
     deadline: float | None = None
     """When what is still running is killed, monotonic seconds."""
 
 
 class Launched(msgspec.Struct, kw_only=True):
-    """What a supervisor leaves for one that takes over, ``attempt.json``."""
+    """What a supervisor that takes over must know, ``attempt.json``."""
 
     since: dict[str, Count]
     """Sizes of the event files when the attempt began."""
@@ -65,13 +65,13 @@ class Launched(msgspec.Struct, kw_only=True):
 
 
 def temporary_prefix(run_dir: RunDir) -> str:
-    """Begin the name of a temporary folder outside of a run directory, which tells whose it is."""
+    """Return how names of temporary folders outside of a run directory begin, from which the run is known."""
     path = os.fsencode(os.path.realpath(run_dir.path))
     return f"gputrain-{zlib.crc32(path):08x}-"
 
 
 def is_temporary_of(run_dir: RunDir, path: Path) -> bool:
-    """Whether a folder is a temporary one of this very run, and not somebody else's."""
+    """Whether a folder is a temporary one of this very run."""
     if path == run_dir.tmp:
         return True
     try:
@@ -86,7 +86,7 @@ _decode = msgspec.json.Decoder(Launched)
 
 
 def write_launched(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
-    """Write down what a supervisor needs that takes over from this one; a full disk costs it only that."""
+    """Write what a supervisor that takes over must know; on a full disk go on without."""
     processes = {process.node: process.identity for process in attempt.running.values()}
     launched = Launched(since=dict(attempt.since), processes=processes, tmp=tmp)
     try:
@@ -96,7 +96,7 @@ def write_launched(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
 
 
 def read_launched(run_dir: RunDir) -> Launched:
-    """Read what a supervisor that was killed has left; nothing where it was killed before: what it started is swept."""
+    """Read what a killed supervisor has left; empty where it was killed before that, and what it started is killed."""
     try:
         launched = read_json(run_dir.attempt, _decode)
     except RecordError:

@@ -1,4 +1,4 @@
-"""What the record says about how an attempt to train ended; success is read here, not from exit codes.
+"""How an attempt ended, read from the record; success is decided here, not by exit codes.
 
 A rank may still abort or hang while its interpreter shuts down after a successful run, so what it wrote before
 counts, and an exit code of 0 without it does not.
@@ -20,14 +20,15 @@ from trainer.contract.record import AnyEvent, Failure, RankState, RunDir, decode
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
 TAIL_BYTES = 1 << 20
-"""How much of the end of a file is searched; how a rank ended is among its log tail."""
+"""How much of the end of an event file is searched for how its rank ended."""
 LOG_BYTES = 64 << 10
+"""How much of the end of a log is searched."""
 ROOM_BYTES = 16 << 10
-"""Less room than this may have kept ranks from writing their log tail."""
+"""With less free space ranks may have been unable to write their last events."""
 PAST_REFUSAL = ("training", "validating", "saving", "finished")
-"""States of a rank that has found nothing wrong with the request."""
+"""States of a rank that has accepted the request."""
 STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
-"""Exit codes of a node agent that somebody stopped, the negative ones before it could answer."""
+"""Exit codes of a node agent that was stopped on its machine; the negative ones before it had its handlers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class NodeEnd:
     """Its ranks that did not record that they finished."""
 
 
-def sizes(run_dir: RunDir) -> dict[str, int]:
+def event_file_sizes(run_dir: RunDir) -> dict[str, int]:
     """Return the size of every event file, which marks the beginning of an attempt."""
     return {path.name: size_of(path) for path in run_dir.events.glob("*.ndjson")}
 
@@ -49,31 +50,34 @@ def sizes(run_dir: RunDir) -> dict[str, int]:
 def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
     """Return the ranks of a node that ended without having finished in this attempt.
 
-    A rank that could not record its end, on a full disk or beyond the limit of a file's size, has told its node's
-    parent all the same.
+    A rank that could not record its end, on a full disk or beyond the limit of a file's size, has reported it to its
+    node agent all the same.
     """
     missing = [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
-    told = node_outcome(run_dir, node) if missing else None
-    return [rank for rank in missing if told is None or rank not in told.ranks or not told.ranks[rank].finished]
+    outcome = node_outcome(run_dir, node) if missing else None
+    return [
+        rank for rank in missing if outcome is None or rank not in outcome.ranks or not outcome.ranks[rank].finished
+    ]
 
 
 def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
-    """Say what of the record is missing and why; empty when it is whole."""
-    why = next((told.not_recorded for node in nodes if (told := node_outcome(run_dir, node)) and told.not_recorded), "")
-    if is_full(run_dir):
+    """Describe what of the record is missing and why; empty when it is complete."""
+    outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
+    why = next((outcome.not_recorded for outcome in outcomes if outcome.not_recorded), "")
+    if disk_is_full(run_dir):
         return "the disk of the run directory is full: the end of the record is missing"
     return f"the end of the record is missing: {why}" if why else ""
 
 
 def holds_work(run_dir: RunDir) -> bool:
     """Whether a rank came to train, a checkpoint is kept, or a full disk leaves that open."""
-    if any(not path.name.startswith(".") for path in run_dir.checkpoints.glob("*")) or is_full(run_dir):
+    if any(not path.name.startswith(".") for path in run_dir.checkpoints.glob("*")) or disk_is_full(run_dir):
         return True
     return any(_trained(path) for path in run_dir.events.glob("*.ndjson"))
 
 
-def is_full(run_dir: RunDir) -> bool:
-    """Whether the disk takes no more."""
+def disk_is_full(run_dir: RunDir) -> bool:
+    """Whether the disk of the run directory is full."""
     probe = run_dir.path / f".room-{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * ROOM_BYTES)
@@ -102,22 +106,22 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
         ended: per node, in the order in which they ended.
         now: Unix seconds, for a failure that nobody recorded.
     """
-    told = [*failures(run_dir, since), *_from_results(run_dir, ended)]
-    recorded = root_cause((int(failure.time * 1e9), failure) for failure in told)
+    found = [*failures(run_dir, since), *_reported_failures(run_dir, ended)]
+    recorded = root_cause((int(failure.time * 1e9), failure) for failure in found)
     first = next((node for node, end in ended.items() if end.unfinished), None)
     killed = first is not None and ended[first].exit_code < 0
     if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
     for node, end in ended.items():
         if end.unfinished:
-            return _from_exit(run_dir, node, end, now)
+            return _failure_from_exit(run_dir, node, end, now)
     return Failure(time=now, kind="exit", message="the run ended and no rank says why")
 
 
 def exit_code(run_dir: RunDir, node: int, code: int) -> int:
-    """Return a node's exit code, and SIGINT's where it came while Python itself was starting.
+    """Return a node's exit code; SIGINT's where that came while Python itself was starting.
 
-    Then Python, which cannot import what it is to run, ends with 1 as if it had failed, and only its last word tells.
+    Python then ends with 1 as if it had failed, and only the last line that it printed shows why.
     """
     silent = code == ExitCode.FAILED and node_outcome(run_dir, node) is None
     return -signal.SIGINT if silent and last_lines(run_dir.node_log(node), 1) == ["KeyboardInterrupt"] else code
@@ -142,36 +146,36 @@ def deleted(run_dir: RunDir, now: float) -> Failure:
     return Failure(time=now, kind="run_directory", message=what)
 
 
-def stopped_first(ended: Mapping[int, NodeEnd]) -> int | None:
-    """Return the node that somebody stopped on its own machine before anything had failed; None when none was.
+def first_stopped_node(ended: Mapping[int, NodeEnd]) -> int | None:
+    """Return the node that was stopped on its own machine before anything had failed; None when none was.
 
     Args:
-        ended: per node, in the order in which they ended; nobody had asked the supervisor to end the run.
+        ended: per node, in the order in which they ended; the supervisor had no stop request.
     """
     first = next(((node, end) for node, end in ended.items() if end.unfinished), None)
     return first[0] if first is not None and first[1].exit_code in STOPPED else None
 
 
-def clear_unfinished(run_dir: RunDir) -> None:
-    """Delete what ranks that were killed while they saved have left of a checkpoint; nobody can use it."""
+def delete_partial_checkpoints(run_dir: RunDir) -> None:
+    """Delete the unusable parts of checkpoints that ranks were killed while writing."""
     for path in run_dir.checkpoints.glob(".*.pt.tmp"):
         with suppress(OSError):
             path.unlink()
 
 
-def kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
-    """Say in a few words where ranks that were stopped are and what they have saved; empty when they just ended."""
-    told = [result for node in nodes if (result := node_outcome(run_dir, node)) is not None]
+def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
+    """Describe where stopped ranks are and what they have saved; empty when they were just ended."""
+    outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
     parts = []
-    stopped = [result.stopped_at for result in told if result.stopped_at is not None]
-    not_kept = next((result.not_kept for result in told if result.not_kept), "")
-    if not stopped and not_kept:  # all updates were made, and somebody asked for the end while the last was saved
+    stopped = [outcome.stopped_at for outcome in outcomes if outcome.stopped_at is not None]
+    not_kept = next((outcome.not_kept for outcome in outcomes if outcome.not_kept), "")
+    if not stopped and not_kept:  # the stop request came while the last update was saved
         parts.append(f"but {not_kept}")
     if stopped:
-        saved = next((result.saved for result in told if result.saved), None)
+        saved = next((outcome.saved for outcome in outcomes if outcome.saved), None)
         words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
         parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
-    silent = sorted(rank for result in told for rank in result.unanswered)
+    silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
     if silent:
         who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
         parts.append(f"without saving, because {who} did not answer")
@@ -193,7 +197,7 @@ def _trained(path: Path) -> bool:
             events = (event for line in file if b'"rank_state"' in line for event in decode_events(line))
             return any(isinstance(event, RankState) and event.state in PAST_REFUSAL for event in events)
     except OSError:
-        return True  # it cannot be told
+        return True  # it may have
 
 
 def _finished(path: Path, since: Mapping[str, int]) -> bool:
@@ -214,18 +218,18 @@ def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEven
             yield from decode_events(line)
 
 
-def _from_results(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Failure]:
-    """Yield what the node agents report where an event could not be written, on a full disk for instance."""
+def _reported_failures(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Failure]:
+    """Yield the failures in the nodes' outcomes: an event may be missing, on a full disk for instance."""
     for node, end in ended.items():
         result = node_outcome(run_dir, node) if end.unfinished else None
         if result is not None and result.failure is not None:
             yield result.failure
 
 
-def _from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
-    """Tell from a node's exit code and log tail what happened, where nothing else does."""
+def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
+    """Return the failure that a node's exit code and log tail show, where nothing else is recorded."""
     host, code, ranks = end.host, end.exit_code, end.unfinished
-    # Nobody has a last word on SIGKILL: what was said before it is about something else.
+    # A process prints nothing about SIGKILL: its last line is about something else.
     words = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
     said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
     if code == ExitCode.BAD_REQUEST:

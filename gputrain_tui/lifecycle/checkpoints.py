@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, for whoever continues it: in its run directory, or in the folder that it was given."""
+"""Finds the checkpoint that continues a run: in its run directory, or in the folder that ``train.save_dir`` names."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from pathlib import Path
 from trainer.contract.record import RunDir, recorded_checkpoints
 
 NAMES = ("step_*.pt", "best.pt")
-"""What checkpoints are called; the folder holds other files as well, such as its lock."""
+"""Names of checkpoints; the folder holds other files as well, such as its lock."""
 
 
-def to_resume(run_dir: RunDir) -> Path | None:
+def checkpoint_to_resume(run_dir: RunDir) -> Path | None:
     """Return what continues the run: a folder, whose newest good checkpoint is taken, or a file; None without any.
 
     A folder outside of the run directory, ``train.save_dir``, may hold checkpoints of other trainings. Those of this
     run are the ones that its record names; beside others the last of them is meant and not the folder.
     """
-    if _in(run_dir.checkpoints):
+    if _checkpoints_in(run_dir.checkpoints):
         return run_dir.checkpoints
     named = [path for path in recorded_checkpoints(run_dir) if path.is_file()]
     if not named:
         return None
     last = named[-1]
     own = {path.name for path in named if path.parent == last.parent}
-    return last.parent if _in(last.parent) <= {*own, "best.pt"} else last
+    return last.parent if _checkpoints_in(last.parent) <= {*own, "best.pt"} else last
 
 
-def _in(folder: Path) -> set[str]:
+def _checkpoints_in(folder: Path) -> set[str]:
     return {path.name for name in NAMES for path in folder.glob(name)}

@@ -1,4 +1,4 @@
-"""Deletes a run's directory, and only when nothing of the run lives any more."""
+"""Deletes the directory of a run that has no process left."""
 
 from __future__ import annotations
 

@@ -11,18 +11,18 @@ from gputrain_tui.state import RunState
 from trainer.contract.record import Finding, RunDir
 
 INTERVAL_S = 0.1
-"""Least time between two looks, as often as a rank writes."""
+"""Least time between two checks, as often as a rank writes."""
 DUTY = 0.03
-"""Share of a core that looking may take; with very many ranks the looks become rarer."""
+"""Share of a core that the checks may take; with very many ranks they become rarer."""
 RISES, FALLS = 1 / 8, 1 / 2
-"""Shares by which what a look is taken to cost follows a dearer one, and a cheaper one.
+"""Weights of a dearer and of a cheaper check in the moving average of their cost.
 
-On a busy machine one look in a hundred is charged for twenty, and a long pause after it would miss what is short.
+On a busy machine one check in a hundred is charged for twenty, and a long pause after it would miss what is short.
 """
 
 
 class LiveDiagnosis:
-    """Reads a run's record and says what is wrong with it."""
+    """Reads a run's record as it grows, and diagnoses it."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class LiveDiagnosis:
         self._cost = cost
         self._due = clock() + INTERVAL_S
         self._usual_s: float | None = None
-        """What a look costs; None before the first."""
+        """Average processor time of a check; None before the first."""
 
     def due_in_s(self) -> float:
-        """Return the seconds until the next look."""
+        """Return the seconds until the next check."""
         return max(0.0, self._due - self._clock())
 
-    def look(self) -> list[Finding]:
-        """Return what is to be recorded now; nothing when the next look is not due yet."""
+    def check(self) -> list[Finding]:
+        """Return the findings to be recorded now; none when the next check is not due yet."""
         if self.due_in_s() > 0.0:
             return []
         began = self._cost()
@@ -62,11 +62,11 @@ class LiveDiagnosis:
         return found
 
     def state_at_end(self) -> RunState:
-        """Return the run as all of its record tells it, once nothing more is written."""
+        """Return the state after the whole record, once nothing more is written."""
         while events := self._reader.poll():
             self._state.apply_all(events)
         return self._state
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._reader.close()

@@ -24,8 +24,8 @@ def plan_here(
 ) -> tuple[Plan, LocalFacts]:
     """Plan a recipe with the machines as they are now.
 
-    This machine is looked at when ranks may use its GPUs. Another one is asked over ssh when its node says ``all``,
-    ``free``, ``ranks`` or a list of GPUs; a count is believed, and so is a list where the host does not answer.
+    This machine is read when ranks may use its GPUs. Another one is asked over ssh when its node has ``all``, ``free``,
+    ``ranks`` or a list of GPUs; a count is believed, and so is a list where the host does not answer.
 
     Args:
         recipe: what was asked for.
@@ -59,7 +59,7 @@ def inventories_for(
         from gputrain_tui.hosts.inventory import take_inventory
 
         inventories[THIS_MACHINE] = take_inventory()
-    away = {index: node for index, node in enumerate(nodes) if must_ask(node) and not is_local(node.host, local)}
+    away = {index: node for index, node in enumerate(nodes) if needs_inventory(node) and not is_local(node.host, local)}
     if not away:
         return inventories
     if ask is None:
@@ -72,23 +72,23 @@ def inventories_for(
         if found.inventory is not None:
             inventories[found.host] = found.inventory
         else:
-            _without(recipe, index, node, found.problem, remark)
+            _without_inventory(recipe, index, node, found.problem, remark)
     return inventories
 
 
-def must_ask(node: Node) -> bool:
+def needs_inventory(node: Node) -> bool:
     """Whether a node's devices depend on what its machine has."""
     return node.cpu_ranks is None and not isinstance(node.gpus, int)
 
 
-def _without(recipe: Recipe, index: int, node: Node, problem: str, remark: Callable[[str], None]) -> None:
-    """Go on without a host's inventory where that can be."""
+def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, remark: Callable[[str], None]) -> None:
+    """Accept that a host has no inventory where its node lists its GPUs, else refuse."""
     if isinstance(node.gpus, tuple):
         remark(f"{node.host}: {problem}; its list of GPUs is believed")
         return
     key = "gpus" if node.gpus is not None else "ranks"
-    said: Mapping[str, object] = {"gpus": node.gpus, "ranks": node.ranks}
+    value: Mapping[str, object] = {"gpus": node.gpus, "ranks": node.ranks}
     raise RequestError(
-        f"{recipe.where('cluster', 'nodes', index, key)} is {said[key]!r}, but the GPUs of {node.host} are not known: "
+        f"{recipe.where('cluster', 'nodes', index, key)} is {value[key]!r}, but the GPUs of {node.host} are not known: "
         f"{problem}; a count or a list of GPUs is believed"
     )

@@ -1,4 +1,4 @@
-"""Checks whether the nodes of a plan can be launched from here, and names the way where they cannot."""
+"""Checks whether the nodes of a plan can be launched from here, with the fix where they cannot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gputrain_tui.preflight.result import CheckResult
 from gputrain_tui.recipe.model import Recipe
 
 
-def launching(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[CheckResult]:
-    """Say nothing where the plan's launcher is there, else what is possible instead.
+def check_launcher(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[CheckResult]:
+    """Return an error with its fix where this installation lacks the plan's launcher.
 
     Args:
-        recipe: what was asked for; the launcher it names, or its first host elsewhere, is what is told of.
+        recipe: names the launcher, or the first host elsewhere, that the error points at.
         plan: what it would start.
         local: which hosts are this machine.
     """
@@ -32,11 +32,11 @@ def launching(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[CheckResult
     if away is None:
         fix = "all nodes are this machine: use local or auto"
     if away is None or recipe.cluster.launcher != "auto":
-        return [_told(what, fix, key="cluster.launcher", where=recipe.where("cluster", "launcher"))]
+        return [_error(what, fix, key="cluster.launcher", where=recipe.where("cluster", "launcher"))]
     where = recipe.where("cluster", "nodes", away.node, "host")
     what = f"{away.host} is another machine, and {what}"
-    return [_told(what, fix, key=f"cluster.nodes[{away.node}].host", where=where)]
+    return [_error(what, fix, key=f"cluster.nodes[{away.node}].host", where=where)]
 
 
-def _told(what: str, fix: str, *, key: str, where: str) -> CheckResult:
+def _error(what: str, fix: str, *, key: str, where: str) -> CheckResult:
     return CheckResult(status="error", check="launcher", what=what, fix=fix, key=key, where=where)

@@ -1,6 +1,6 @@
-"""Finds and ends the processes that are left of a run, by the mark in their environment.
+"""Finds and kills the processes that are left of a run, by the mark in their environment.
 
-Nothing that stands in a run directory is asked for that: files may be damaged, copied or forged, and a process is
+Nothing in a run directory decides about that: files may be damaged, copied or forged, and a process is
 signalled only when its own environment names this very run.
 """
 
@@ -19,7 +19,7 @@ from trainer.host.processes import ancestors, environ_value, pids
 MARK = RUN
 """Environment variable of every process of a run, supervisors excepted: its run directory."""
 SUPERVISOR = "GPUTRAIN_SUPERVISOR"
-"""Environment variable of a supervisor alone: the run directory for which it answers."""
+"""Environment variable of a supervisor alone: the directory of its run."""
 
 
 def processes_of(run_dir: Path) -> list[int]:
@@ -28,7 +28,7 @@ def processes_of(run_dir: Path) -> list[int]:
 
 
 def supervisors_of(run_dir: Path) -> list[int]:
-    """Return the living processes that answer for a run: one, or two for the moment in which one is refused."""
+    """Return the living supervisors of a run: one, or two for the moment in which one is refused."""
     return _naming(run_dir, SUPERVISOR)
 
 
@@ -56,8 +56,8 @@ def open_process(pid: int, run_dir: Path, mark: str = MARK) -> int | None:
     return None
 
 
-def end(run_dir: Path, patience_s: float = 5.0) -> list[int]:
-    """Kill every process of a run; return those that would not go."""
+def kill_processes(run_dir: Path, patience_s: float = 5.0) -> list[int]:
+    """Kill every process of a run; return those that do not end."""
     deadline = time.monotonic() + patience_s
     while left := processes_of(run_dir):
         if time.monotonic() > deadline:

@@ -32,13 +32,13 @@ def max_restarts(run_dir: RunDir) -> int:
     return value if isinstance(value, int) else 0
 
 
-def again(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return the plan for all nodes once more, from the last checkpoint where there is one.
+def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
+    """Return the plan of the next attempt, from the last checkpoint where there is one.
 
-    A script looks for its checkpoint itself.
+    A script finds its checkpoint itself.
     """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
-    resume = checkpoints.to_resume(run_dir)
+    resume = checkpoints.checkpoint_to_resume(run_dir)
     nodes = []
     for node in plan.nodes:
         words = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
@@ -51,7 +51,7 @@ def again(plan: Plan, run_dir: RunDir) -> Plan:
 def fresh_init_method(init_method: str) -> str:
     """Return an address that no rank of the failed attempt can still hold.
 
-    On this machine a free port is asked for; elsewhere the next one is taken, which every node can compute.
+    On this machine it gets a free port; elsewhere the next one, which every node can compute.
     """
     url = parse_rendezvous_url(init_method)
     if url is None or url.scheme == "env":

@@ -18,10 +18,10 @@ from trainer.host.process_identity import identify
 
 
 class RunStatusWriter:
-    """Kept by the one process that answers for the run."""
+    """Writes the status and the events of a run; for its supervisor alone."""
 
     def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float]) -> None:
-        """Go on from what the directory says.
+        """Continue the status that the directory holds.
 
         Args:
             run_dir: the run's.
@@ -35,17 +35,17 @@ class RunStatusWriter:
         self._events = -1
         """Descriptor of the run's own events; negative while nothing has been recorded."""
         self.remark = ""
-        """What is to be known of the record besides how the run ended."""
+        """Added to the message of the end: what the record lacks."""
 
-    def answer(self) -> None:
-        """Become the one who answers for the run."""
+    def take_over(self) -> None:
+        """Record this process as the run's supervisor."""
         self._status.status = "running"
         self._status.supervisor = identify()
         self._write_status()
 
     def started(self) -> None:
-        """Say that the nodes are on their way."""
-        self.answer()
+        """Record that the nodes are launched."""
+        self.take_over()
         self.record(
             RunStarted(
                 time=self._now(),
@@ -57,12 +57,12 @@ class RunStatusWriter:
         )
 
     def restarting(self) -> None:
-        """Say that an attempt has failed and another one follows."""
+        """Record that an attempt has failed and another one follows."""
         self._status.restarts += 1
         self._write_status()
 
     def stopping(self) -> None:
-        """Say that somebody has asked for the end."""
+        """Record that a stop was requested."""
         self._status.status = "stopping"
         self._write_status()
 
@@ -70,7 +70,7 @@ class RunStatusWriter:
         """Append to the run's own events."""
         line = encode_event(event)
         try:
-            # Held open: whoever follows the run reads its end also when the directory was deleted meanwhile.
+            # Held open: a reader that follows the run gets its end also when the directory was deleted meanwhile.
             if self._events < 0:
                 self._events = open_to_append(self._dir.run_events)
             while line:
@@ -79,15 +79,15 @@ class RunStatusWriter:
             print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
 
     def close(self, ended: AttemptResult, *, left: list[int]) -> ExitCode:
-        """Write how the run ended, which readers take as its log tail; return its exit code.
+        """Write how the run ended; return its exit code.
 
         Args:
-            ended: how.
-            left: processes that would not go.
+            ended: the result of its last attempt.
+            left: processes that do not end.
         """
         message = None
         if ended.status == "stopped":
-            kept = attempt_outcome.kept(self._dir, [node.node for node in self._plan.nodes])
+            kept = attempt_outcome.describe_kept(self._dir, [node.node for node in self._plan.nodes])
             message = " ".join(filter(None, [ended.reason, kept]))
         code = ExitCode.STOPPED if ended.status == "stopped" else ExitCode.FINISHED
         if ended.failure is not None:
@@ -113,7 +113,7 @@ class RunStatusWriter:
         return code
 
     def confirm(self, ended: RunEnded) -> None:
-        """Write the status to the last word of the record, after which somebody was killed."""
+        """Write the status from the last event, after which the supervisor was killed."""
         status = self._status
         status.status, status.exit_code, status.message = ended.status, ended.exit_code, ended.message
         status.ended = ended.time

@@ -1,4 +1,4 @@
-"""Sees to it that a run's status says how it ended, also where its supervisor was killed before it could.
+"""Writes how a run ended where its supervisor was killed before it could.
 
 Written by the supervisor; where that was killed, by a successor; where that was killed too, by the command itself. The
 lock of the run directory is held by whoever writes, so that no ended status is ever followed by another one.
@@ -24,17 +24,17 @@ from trainer.contract.record import Failure, RunDir, RunEnded, decode_events
 from trainer.contract.record.regular_file import open_to_append, read_tail
 
 LOCK_POLL_S = 0.02
-"""How often a lock is tried that somebody else holds."""
+"""Time between two tries to take the lock."""
 TAIL_BYTES = 1 << 16
-"""Where the last of the run's own events is searched."""
+"""How much of the end of the run's own events is searched for the last one."""
 
 
-def locked(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
-    """Take the lock of a run directory; False when somebody else holds it.
+def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
+    """Take the lock of a run directory; return False when another process keeps it.
 
     Args:
         lock: the open file.
-        patience_s: how long to wait: a process that a killed supervisor was just starting holds it until it executes.
+        patience_s: how long to wait; a process that a killed supervisor was just starting holds it until it executes.
         give_up: ends the wait.
     """
     deadline = time.monotonic() + patience_s
@@ -50,15 +50,15 @@ def locked(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = 
 
 
 def is_settled(run_dir: RunDir) -> bool:
-    """Whether the status says how the run ended, or the run directory is gone with it."""
+    """Whether the status has how the run ended, or the run directory is gone."""
     status = read_status(run_dir)
     return not run_dir.path.is_dir() if status is None else status.status in ENDED
 
 
-def ended_already(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = time.time) -> int | None:
+def recorded_exit_code(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = time.time) -> int | None:
     """Return the exit code of a run that has ended, None of any other; to be called by the holder of the lock.
 
-    A supervisor that was killed between its last event and the status has said how the run ended: the status follows.
+    A supervisor may have been killed between its last event and the status: the status is then written from the event.
     """
     status = read_status(run_dir)
     if status is not None and status.status in ENDED:
@@ -81,13 +81,13 @@ def settle(
     give_up: Callable[[], bool],
     now: Callable[[], float] = time.time,
 ) -> int:
-    """End a run for which no supervisor answers any more, and write how it ended; return the run's exit code.
+    """Kill what is left of a run without a supervisor, and write how it ended; return the run's exit code.
 
     Args:
         run_dir: the run's.
         plan: what was launched.
         returncode: of the last supervisor, negative for the signal that killed it.
-        give_up: whether not to wait for somebody else, who has adopted the run and answers for it, to end it.
+        give_up: ends the wait for another supervisor that has adopted the run.
         now: Unix seconds.
     """
     try:
@@ -96,16 +96,16 @@ def settle(
         print(f"gputrain: cannot open {run_dir.lock}: {error.strerror}", file=sys.stderr)
         return returncode if returncode >= 0 else ExitCode.FAILED
     with lock:
-        if not locked(lock, patience_s=float("inf"), give_up=lambda: is_settled(run_dir) or give_up()):
+        if not take_lock(lock, patience_s=float("inf"), give_up=lambda: is_settled(run_dir) or give_up()):
             status = read_status(run_dir)
             return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
-        if (code := ended_already(run_dir, plan, now=now)) is not None:
+        if (code := recorded_exit_code(run_dir, plan, now=now)) is not None:
             return code
         launched = read_launched(run_dir)
-        left = leftovers.end(run_dir.path)
+        left = leftovers.kill_processes(run_dir.path)
         shutil.rmtree(launched.tmp, ignore_errors=True)
         if not left:
-            attempt_outcome.clear_unfinished(run_dir)
+            attempt_outcome.delete_partial_checkpoints(run_dir)
         ended = _ended(run_dir, plan, returncode, launched.since, now())
         return RunStatusWriter(run_dir, plan, now=now).close(ended, left=left)
 

@@ -1,6 +1,6 @@
 """The one way to start a run, for the command and the console: check, plan, write the run directory, hand over.
 
-What can be known to be wrong is found here, before there is a run directory.
+Whatever is wrong with a request is found here, before there is a run directory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
-from gputrain_tui.lifecycle.launchable import launching
+from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
-from gputrain_tui.lifecycle.stop_requests import HELD_BACK
 from gputrain_tui.plan.planner import Plan, plan, with_run_dir
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
 from gputrain_tui.recipe import model as recipes
@@ -34,6 +33,7 @@ from trainer.contract.options import require_an_end
 from trainer.contract.record import RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import open_regular, open_to_append
 from trainer.host.process_identity import ProcessIdentity
+from trainer.host.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A checked recipe and its plan; nothing is started yet."""
+    """A recipe that passed the preflight, and its plan; nothing is started yet."""
 
     recipe: Recipe
     plan: Plan
     results: tuple[CheckResult, ...] = ()
-    """What the preflight found; none of it is an error."""
+    """Of the preflight, without errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan and what it was made from."""
+    """A plan, and the facts that it was made from."""
 
     plan: Plan
     local: LocalFacts
@@ -81,7 +81,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             raise RequestError(
                 f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
             )
-        found = checkpoints.to_resume(run.dir)
+        found = checkpoints.checkpoint_to_resume(run.dir)
         if found is None:
             gone = recorded_checkpoints(run.dir)[-1:]
             where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""
@@ -124,7 +124,7 @@ def prepare(recipe: Recipe) -> Prepared:
 
 
 def planned(recipe: Recipe) -> Planned:
-    """Look at the machines' devices and plan a run.
+    """Take the machines' inventories and plan a run.
 
     Raises:
         NotReadyError: a machine does not have the devices.
@@ -149,13 +149,13 @@ def checked(recipe: Recipe, planned: Planned) -> Prepared:
     """Refuse what cannot work on this machine.
 
     Raises:
-        NotReadyError: a check says that the machines are not ready.
+        NotReadyError: a check failed.
         RequestError: nothing would end the training.
     """
     if problem := endless(recipe):
         raise RequestError(problem)
     found = collect_facts(recipe, planned.plan, planned.local, inventories=planned.inventories)
-    results = launching(recipe, planned.plan, planned.local)
+    results = check_launcher(recipe, planned.plan, planned.local)
     results += run_checks(recipe, planned.plan, found, local=planned.local)
     results += [CheckResult(status="warning", check="other hosts", what=remark) for remark in planned.remarks]
     if errors(results):
@@ -164,7 +164,7 @@ def checked(recipe: Recipe, planned: Planned) -> Prepared:
 
 
 def endless(recipe: Recipe) -> str:
-    """Say in one line that nothing would ever end a training; empty when something does, or a script does it."""
+    """Describe in one line why a training would never end; empty when it would, and for a script."""
     if recipe.script is not None:
         return ""
     try:
@@ -180,7 +180,7 @@ def launch(prepared: Prepared, *, leased: bool, warm: WarmPool | None = None) ->
     Args:
         prepared: what to run.
         leased: the run ends with the pipe that is the supervisor's standard input.
-        warm: takes the run over if it has somebody who waits for one.
+        warm: starts the run where it has a warm supervisor.
 
     Raises:
         NotReadyError: the run directory cannot be written.
@@ -191,7 +191,7 @@ def launch(prepared: Prepared, *, leased: bool, warm: WarmPool | None = None) ->
         return msgspec.json.encode(with_run_dir(prepared.plan, str(run_dir.path)))
 
     try:
-        run = create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_kept(recipe), plan=planned)
+        run = create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_recipe_text(recipe), plan=planned)
     except RequestError as error:
         what, _, fix = str(error).partition("; ")
         raise NotReadyError([CheckResult(status="error", check="run folder", what=what, fix=fix)]) from None
@@ -201,12 +201,12 @@ def launch(prepared: Prepared, *, leased: bool, warm: WarmPool | None = None) ->
 def start_supervisor(
     run_dir: RunDir, *, leased: bool, adopting: bool = False, warm: WarmPool | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start the process that answers for a run, or takes over one whose supervisor was killed."""
+    """Start the supervisor of a run, or one that adopts a run whose supervisor was killed."""
     words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
     if warm is not None and (waiting := warm.launch(words)) is not None:
         return waiting
-    # It inherits the mask and lifts it once it has handlers: a Ctrl-C while its modules load waits, and kills nobody.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    # It inherits the mask and unblocks them once it has handlers: a Ctrl-C while its modules load stays pending.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _supervisor_log(run_dir) as log:
             return subprocess.Popen(
@@ -222,7 +222,7 @@ def start_supervisor(
 
 
 def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
-    """Open what a supervisor's own words are appended to; nothing where it is no file: a run is not lost for that."""
+    """Open the supervisor's log; the null device where it cannot be one, for which no run is lost."""
     try:
         return os.fdopen(open_to_append(run_dir.logs / "supervisor.log"), "ab")
     except OSError:
@@ -230,7 +230,7 @@ def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
 
 
 def adopt(run: Run) -> Run:
-    """Give a run whose supervisor was killed a new one, and return once that answers for it or has ended it."""
+    """Give a run whose supervisor was killed a new one; return once that has taken over or ended the run."""
     status = read_status(run.dir) or run.status
     supervisor = start_supervisor(run.dir, leased=False, adopting=True)
     await_supervisor(run, supervisor, was=status.supervisor)
@@ -240,12 +240,12 @@ def adopt(run: Run) -> Run:
 def await_supervisor(
     run: Run, supervisor: subprocess.Popen[bytes], *, was: ProcessIdentity | None, patience_s: float = 30.0
 ) -> None:
-    """Return once a supervisor answers for the run, so that nobody takes it for lost.
+    """Wait until a new supervisor has taken over, so that no command takes the run for lost.
 
     Args:
         run: the run.
         supervisor: the process that was started for it.
-        was: who answered before.
+        was: the supervisor before.
         patience_s: how long it may take.
 
     Raises:
@@ -266,7 +266,7 @@ def await_supervisor(
         raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
 
 
-def _kept(recipe: Recipe) -> str:
+def _recipe_text(recipe: Recipe) -> str:
     """The recipe as the run keeps it: loading it again gives the same run."""
     source = recipe.origin
     as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data

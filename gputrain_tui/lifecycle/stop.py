@@ -13,29 +13,32 @@ from pathlib import Path
 from gputrain_tui import paths
 from gputrain_tui.history.runs import ENDED, Run, find, open_run, read_plan
 from gputrain_tui.lifecycle import attempt_outcome, start
-from gputrain_tui.lifecycle.leftovers import SUPERVISOR, end, living_runs, open_process, supervisors_of
+from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import SAVE_S
 from trainer.contract.record import MOST_RANKS, RunDir
+from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S, is_alive
 from trainer.host.processes import is_held
+from trainer.host.stop_request import signal_of
 
-PATIENCE_S = 5.0
-"""How long the supervisor may take beyond what it gives the ranks."""
-START_S = 3.0
+SUPERVISOR_EXIT_S = 5.0
+"""How long the supervisor may take beyond the time limits of the ranks, and to end once it is killed."""
+SUPERVISOR_START_S = 3.0
 """How long the supervisor of a new run may take to appear as a process; its modules may take longer to load."""
 POLL_S = 0.02
-TRIES = 3
-"""How often a run is given another supervisor: one for one that was killed, and one for each that was refused."""
+"""Time between two looks for the supervisor of a new run."""
+MOST_SUPERVISORS = 3
+"""Supervisors that are stopped in turn: the run's own, and adopters that another command may start meanwhile."""
 
 
-def stop_called(wanted: str) -> tuple[str, list[int]]:
+def stop_by_name(wanted: str) -> tuple[str, list[int]]:
     """Stop a run by its id, a prefix of it or ``last``, also one whose directory is gone while its processes live.
 
     Returns:
-        What became of it in one line, and the processes that would not go.
+        The end of the run in one line, and the processes that do not end.
 
     Raises:
         RequestError: there is no such run, or it belongs to another machine.
@@ -58,12 +61,12 @@ def stop_called(wanted: str) -> tuple[str, list[int]]:
 
 
 def stop(found: Run) -> tuple[str, list[int]]:
-    """Stop a run everywhere; return what became of it in one line, and the processes that would not go.
+    """Stop a run everywhere; return its end in one line, and the processes that do not end.
 
-    The supervisor is found by its environment: what ``status.json`` says of it may be out of date, copied or forged.
+    The supervisor is found by its environment: what ``status.json`` has about it may be out of date, copied or forged.
 
     Raises:
-        RequestError: the run belongs to another machine, or nobody could be found to end it.
+        RequestError: the run belongs to another machine, or no supervisor could end it.
     """
     path = found.dir.path
     _await_supervisor(found)
@@ -76,8 +79,8 @@ def stop(found: Run) -> tuple[str, list[int]]:
     ):
         raise RequestError(f"stop: {found.id} runs on {supervisor.host}; stop it there")
     now, trouble = found, ""
-    for _ in range(TRIES):
-        _end_supervisors(path, _patience_s(found.dir))
+    for _ in range(MOST_SUPERVISORS):
+        _end_supervisors(path, _stop_timeout_s(found.dir))
         if not path.exists():
             return _stop_without_record(path)
         now = open_run(path) or now
@@ -85,9 +88,9 @@ def stop(found: Run) -> tuple[str, list[int]]:
             break
         try:
             now = start.adopt(now)
-        except RequestError as error:  # nobody can, or somebody else was faster and is asked in the next round
+        except RequestError as error:  # or another supervisor was faster, and is stopped in the next round
             trouble = str(error)
-    left = end(path)
+    left = kill_processes(path)
     if now.state not in ENDED:
         raise RequestError(f"{trouble or f'{now.id} is {now.state}'}; {_left(left)}")
     return _report(now, left, was_over=found.state in ENDED), left
@@ -97,7 +100,7 @@ def _report(run: Run, left: list[int], *, was_over: bool) -> str:
     if was_over:
         how = f"was {run.state} already"
     else:
-        kept = attempt_outcome.kept(run.dir, _nodes(run.dir)) if run.state == "stopped" else ""
+        kept = attempt_outcome.describe_kept(run.dir, _nodes(run.dir)) if run.state == "stopped" else ""
         how = f"is {run.state}" + (kept and f" {kept}")
     return f"{run.id} {how}; {_left(left)}"
 
@@ -109,10 +112,10 @@ def _nodes(run_dir: RunDir) -> list[int]:
 
 def _stop_without_record(path: Path) -> tuple[str, list[int]]:
     """Stop the processes of a run whose directory is gone or cannot be read."""
-    _end_supervisors(path, _patience_s(RunDir(path)))
-    left = end(path)
+    _end_supervisors(path, _stop_timeout_s(RunDir(path)))
+    left = kill_processes(path)
     found = open_run(path)
-    if found is not None and found.state in ENDED:  # its supervisor has written it anew
+    if found is not None and found.state in ENDED:  # its supervisor has written the status again
         return _report(found, left, was_over=False), left
     what = "cannot be read" if path.exists() else "was deleted"
     return f"{path.name} is stopped; its run directory {what}; {_left(left)}", left
@@ -122,19 +125,19 @@ def _left(pids: list[int]) -> str:
     return f"processes left: {', '.join(map(str, pids)) or 'none'}"
 
 
-def _patience_s(run_dir: RunDir) -> float:
-    """How long a run may take to stop in order: its ranks answer, save and leave."""
+def _stop_timeout_s(run_dir: RunDir) -> float:
+    """Return how long a run may take to stop: its ranks answer, save and leave."""
     try:
         grace_s = max(stop_grace(node.argv) for node in read_plan(run_dir).nodes)
     except RecordError:
         grace_s = Distributed().stop_grace
-    return grace_s + SAVE_S + 2 * PATIENCE_S
+    return grace_s + SAVE_S + 2 * SUPERVISOR_EXIT_S
 
 
 def _await_supervisor(found: Run) -> None:
-    """Wait until the supervisor of a new run is there, while whoever has made the run may still be starting it."""
+    """Wait until the supervisor of a new run is there, while the command that made the run may still be starting it."""
     creator = found.status.supervisor
-    until = time.monotonic() + START_S
+    until = time.monotonic() + SUPERVISOR_START_S
     while found.state == "starting" and creator is not None and time.monotonic() < until:
         if supervisors_of(found.dir.path) or not is_alive(creator):
             return
@@ -142,7 +145,7 @@ def _await_supervisor(found: Run) -> None:
 
 
 def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
-    """Ask the supervisors of a run to end it, and wait; return whether there was one.
+    """Send the supervisors of a run a stop request, and wait; return whether there was one.
 
     A run that is stopping already goes on with that. The ranks of a run die with their node agents.
     """
@@ -159,13 +162,13 @@ def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
 
 
 def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> None:
-    """Ask a supervisor once, then kill it: it is held, or takes longer than everything that it may wait for."""
+    """Send a supervisor a stop request; kill it where it is held, or takes longer than all its time limits."""
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
     with suppress(OSError):
-        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped by a signal hears nothing before
+        for number in (signal_of(StopLevel.SAVE), signal.SIGCONT):  # a stopped process runs no handler
             signal.pidfd_send_signal(descriptor, number)
         if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
             return
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    waiter.poll(PATIENCE_S * 1000)
+    waiter.poll(SUPERVISOR_EXIT_S * 1000)

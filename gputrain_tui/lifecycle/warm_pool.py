@@ -1,7 +1,7 @@
 """Keeps a warm supervisor waiting while a launch is near, so that the run starts at once.
 
-The first of them ends with this process, after ten minutes in which nobody asked, or when it is closed; the run that
-took it over does not.
+It ends with this process, after ten minutes without a request, or when it is closed; one that has taken over a run
+does not.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from trainer.contract.warm_pool import READY
 from trainer.host.proc_environ import ROOM
 
 IDLE_S = 600.0
-"""How long it waits for a launch."""
-MARGIN_S = 2.0
-"""How long before that it is no longer offered: who leaves does not hear what is asked."""
-AGAIN_S = 30.0
-"""Least time between two starts: what ended by itself would do so again."""
+"""How long a warm supervisor waits for a launch."""
+OFFER_MARGIN_S = 2.0
+"""How long before that it is no longer offered: one that is leaving would not read the request."""
+RESTART_INTERVAL_S = 30.0
+"""Least time between two starts: one that ended by itself would do so again."""
 END_S = 2.0
-"""How long it may take to end."""
+"""How long a warm supervisor may take to end."""
 
 
 class WarmPool:
-    """What waits for the next launch, if anything does."""
+    """The warm supervisor that waits for the next launch, if there is one."""
 
     def __init__(self, *, idle_s: float = IDLE_S, now: Callable[[], float] = time.monotonic) -> None:
-        """Make it; nothing is started before it is opened.
+        """Start nothing before ``open``.
 
         Args:
             idle_s: how long it waits.
@@ -49,11 +49,11 @@ class WarmPool:
 
     @property
     def pid(self) -> int | None:
-        """Of the supervisor that waits."""
+        """Of the warm supervisor."""
         return self._process.pid if self._alive() and self._process is not None else None
 
     def open(self) -> None:
-        """Say that a launch is near: start what waits for it, or let it wait on."""
+        """Start a warm supervisor for a launch that is near, or let it wait longer."""
         now = self._now()
         if self._alive():
             assert self._process is not None
@@ -61,7 +61,7 @@ class WarmPool:
             self._wanted = now
             with suppress(BrokenPipeError):
                 self._process.stdin.write(b"\n")
-        elif now >= self._started + AGAIN_S:
+        elif now >= self._started + RESTART_INTERVAL_S:
             self._started = self._wanted = now
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gputrain_tui.lifecycle.supervisor", "--warm", str(self._idle_s)],
@@ -74,7 +74,7 @@ class WarmPool:
             )
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether torch is loaded within a time."""
+        """Wait until torch is loaded; return whether it was in time."""
         process = self._process
         if process is None or process.stdout is None:
             return False
@@ -82,7 +82,7 @@ class WarmPool:
         return bool(ready) and os.read(process.stdout.fileno(), len(READY)) == READY
 
     def launch(self, words: list[str]) -> subprocess.Popen[bytes] | None:
-        """Hand a run over, once; None when nothing waits.
+        """Give the warm supervisor its run; return None when there is none.
 
         Args:
             words: the supervisor's command line. With ``--lease``, its standard input stays open.
@@ -104,7 +104,7 @@ class WarmPool:
         return process
 
     def close(self) -> None:
-        """End what waits, and wait until it has ended."""
+        """End the warm supervisor, and wait until it has ended."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -120,10 +120,10 @@ class WarmPool:
         process.stdout.close()
 
     def _alive(self) -> bool:
-        """Whether it waits and will for a while."""
+        """Whether it waits, and will for a while."""
         if self._process is None:
             return False
-        if self._now() >= self._wanted + self._idle_s - MARGIN_S or self._process.poll() is not None:
+        if self._now() >= self._wanted + self._idle_s - OFFER_MARGIN_S or self._process.poll() is not None:
             self.close()
             return False
         return True

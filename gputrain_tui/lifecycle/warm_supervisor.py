@@ -1,7 +1,7 @@
 """A supervisor that is started before its run, with a warm agent that has torch loaded already.
 
-Everything from there is what a supervisor does that is started for its run; a node agent that does not suit the
-plan is thrown away, and one is started as always.
+Once it has its run it is like any other supervisor; a warm agent that does not fit the plan is ended, and a node agent
+is started as always.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.lifecycle.launchers.local import LocalProcess
+from gputrain_tui.lifecycle.launchers.local import LocalProcess, node_environment
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.warm_pool import WarmRequest
 from trainer.host.proc_environ import ROOM, RUN
-from trainer.host.stop_signals import LEASE
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess
     from gputrain_tui.plan.planner import PlannedNode
     from trainer.host.process_identity import ProcessIdentity
 
-HARMLESS = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"}
-"""Environment of a node that is in time after torch has been loaded."""
+LATE_ENVIRONMENT = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"}
+"""Environment variables of a node that may be set after torch is loaded."""
 END_S = 5.0
-"""How long a killed process may take to disappear."""
+"""How long a killed process may take to end."""
 PIPE_BYTES = 1 << 20
-"""What a pipe takes at once, an environment or more: nobody waits for a reader who still loads torch."""
+"""Size of the pipe, more than an environment: the writer does not wait for a reader that still loads torch."""
 
 
 class WarmAgent:
     """A node agent that waits for its run."""
 
     def __init__(self) -> None:
-        """Start it; it says on this process's standard output that it is ready."""
+        """Start it; it prints on this process's standard output that it is ready."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainer.warm_agent"],
             env={**os.environ, RUN: ROOM},
@@ -54,7 +53,7 @@ class WarmAgent:
         self.pidfd = os.pidfd_open(self._process.pid)
 
     def fits(self, node: PlannedNode) -> bool:
-        """Whether the node's command would come to the same if it had not been loaded ahead."""
+        """Whether the node's command would run as in a process that was started for it."""
         words = node.argv
         # A script's ranks load torch themselves, and a rank that is alone is the node agent itself.
         return (
@@ -62,7 +61,7 @@ class WarmAgent:
             and len(node.ranks) > 1
             and "--" not in words
             and not any(word.startswith(("--script", "--start-method")) for word in words)
-            and HARMLESS.issuperset(node.env)
+            and LATE_ENVIRONMENT.issuperset(node.env)
         )
 
     def take(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
@@ -71,10 +70,7 @@ class WarmAgent:
         Raises:
             OSError: it has ended.
         """
-        environment = {**os.environ, **env, **node.env}
-        environment.pop(LEASE, None)
-        if leased:
-            environment[LEASE] = "stdin"
+        environment = node_environment(node, env, leased=leased)
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         request = WarmRequest(words=node.argv[3:], environment=environment, log=str(run_dir.node_log(node.node)))
         pipe = self._process.stdin
@@ -86,7 +82,7 @@ class WarmAgent:
         return LocalProcess(node.node, node.host, self._process)
 
     def discard(self) -> None:
-        """End it and what it has started."""
+        """Kill it and what it has started."""
         with suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -98,10 +94,10 @@ class WarmAgent:
 
 
 class WarmFirstLauncher:
-    """Launches the first node that suits the warm agent with it, and all others with the launcher of the plan."""
+    """Launches the first node that fits the warm agent with it, and all others with the launcher of the plan."""
 
     def __init__(self, warm_agent: WarmAgent, otherwise: Launcher, nodes: Sequence[PlannedNode]) -> None:
-        """Throw the warm agent away if no node can use it."""
+        """Discard the warm agent if no node fits it."""
         self._otherwise = otherwise
         self._warm_agent: WarmAgent | None = warm_agent
         if not any(warm_agent.fits(node) for node in nodes):
@@ -129,10 +125,10 @@ class WarmFirstLauncher:
 
 
 def wait_for_run(idle_s: float) -> tuple[list[str], WarmAgent] | None:
-    """Wait on standard input for the words of a supervisor's command line; None when there is nothing to wait for.
+    """Wait on standard input for a supervisor's command line; return None when none comes.
 
     Args:
-        idle_s: how long to wait since the last line; an empty one says no more than that somebody still waits.
+        idle_s: how long to wait since the last line; an empty line only prolongs the wait.
     """
     warm_agent = WarmAgent()
     line = b""

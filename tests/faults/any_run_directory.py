@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from gputrain_tui.history.runs import Status, create, open_run
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.delete import delete_run
-from gputrain_tui.lifecycle.stop import stop, stop_called
+from gputrain_tui.lifecycle.stop import stop, stop_by_name
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
@@ -143,7 +143,7 @@ def nothing_in_a_run_directory_leads_to_others(
         run = open_run(run_dir.path)
         with contextlib.suppress(RequestError):
             if action == "stop" or run is None:
-                stop_called(run_dir.path.name)
+                stop_by_name(run_dir.path.name)
             elif action == "delete":
                 delete_run(run)
             else:

@@ -14,4 +14,4 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     for run in bench.runs():
-        assert leftovers.end(run.dir.path) == []
+        assert leftovers.kill_processes(run.dir.path) == []

@@ -61,7 +61,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     for run in made:  # of a test that failed
         for pid in leftovers.supervisors_of(run.dir.path):
             os.kill(pid, signal.SIGKILL)
-        assert leftovers.end(run.dir.path) == []
+        assert leftovers.kill_processes(run.dir.path) == []
 
 
 def events_of(run: Run) -> list[Event]:

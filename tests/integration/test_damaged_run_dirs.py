@@ -197,7 +197,7 @@ def test_events_of_ranks_that_the_plan_does_not_have_change_nothing(tmp_path: Pa
         while live.poll():
             pass
         watch = LiveDiagnosis(run.dir, clock=iter(range(100)).__next__)
-        watch.look()
+        watch.check()
         watch.close()
     assert sorted(live.state.ranks) == [0, 1]
     assert live.state.world_size == live.series.world_size == 2

@@ -29,12 +29,12 @@ def said(run_dir: RunDir, rank: int, pid: int, *, at: float, host: str = "here")
 def test_ranks_are_known_once_they_have_said_so(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     neighbours = LocalRanks(run_dir, 0, "here", 2)
-    assert neighbours.look() == {}
+    assert neighbours.read() == {}
     said(run_dir, 0, os.getpid(), at=time.time())
     said(run_dir, 1, os.getpid(), at=time.time(), host="another machine of the same number")
-    assert neighbours.look() == {0: os.getpid()}
+    assert neighbours.read() == {0: os.getpid()}
     said(run_dir, 1, os.getppid(), at=time.time())
-    assert neighbours.look() == {0: os.getpid(), 1: os.getppid()}
+    assert neighbours.read() == {0: os.getpid(), 1: os.getppid()}
     assert neighbours.complete
 
 
@@ -44,7 +44,7 @@ def test_a_word_from_an_earlier_start_of_the_run_is_not_taken_for_a_process_of_n
     ended.wait()
     said(run_dir, 0, ended.pid, at=time.time())
     said(run_dir, 1, os.getpid(), at=1000.0)  # before this process was there
-    assert LocalRanks(run_dir, 0, "here", 2).look() == {}
+    assert LocalRanks(run_dir, 0, "here", 2).read() == {}
 
 
 @pytest.mark.timing

@@ -41,7 +41,7 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
         )
         for rank in range(world)
     ]
-    shutdown.EXIT_S = 0.5
+    shutdown.PROCESS_EXIT_S = 0.5
     outcome = node_agent.run_node(
         assignments,
         start_method="spawn" if start_method == "spawn" else "forkserver",

@@ -57,11 +57,11 @@ def test_a_record_is_looked_at_while_it_grows(run_dir: RunDir) -> None:
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
     record(run_dir, 1, 60)
     clock.seconds += INTERVAL_S
-    assert watch.look() == []
+    assert watch.check() == []
     record(run_dir, 61, 75, late_ms=30.0)
-    assert watch.look() == []  # it is not due yet
+    assert watch.check() == []  # it is not due yet
     clock.seconds += INTERVAL_S
-    assert [(finding.kind, finding.rank, finding.cause) for finding in watch.look()] == [("straggler", 1, "forward")]
+    assert [(finding.kind, finding.rank, finding.cause) for finding in watch.check()] == [("straggler", 1, "forward")]
     watch.close()
 
 
@@ -73,7 +73,7 @@ def pauses_after(run_dir: RunDir, costs_s: Sequence[float]) -> list[float]:
     found = []
     for _ in costs_s:
         clock.seconds += watch.due_in_s()
-        watch.look()
+        watch.check()
         found.append(watch.due_in_s())
     watch.close()
     return found
@@ -100,8 +100,8 @@ def test_a_long_record_is_read_before_anything_is_said_of_it(run_dir: RunDir) ->
     clock, cost = Hand(), Hand()
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
     clock.seconds += INTERVAL_S
-    found = watch.look()
+    found = watch.check()
     while watch.due_in_s() == 0.0:
-        found += watch.look()
+        found += watch.check()
     assert found == []
     watch.close()

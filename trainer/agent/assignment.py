@@ -1,4 +1,4 @@
-"""The assignment that a worker process gets at its start, and the pipe by which it reports."""
+"""The assignment that a worker process gets at its start, and the pipe through which it reports."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PipeSink:
     pipe: Connection
 
     def __call__(self, report: RankReport, /) -> None:
-        """Send it; a parent that is gone has nothing left to learn."""
+        """Send it, unless the node agent is gone."""
         try:
             self.pipe.send_bytes(msgspec.json.encode(report))
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def asked(self) -> bool:
-        """Whether the parent wants the rank to stop: its only word, which stays in the pipe."""
+    def stop_requested(self) -> bool:
+        """Whether the node agent has sent a stop request, which is all it ever sends and stays in the pipe."""
         return self.pipe.poll()
 
 
@@ -65,15 +65,15 @@ class RankAssignment:
     run_id: str
     """Equal on all nodes of a run and on no other's; empty when typed by hand without a run directory."""
     report: ReportSink
-    stop_asked: Callable[[], bool] = lambda: False
-    """Whether the rank is to stop at the next occasion."""
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether the rank is to save and leave."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    """What the rank finds in its environment besides what is there; None takes a variable away."""
+    """Variables to set in the rank's environment; None removes one."""
     is_script: bool = False
-    """Whether ``words`` are a script and its arguments; ending with exit code 0 and no report, it has succeeded."""
+    """Whether ``words`` are a script and its arguments, which has succeeded when it exits with 0 and no report."""
 
     def spawned(self, pid: int | None) -> RankState:
-        """Return the event that the rank exists, as this process."""
+        """Return the event that the rank's process exists."""
         return RankState(
             time=time.time(),
             rank=self.rank,
@@ -85,16 +85,16 @@ class RankAssignment:
             pid=pid,
         )
 
-    def listens(self) -> None:
-        """Say that from here on the rank can be asked to stop."""
-        self.report(RankReport(listens=True))
+    def stoppable(self) -> None:
+        """Report that from here on the rank saves its work when it is to stop."""
+        self.report(RankReport(stoppable=True))
 
     def stopping(self) -> None:
-        """Say that the rank is about to keep its work, which takes as long as the disk takes, and then leaves."""
+        """Report that the rank saves its work, which takes as long as the disk takes, and then leaves."""
         self.report(RankReport(stopping=True))
 
     def stopped(self, step: int | None, saved: Path | None, *, not_kept: str = "", not_recorded: str = "") -> None:
-        """Say, before the teardown, where the rank stopped and what it has saved."""
+        """Report, before the teardown, where the rank stopped and what it has saved."""
         path = (
             None if saved is None else os.fsencode(saved).decode(errors="backslashreplace")
         )  # names need not be UTF-8
@@ -102,9 +102,9 @@ class RankAssignment:
         self.report(RankReport(stopped=True, step=step, saved=path, not_kept=not_kept, not_recorded=not_recorded))
 
     def finished(self, *, not_recorded: str = "") -> None:
-        """Say, before the teardown, that the training is complete: from here on exit codes do not matter."""
+        """Report, before the teardown, that the training is complete: from here on exit codes do not matter."""
         self.report(RankReport(finished=True, time_ns=time.time_ns(), not_recorded=not_recorded))
 
     def failed(self, failure: Failure, *, not_recorded: str = "") -> None:
-        """Say, before the teardown, why this rank failed; the parent prints it once, for the rank that is the cause."""
+        """Report, before the teardown, why this rank failed; the node agent prints it if it is the cause."""
         self.report(RankReport(failure=failure, time_ns=time.time_ns(), not_recorded=not_recorded))

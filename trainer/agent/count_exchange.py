@@ -6,7 +6,7 @@ Each line ends with its HMAC under the key of the step (``slurm.step_key``), and
 keeps out port scans, tasks of other jobs and of earlier steps, and whoever can ask Slurm nothing about the job. It does
 not keep out root, the job's own user, whoever reads the traffic and repeats a line, nor another user of the cluster who
 asks Slurm about the job and tries all ports on which its srun may listen: Slurm gives a step nothing that is secret
-from these. The process group that follows takes any connection, so more would guard the smaller door.
+from these. The process group that follows takes any connection, so more protection here would gain nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ REPORT_BYTES = 256
 REPORT_S = 10.0
 """How long a connection may take to report, and node 0 to acknowledge it."""
 CONNECT_S = 5.0
-UNPROVEN = 128
+"""How long a connection may take to be made, and a line to be sent."""
+MOST_UNVERIFIED = 128
 """Connections without a valid report that are kept; a further one takes the place of the oldest."""
 GRACE_S = 2.0
-"""How much longer than node 0 the others wait, so that its answer says who is missing."""
+"""How much longer than node 0 the others wait, so that they get its answer with the missing nodes."""
 
 
 def exchange_counts(exchange: Exchange, count: int, *, timeout_s: float) -> list[int]:
@@ -72,14 +73,14 @@ class _Peer:
     connection: socket.socket
     address: str
     until: float
-    """When it is dropped if it has not reported, monotonic seconds."""
+    """When it is dropped unless it has reported, monotonic seconds."""
     received: bytes = b""
     node: int | None = None
     """Which node it is; None before it has reported."""
 
 
 class _Collector:
-    """Node 0: hears all connections at once, so that none can hold up the others."""
+    """Node 0: reads all connections at once, so that none can hold up the others."""
 
     def __init__(self, exchange: Exchange, count: int, timeout_s: float) -> None:
         self._exchange = exchange
@@ -103,7 +104,7 @@ class _Collector:
                 if now >= deadline:
                     missing = [node for node in nodes if node not in self._counts]
                     self._answer("missing", *missing)
-                    raise TrainingError(_missing(missing, self._timeout_s) + self._strangers())
+                    raise TrainingError(_missing(missing, self._timeout_s) + self._describe_refused())
                 self._wait(server, min([deadline, *(peer.until for peer in self._peers if peer.node is None)]) - now)
             counts = [self._counts[node] for node in nodes]
             self._answer("counts", *counts)
@@ -126,9 +127,9 @@ class _Collector:
             return  # gone again
         connection.setblocking(False)
         peer = _Peer(connection, address[0], time.monotonic() + REPORT_S)
-        unproven = [other for other in self._peers if other.node is None]
-        if len(unproven) >= UNPROVEN:
-            self._refuse(unproven[0])
+        unverified = [other for other in self._peers if other.node is None]
+        if len(unverified) >= MOST_UNVERIFIED:
+            self._refuse(unverified[0])
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
@@ -146,13 +147,13 @@ class _Collector:
             return
         peer.received += part
         line, newline, _ = peer.received.partition(b"\n")
-        if newline and self._take(peer, line):
+        if newline and self._accept_report(peer, line):
             return
         if newline or not part or len(peer.received) >= REPORT_BYTES:
             self._refuse(peer)
 
-    def _take(self, peer: _Peer, line: bytes) -> bool:
-        """Take a report; False when it is none of this step."""
+    def _accept_report(self, peer: _Peer, line: bytes) -> bool:
+        """Take a report; return False when it is none of this step."""
         words = _verified(self._exchange, line)
         if len(words) != 3 or words[0] != "count":
             return False
@@ -181,8 +182,8 @@ class _Collector:
                 with contextlib.suppress(OSError):
                     peer.connection.sendall(line)
 
-    def _strangers(self) -> str:
-        """Tell of connections that were not of this step, which may be nodes with another environment."""
+    def _describe_refused(self) -> str:
+        """Describe the connections that were not of this step; they may be nodes with another environment."""
         if not self._refused:
             return ""
         some = ", ".join(list(self._refused)[:4]) + (", ..." if len(self._refused) > 4 else "")
@@ -216,31 +217,31 @@ def _missing(nodes: list[int], timeout_s: float) -> str:
 def _report(exchange: Exchange, count: int, deadline: float, timeout_s: float) -> list[int]:
     where = f"node 0 ({exchange.host}, port {exchange.port})"
     reason = "its task has not started, or the port is blocked"
-    heard = False
+    replied = False
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((exchange.host, exchange.port), timeout=min(left, CONNECT_S)) as connection:
                 connection.sendall(_signed(exchange, "count", exchange.node, count))
-                for words in _answers(connection, exchange, deadline):
-                    heard = True
+                for words in _replies(connection, exchange, deadline):
+                    replied = True
                     if words[0] == "counts":
                         return [int(word) for word in words[1:]]
                     if words[0] == "missing":
                         raise TrainingError(_missing([int(word) for word in words[1:]], timeout_s))
             reason = "what answers there is not node 0 of this Slurm step"
         except TimeoutError:
-            if not heard:
+            if not replied:
                 reason = "its machine or what listens there does not answer"
         except OSError as error:
             if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
                 reason = error.strerror or str(error)
         time.sleep(min(0.1, max(deadline - time.monotonic(), 0.0)))
-    if heard:
+    if replied:
         raise TrainingError(f"{where} waited {timeout_s:g} s for the GPU counts of other nodes and lacks some")
     raise TrainingError(f"{where} did not answer within {timeout_s:g} s: {reason}")
 
 
-def _answers(connection: socket.socket, exchange: Exchange, deadline: float) -> Iterator[list[str]]:
+def _replies(connection: socket.socket, exchange: Exchange, deadline: float) -> Iterator[list[str]]:
     """Yield the words of each line of node 0, up to the first one that is not of it.
 
     Raises:

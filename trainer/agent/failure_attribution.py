@@ -18,7 +18,7 @@ from trainer.host.memory import oom_kills
 
 
 class FailureAttribution:
-    """The failures of one node, in the order in which they were heard of."""
+    """The failures of one node, in the order in which they were reported."""
 
     def __init__(self, writer: EventWriter) -> None:
         self.failures: list[tuple[int, Failure]] = []
@@ -29,7 +29,7 @@ class FailureAttribution:
         self._oom_kills = oom_kills()
 
     def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
-        """Take a rank's own word that it failed."""
+        """Take a rank's report that it failed."""
         kind = failure.kind
         if kind == "exception" and is_lost_peer(failure.message):
             kind = "lost_peer"
@@ -66,7 +66,7 @@ class FailureAttribution:
             writer.close()
 
     def report_death(self, rank: WorkerProcess) -> None:
-        """Record that a rank ended without a word, and what its exit and its log tell about it."""
+        """Record that a rank ended without a report, with its exit code and the last error in its log."""
         assert rank.exit_code is not None
         words = last_error(rank.log, since=rank.log_from)
         if rank.exit_code >= 0:
@@ -79,7 +79,7 @@ class FailureAttribution:
         self.fail(rank.assignment, "lost_peer" if is_lost_peer(words) else "signal", message)
 
     def server_ended(self, host: str, number: int | None) -> None:
-        """Record that the process from which the ranks forked has ended, and all of them with it."""
+        """Record that the fork server has ended, and all ranks with it."""
         now_ns = time.time_ns()
         how = "ended" if number is None else f"was ended by {signal_name(number)}"
         failure = Failure(
@@ -92,7 +92,7 @@ class FailureAttribution:
         self._writer.write(failure)
 
     def _why(self, number: int | None) -> str:
-        """Say by whom a process was killed, as far as that is known; empty for other signals."""
+        """Describe what killed a process, as far as that is known; empty for other signals than SIGKILL."""
         if number != signal.SIGKILL:
             return ""
         if oom_kills() > self._oom_kills:
@@ -107,8 +107,8 @@ class FailureAttribution:
         Args:
             first: of its ranks.
             ranks: those that were started.
-            stopped: whether somebody asked for the end before anything failed.
-            unanswered: ranks that did not answer to that.
+            stopped: whether there was a stop request before anything failed.
+            unanswered: ranks that did not answer it.
         """
         failure = root_cause(self.failures)
         if failure is not None and failure.kind == "lost_peer" and len(ranks) == first.world_size:
@@ -138,9 +138,9 @@ class FailureAttribution:
         )
 
     def _not_kept(self) -> str:
-        """Return what a rank could not save after its last update: somebody may have asked for the end meanwhile."""
-        told = (failure.message for _, failure in self.failures if failure.kind == "checkpoint_lost")
-        return next(told, "").removeprefix("trained, but ")
+        """Return what a rank could not save after its last update, while which a stop request may have come."""
+        lost = (failure.message for _, failure in self.failures if failure.kind == "checkpoint_lost")
+        return next(lost, "").removeprefix("trained, but ")
 
 
 def _missing(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure | None:
@@ -151,11 +151,11 @@ def _missing(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure | None:
         lost: the first failure.
     """
     gave_up = f"rank {lost.rank} gave up: {lost.message}"
-    left = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
-    silent = [rank for rank in ranks if rank.silent]
+    early = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
+    unreported = [rank for rank in ranks if rank.unreported]
     for found, kind, what in (
-        (left, "left_early", "had left with exit code 0, and others went on"),
-        (silent, "silent", "said nothing"),
+        (early, "left_early", "had left with exit code 0, and others went on"),
+        (unreported, "silent", "said nothing"),
     ):
         if found:
             assignment = found[0].assignment

@@ -26,7 +26,7 @@ SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
 """Environment variable: pid of the node agent whose fork server it is; ``trainer.agent.preload_first`` reads it."""
 
 _environment: dict[str, str] | None = None
-"""Of this process when the server was started, and so of the server."""
+"""Environment of this process when the server was started, and so of the server."""
 _socket: int | None = None
 """Descriptor by which this process reaches the server."""
 
@@ -41,7 +41,7 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED if preloaded is None else preloaded))
     resource_tracker.ensure_running()
-    # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it waits that long.
+    # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it stays pending.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if _environment is None:
         _environment = dict(os.environ)
@@ -68,7 +68,7 @@ def ended(timeout_s: float) -> tuple[bool, int | None]:
         try:
             found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return True, None  # somebody else has asked
+            return True, None  # it has been waited for already
         if found is not None:
             return True, found.si_status if found.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
         if time.monotonic() >= deadline:
@@ -104,8 +104,8 @@ def _close_socket() -> None:
     _socket = None
 
 
-def changes() -> dict[str, str | None]:
-    """What has changed in the environment since the server was started, which its processes are to be told."""
+def environment_changes() -> dict[str, str | None]:
+    """Return the variables that have changed since the server was started; its processes must set them."""
     if _environment is None:
         return {}
     gone: dict[str, str | None] = dict.fromkeys(_environment.keys() - os.environ.keys())

@@ -21,7 +21,7 @@ from trainer.host.ports import bind_error, free_port
 
 @contextlib.contextmanager
 def usable_init_method(decision: Decision) -> Iterator[str | None]:
-    """Give the init method with which the ranks can meet, checked; a file is cleared away after the last party.
+    """Yield the init method, checked, with a free port for port 0; a file is deleted by the last node.
 
     Raises:
         RequestError: the port is in use, or the file is left from an earlier run or cannot be written.
@@ -31,7 +31,7 @@ def usable_init_method(decision: Decision) -> Iterator[str | None]:
     if url is not None and method is not None and method.scheme == "tcp":
         yield _check_tcp(decision, url, method)
     elif method is not None and method.scheme == "file":
-        with _party(method.path, all_here=len(decision.ranks) == decision.world_size):
+        with _rendezvous_file(method.path, all_here=len(decision.ranks) == decision.world_size):
             yield url
     else:
         yield url
@@ -54,11 +54,11 @@ def _check_tcp(decision: Decision, url: str, method: RendezvousUrl) -> str:
 
 
 @contextlib.contextmanager
-def _party(path: Path, *, all_here: bool) -> Iterator[None]:
-    """Take part in a meeting through a file that nobody of an earlier run has left behind.
+def _rendezvous_file(path: Path, *, all_here: bool) -> Iterator[None]:
+    """Hold a rendezvous file, once it is known not to be left from an earlier run.
 
-    A meeting's file is never empty once somebody has come, so its content alone cannot tell a run that is starting
-    from one that failed. Every party holds a shared lock beside it: whoever can lock it exclusively is alone.
+    The file is never empty once a rank has registered, so its content alone does not distinguish a run that is starting
+    from one that failed. Every node holds a shared lock beside it: one that can lock it exclusively is alone.
     """
     lock_path = path.with_name(path.name + ".lock")
     try:
@@ -85,7 +85,7 @@ def _party(path: Path, *, all_here: bool) -> Iterator[None]:
 
 
 def _lock_alone(lock: int) -> bool:
-    """Whether no other party is there; a file system without locks cannot tell, and is taken to have others."""
+    """Whether no other node holds the lock; assumed not so on a file system without locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""Acts on a dispatch decision: exchanges counts, makes the init method usable, runs this node's ranks."""
+"""Carries out a dispatch decision: exchange counts, make the init method usable, run this node's ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.in_process import run_in_process
 from trainer.agent.init_method import usable_init_method
 from trainer.agent.node_agent import run_node
-from trainer.agent.script_environment import launcher_environment, master
+from trainer.agent.script_environment import launcher_environment, master_address
 from trainer.contract.errors import ExitCode, RequestError, TrainingError, narrate
 from trainer.contract.home_folder import expanded
 from trainer.contract.options import Distributed, Script
@@ -26,12 +26,12 @@ from trainer.host.ports import free_port
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
-"""Environment variable: the run's id, where the run directory's name does not tell it."""
+"""Environment variable: the run's id, where the run directory has another name."""
 
-RANK = "trainer.engine.worker:run_rank"
-SCRIPT = "trainer.agent.script:run_script"
-BEFORE_SCRIPTS = ("trainer.agent.preload_first", "trainer.agent.script")
-"""What the fork server imports for scripts: no torch, because a script may say in its environment how it is to load."""
+RANK_TARGET = "trainer.engine.worker:run_rank"
+SCRIPT_TARGET = "trainer.agent.script:run_script"
+SCRIPT_PRELOADED = ("trainer.agent.preload_first", "trainer.agent.script")
+"""What the fork server imports for scripts: no torch, because a script may set how it loads in its environment."""
 
 
 def launch(
@@ -63,25 +63,25 @@ def launch(
         words = (script.script, *script.args)
     # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    with usable_init_method(decision) as init_method, _disk_of(options):
+    with usable_init_method(decision) as init_method, _full_disk_in_one_line(options):
         run_dir = _run_dir(options)
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
         if script is not None:
-            # Also a single rank: a script may end its process in any way, and somebody must be left to tell.
-            address = master(init_method, environ, free_port=free_port() if init_method is None else 0)
+            # Also a single rank: a script may end its process in any way, and another one must report that.
+            address = master_address(init_method, environ, free_port=free_port() if init_method is None else 0)
             outcome = run_node(
-                [_of_script(assignment, address, environ) for assignment in assignments],
+                [_for_script(assignment, address, environ) for assignment in assignments],
                 start_method=options.start_method,
                 environ=environ,
-                target=SCRIPT,
-                preloaded=BEFORE_SCRIPTS,
+                target=SCRIPT_TARGET,
+                preloaded=SCRIPT_PRELOADED,
             )
         elif decision.spawn:
-            outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK)
+            outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
         else:
-            code = run_in_process(assignments[0], environ=environ, target=RANK)
+            code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)
     if script is None and not decision.spawn:
         worker_entry.leave(code)
     print_outcome(outcome)
@@ -98,7 +98,7 @@ def assign(
     devices: Sequence[Device],
     environ: Mapping[str, str],
 ) -> list[RankAssignment]:
-    """Return what each rank that starts here is told; a world of one rank has no init method."""
+    """Return the assignments of the ranks that start here; a world of one rank has no init method."""
     run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
     host = socket.gethostname()
     return [
@@ -124,20 +124,20 @@ def assign(
     ]
 
 
-def _of_script(assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]) -> RankAssignment:
+def _for_script(assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]) -> RankAssignment:
     environment = launcher_environment(assignment, address, environ)
     return dataclasses.replace(assignment, is_script=True, environment=environment)
 
 
 def _ignore_report(_: RankReport) -> None:
-    """Takes reports until whoever starts the rank listens."""
+    """Take reports until the process that starts the rank has set another sink."""
 
 
 def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) -> int:
-    """Index of this node; one srun or torchrun command line is the same on all nodes and cannot tell it."""
+    """Return the index of this node; one srun or torchrun command line is the same on all nodes and lacks it."""
     names = {"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}
-    told = environ.get(names.get(decision.mode, ""), "")
-    return int(told) if options.node == 0 and told.isdecimal() else options.node
+    index = environ.get(names.get(decision.mode, ""), "")
+    return int(index) if options.node == 0 and index.isdecimal() else options.node
 
 
 def _run_dir(options: Distributed) -> Path | None:
@@ -154,8 +154,8 @@ def _run_dir(options: Distributed) -> Path | None:
 
 
 @contextlib.contextmanager
-def _disk_of(options: Distributed) -> Iterator[None]:
-    """Tell in one line that the record cannot be begun; later a full disk costs parts of it, and not the training.
+def _full_disk_in_one_line(options: Distributed) -> Iterator[None]:
+    """Refuse in one line where the record cannot be begun; later a full disk costs parts of it, and not the training.
 
     Raises:
         TrainingError: a file cannot be made.
@@ -169,7 +169,7 @@ def _disk_of(options: Distributed) -> Iterator[None]:
 
 
 def print_outcome(outcome: NodeOutcome) -> None:
-    """Say on standard error how the node ended, unless it ended well."""
+    """Print on standard error how the node ended, unless it finished."""
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
         parts = [stopped_where(outcome.stopped_at, outcome.saved, outcome.not_kept)]

@@ -1,6 +1,6 @@
 """Finds the processes of this node's ranks where a launcher started each of them by itself.
 
-Each writes into the record that it exists; the one with local rank 0, which looks at the machine for all, reads that.
+Each writes into the record that it exists; the one with local rank 0, which samples the node, reads that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLOCK_SLACK_S = 1.0
 
 
 class LocalRanks:
-    """The ranks of a node, as far as they have said that they exist.
+    """The ranks of a node, as far as they have recorded that they exist.
 
     Args:
         run_dir: the record.
@@ -38,15 +38,15 @@ class LocalRanks:
         self.pids: dict[int, int] = {}
         """Rank to process id."""
         self.devices: dict[int, str] = {}
-        """Rank to what its device is called in the record."""
+        """Rank to the name of its device in the record."""
 
     @property
     def complete(self) -> bool:
         """Whether all are known."""
         return len(self.pids) >= self._count
 
-    def look(self) -> Mapping[int, int]:
-        """Read what has been written since the last time; return rank to process id."""
+    def read(self) -> Mapping[int, int]:
+        """Read the record since the last call; return rank to process id."""
         if self.complete:
             return self.pids
         try:

@@ -9,8 +9,8 @@ from trainer.contract.record.regular_file import read_part, size_of
 
 TAIL_BYTES = 64 << 10
 """How much of the end of a log is searched."""
-LONGEST = 300
-"""Characters of a message."""
+MESSAGE_LENGTH = 300
+"""Longest message, in characters."""
 
 _CARRIED = re.compile(r"Caught \S+ in (.+?)\.?$")
 """First line of an error that torch carries from another process or thread, before that one's traceback."""
@@ -20,11 +20,11 @@ _CPP = re.compile(r"^\s*what\(\):\s+(.+)|^(Fatal Python error: .+)")
 def error_line(error: BaseException) -> str:
     """Return the class of an exception and the first line of its message.
 
-    Of one that torch carries from a data loading process, return what failed there.
+    For one that torch carries from a data loading process, return the error there.
     """
     lines = [line for line in str(error).splitlines() if line.strip()]
-    if lines and (carried := _CARRIED.match(lines[0])) and (said := _last_error(lines[1:])):
-        return f"{said} (in {carried[1]})"
+    if lines and (carried := _CARRIED.match(lines[0])) and (inner := _last_error(lines[1:])):
+        return f"{inner} (in {carried[1]})"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -33,8 +33,8 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
 
     Args:
         log: the file; None where a rank prints to the terminal.
-        since: what the log held before, in bytes.
-        any_line: without a traceback take the last line, whatever it says.
+        since: size of the log before, in bytes.
+        any_line: without a traceback, return the last line.
     """
     if log is None:
         return ""
@@ -46,7 +46,7 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
     found = _last_error(lines)
     if not found and any_line:
         found = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return found[:LONGEST]
+    return found[:MESSAGE_LENGTH]
 
 
 def _last_error(lines: list[str]) -> str:

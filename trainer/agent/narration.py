@@ -24,14 +24,14 @@ class Narration:
         self._thread: threading.Thread | None = None
 
     def say(self, line: str) -> None:
-        """Have a line printed."""
+        """Print a line without waiting for it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="narration", daemon=True)
             self._thread.start()
         self._lines.put(line)
 
     def close(self) -> None:
-        """Wait until all is printed, if the disk takes it soon."""
+        """Wait until all is printed, for a short time at most."""
         if self._thread is not None:
             self._lines.put(None)
             self._thread.join(LEAVE_S)

@@ -1,6 +1,6 @@
 """The node agent: starts this node's ranks, stops all when one fails, and attributes the failure.
 
-The parent never imports torch, except when ``--start-method spawn`` asks for ``torch.multiprocessing``. What a rank
+It never imports torch, except when ``--start-method spawn`` asks for ``torch.multiprocessing``. What a rank
 reported before its teardown decides about success; exit codes do not (pytorch issue 190489).
 """
 
@@ -28,14 +28,13 @@ from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import EventWriter, RunDir
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
-from trainer.host.stop_signals import StopRequested, StopSignals
+from trainer.host.stop_request import LEASE, StopRequest, StopRequested
 
 SAMPLE_S = 1.0
-"""Time between two looks at the machine, when a record is kept."""
-
+"""Time between two samples of the node, when a record is kept."""
 UNKNOWN_EXIT = 255
-"""What ``multiprocessing`` takes for the exit code of a process whose fork server can no longer tell it."""
-SERVER_END_S = 1.0
+"""Exit code that ``multiprocessing`` gives a process whose fork server has ended."""
+SERVER_EXIT_S = 1.0
 """How long the fork server may take from closing its connections to its end."""
 
 
@@ -52,41 +51,41 @@ def run_node(
     Args:
         assignments: the ranks to start here; how they report is filled in.
         start_method: how to start them.
-        environ: the environment, for what a starter says about the lease.
+        environ: the environment, for the lease.
         target: what a rank runs, ``module:function``.
         preloaded: what the fork server imports; default: torch and what ranks of a task need.
     """
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
     writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
-    # Under a launcher that starts the ranks one by one, no process is the parent of the whole node.
+    # Under a launcher that starts the ranks one by one, no process is the agent of the whole node.
     node_dir = run_dir if len(assignments) == first.local_world_size else None
     if node_dir is not None:
         NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
     process_guard.adopt_orphans()
-    with StopSignals(environ) as signals, scratch_folder(node_dir, first.node):
-        ranks = _NodeAgent(writer, signals)
+    with StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request, scratch_folder(node_dir, first.node):
+        ranks = _NodeAgent(writer, stop_request)
         try:
             ranks.start(assignments, start_method, target, preloaded)
             ranks.watch()
         except StopRequested:
             ranks.abandon()
         finally:
-            left = _clear()
+            left = _kill_leftovers()
             ranks.close()
     outcome = ranks.outcome(first)
     outcome.left = sorted(left)
     if node_dir is not None:
         try:
             outcome.write(node_dir.node_result(first.node))
-        except OSError as error:  # a full disk takes nothing from how the ranks ended, which the exit code tells
+        except OSError as error:  # on a full disk the exit code alone has how the ranks ended
             narrate(f"cannot write {node_dir.node_result(first.node)}: {error.strerror}", program="trainer")
     writer.close()
     return outcome
 
 
-def _clear() -> set[int]:
-    """End what ranks have left, data loading processes and such, and the fork server; return what cannot be ended."""
+def _kill_leftovers() -> set[int]:
+    """Kill what ranks have left, such as data loading processes, and the fork server; return what does not end."""
     tracker = forkserver.tracker_pid()
     left = kill_descendants(keep=() if tracker is None else (tracker,))
     if left and tracker is not None:
@@ -100,20 +99,20 @@ def _clear() -> set[int]:
 class _NodeAgent:
     """The ranks of this node, from the first to be started to the last to end."""
 
-    def __init__(self, writer: EventWriter, signals: StopSignals) -> None:
+    def __init__(self, writer: EventWriter, stop_request: StopRequest) -> None:
         self._writer = writer
-        self._signals = signals
+        self._stop_request = stop_request
         self._ranks: list[WorkerProcess] = []
         self._attribution = FailureAttribution(writer)
-        self._shutdown = Shutdown(signals)
+        self._shutdown = Shutdown(stop_request)
         self._pids: dict[int, int] = {}
-        """Of the ranks that run, for the sampler."""
+        """Rank to process id, of those that run; for the sampler."""
         self._local_ranks: LocalRanks | None = None
-        """The ranks of this node that other processes have started, as a launcher has it."""
+        """The ranks of this node where a launcher starts each by itself; else None."""
         self._server_gone = False
         """Whether the fork server ended before its ranks."""
         self._sampler: NodeSampler | None = None
-        """Looks at the machine; None while nothing has been started and without a record."""
+        """None before the ranks are started, and without a record."""
 
     # --- starting -------------------------------------------------------------------------------------------------
 
@@ -127,20 +126,19 @@ class _NodeAgent:
         """Start all ranks.
 
         Raises:
-            StopRequested: somebody asked for the end meanwhile.
+            StopRequested: a stop request came meanwhile.
         """
         # Starting waits until the fork server has loaded torch, which takes seconds.
-        self._signals.interrupt(True)
-        context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
-        for assignment in assignments:
-            self._start_rank(context, assignment, target)
-            if self._attribution.failures:
-                break
-        self._signals.interrupt(False)
+        with self._stop_request.raising():
+            context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
+            for assignment in assignments:
+                self._start_rank(context, assignment, target)
+                if self._attribution.failures:
+                    break
         first = assignments[0]
         others = len(assignments) < first.local_world_size
         if first.run_dir is None or (others and first.local_rank):
-            return  # another process of this node looks at the machine
+            return  # another process samples this node
         if others:
             self._local_ranks = LocalRanks(RunDir(first.run_dir), first.node, first.host, first.local_world_size)
         self._sampler = NodeSampler(
@@ -166,8 +164,7 @@ class _NodeAgent:
     # --- watching -------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Wait until every rank has ended, stopping the others as soon as one has failed."""
-        self._signals.interrupt(False)
+        """Wait until every rank has ended; stop the others as soon as one has failed."""
         while True:
             self._collect()
             running = [rank for rank in self._ranks if not rank.ended]
@@ -175,15 +172,15 @@ class _NodeAgent:
                 return
             if self._sampler is not None:
                 if self._local_ranks is not None:
-                    self._pids.update(self._local_ranks.look())
+                    self._pids.update(self._local_ranks.read())
                 self._sampler.poll(time.time())
-            sources: list[object] = [self._signals.wake]
+            sources: list[object] = [self._stop_request]
             for rank in running:
                 sources.append(rank.process.sentinel)
                 if not rank.reports.closed:
                     sources.append(rank.reports)
             wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
-            self._signals.drain()
+            self._stop_request.drain()
 
     def _wait_s(self, running: list[WorkerProcess]) -> float | None:
         due_s = self._shutdown.due_in_s(running)
@@ -192,12 +189,12 @@ class _NodeAgent:
         return SAMPLE_S if due_s is None else min(due_s, SAMPLE_S)
 
     def close(self) -> None:
-        """Let go of the GPUs."""
+        """Close the sampler."""
         if self._sampler is not None:
             self._sampler.close()
 
     def abandon(self) -> None:
-        """End what has been started after a stop that came while starting."""
+        """End the ranks that were started before a stop request ended the start."""
         self._shutdown.stopped = True
         self._shutdown.stop(self._ranks)
         self.watch()
@@ -207,7 +204,7 @@ class _NodeAgent:
         for rank in self._ranks:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
-                rank.listens |= report.listens
+                rank.stoppable |= report.stoppable
                 self._attribution.not_recorded = report.not_recorded or self._attribution.not_recorded
                 rank.stopping |= report.stopping
                 if report.stopped:
@@ -222,7 +219,7 @@ class _NodeAgent:
                 rank.exit_code = rank.process.exitcode
                 rank.reports.close()
                 self._pids.pop(rank.assignment.rank, None)  # the number may be given to another process
-                if rank.silent and self._shutdown.kill_at is None:
+                if rank.unreported and self._shutdown.kill_at is None:
                     if rank.exit_code == UNKNOWN_EXIT and self._server_ended(rank):
                         continue
                     if rank.assignment.is_script and rank.exit_code == 0:
@@ -232,7 +229,7 @@ class _NodeAgent:
 
     def _server_ended(self, rank: WorkerProcess) -> bool:
         """Record once that the fork server has ended, if it has; the kernel ends its ranks with it."""
-        over, number = forkserver.ended(SERVER_END_S)
+        over, number = forkserver.ended(SERVER_EXIT_S)
         if over and not self._server_gone:
             self._server_gone = True
             self._attribution.server_ended(rank.assignment.host, number)
@@ -240,12 +237,12 @@ class _NodeAgent:
 
     def outcome(self, first: RankAssignment) -> NodeOutcome:
         """Describe how the node ended."""
-        ending = self._shutdown
-        return self._attribution.outcome(first, self._ranks, stopped=ending.stopped, unanswered=ending.unanswered)
+        shutdown = self._shutdown
+        return self._attribution.outcome(first, self._ranks, stopped=shutdown.stopped, unanswered=shutdown.unanswered)
 
 
 def _torch_context() -> BaseContext:
-    """The seeds' way: torch in the parent, and again in every rank."""
+    """Return torch's spawn context, as the seeds use it: torch is loaded here, and again in every rank."""
     # numpy is no dependency; torch says so while it is imported.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch.multiprocessing

@@ -1,4 +1,4 @@
-"""Keeps a run's temporary files in its run directory, and deletes them with its end."""
+"""Keeps a run's temporary files in its run directory, and deletes them at its end."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ from trainer.contract.record import Event, EventWriter, Failure, RankState, Rank
 
 
 def run_script(assignment: RankAssignment) -> int:
-    """Run the script to its end, tell how it ended, and return the exit code for ``os._exit``."""
+    """Run the script, report how it ended, and return the exit code for ``os._exit``."""
     script, *arguments = assignment.words
-    # By this pid trainer.watch knows that the states of the rank are told by somebody else.
+    # By this pid trainer.watch knows that the states of the rank are recorded here.
     os.environ[RANK_PID] = str(os.getpid())
     _look_like_an_interpreter(script, arguments)
     _write(assignment, _state(assignment, "training"))
@@ -41,8 +41,8 @@ def run_script(assignment: RankAssignment) -> int:
         _write(assignment, _state(assignment, "failed", failure.message), failure)
         assignment.failed(failure)
         return code
-    if assignment.stop_asked():
-        assignment.stopped(None, None)  # it left because it was told to: that its training is complete is not known
+    if assignment.stop_requested():
+        assignment.stopped(None, None)  # it left on the stop request: whether its training is complete is not known
         return ExitCode.STOPPED
     _write(assignment, _state(assignment, "finished"))
     assignment.finished()
@@ -50,7 +50,7 @@ def run_script(assignment: RankAssignment) -> int:
 
 
 def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:
-    """Leave no trace of how the process was started that a script could stumble over."""
+    """Remove the traces of how the process was started that a script could depend on."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     for stream in (sys.stdout, sys.stderr):
@@ -118,7 +118,7 @@ def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _kind(error: BaseException) -> str:
-    # By its name: asking torch for the class would import it into scripts that do without.
+    # By its name: torch's class would import torch into scripts that do without.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out_of_memory"
     return "lost_peer" if is_lost_peer(str(error)) else "exception"
@@ -143,7 +143,7 @@ def _state(assignment: RankAssignment, state: RankStateName, message: str | None
 
 
 def _write(assignment: RankAssignment, *events: Event) -> None:
-    """Record now, and leave no thread behind in the script's process."""
+    """Write events, and leave no thread behind in the script's process."""
     if assignment.run_dir is None:
         return
     writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)

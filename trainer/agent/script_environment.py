@@ -13,12 +13,12 @@ RUN_DIR = "GPUTRAIN_RUN_DIR"
 """Environment variable with the run directory, by which ``trainer.watch`` in a script finds the record."""
 RANK_PID = "GPUTRAIN_RANK_PID"
 """Environment variable: the process whose states and end are recorded by the trainer that started it."""
-NO_RUN = "none"
-"""What torchrun calls a run without an id."""
+NO_RUN_ID = "none"
+"""The id that torchrun gives a run without one."""
 
 
-def refuse_file(init_method: str | None) -> None:
-    """Refuse a rendezvous that the launcher environment has no words for.
+def refuse_file_rendezvous(init_method: str | None) -> None:
+    """Refuse a rendezvous that the launcher environment has no variables for.
 
     Raises:
         RequestError: it is a file.
@@ -29,7 +29,7 @@ def refuse_file(init_method: str | None) -> None:
         )
 
 
-def master(init_method: str | None, environ: Mapping[str, str], *, free_port: int) -> tuple[str, int]:
+def master_address(init_method: str | None, environ: Mapping[str, str], *, free_port: int) -> tuple[str, int]:
     """Return address and port where rank 0 of a script listens.
 
     Args:
@@ -59,7 +59,7 @@ def launcher_environment(
     """
     host, port = address
     rank, world = str(assignment.rank), str(assignment.world_size)
-    run_id = assignment.run_id or NO_RUN
+    run_id = assignment.run_id or NO_RUN_ID
     settings: dict[str, str | None] = {
         "RANK": rank,
         "WORLD_SIZE": world,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -13,15 +14,15 @@ from typing import NoReturn
 
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
-from trainer.agent.stop_request import StopRequest
 from trainer.contract.errors import ExitCode, RequestError, TrainingError
-from trainer.contract.outcome import exit_code_of
+from trainer.contract.outcome import RankReport, exit_code_of
 from trainer.contract.record import Failure, RunDir
 from trainer.host import process_guard
 from trainer.host.proc_environ import show_run_in_proc
+from trainer.host.stop_request import StopRequest
 
 RankFunction = Callable[[RankAssignment], object]
-"""What a rank does. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
+"""Runs a rank. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
 
 
 def enter(target: str, assignment: RankAssignment) -> NoReturn:
@@ -34,8 +35,19 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
         process_guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
     else:
         process_guard.print_by_line()
-    stop_request = StopRequest(assignment.report, assignment.stop_asked)
-    leave(run(target, dataclasses.replace(assignment, report=stop_request.report, stop_asked=stop_request.asked)))
+    # A scheduler that ends a job may signal every process of it, and a terminal its whole foreground group: a rank that
+    # died of that would lose what the node agent is about to ask it to save. The agent ends ranks by other signals.
+    stop_request = StopRequest((signal.SIGTERM, signal.SIGHUP))
+
+    def report(report: RankReport) -> None:
+        if report.stoppable:
+            stop_request.catch()
+        assignment.report(report)
+
+    def stop_requested() -> bool:
+        return bool(stop_request.level) or assignment.stop_requested()
+
+    leave(run(target, dataclasses.replace(assignment, report=report, stop_requested=stop_requested)))
 
 
 def _set_environment(assignment: RankAssignment) -> None:
@@ -55,7 +67,7 @@ def run(target: str, assignment: RankAssignment) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         code = load(target)(assignment)
-    except Exception as error:  # noqa: BLE001  (whatever it is, the parent learns it and the rank ends)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is reported and the rank ends)
         failure = _failure(error, assignment)
         if failure.traceback is not None:
             print(failure.traceback, file=sys.stderr)

@@ -21,7 +21,7 @@ from trainer.contract.record import RunDir
 
 @dataclass
 class WorkerProcess:
-    """A rank as its parent sees it."""
+    """A rank's process and what it has reported."""
 
     assignment: RankAssignment
     process: BaseProcess
@@ -32,35 +32,36 @@ class WorkerProcess:
     finished_at: float | None = None
     """When it reported its success, on the monotonic clock."""
     finished_ns: int = 0
-    """When it succeeded, by its own word, nanoseconds of the Unix clock."""
+    """When it succeeded by its report, nanoseconds of the Unix clock."""
     failed: bool = False
-    listens: bool = False
+    stoppable: bool = False
+    """Whether it saves its work on a stop request."""
     stopping: bool = False
     """Whether it has answered a stop request."""
     stopped: RankReport | None = None
-    """Its word that it stopped in order."""
+    """Its report that it has saved and leaves."""
     stopped_at: float | None = None
-    """When it said so, on the monotonic clock."""
+    """When that came, on the monotonic clock."""
     ended: bool = False
     exit_code: int | None = None
 
     @property
     def done_at(self) -> float | None:
-        """When it said that only its exit is left, on the monotonic clock."""
+        """When it reported that only its exit is left, on the monotonic clock."""
         return self.finished_at if self.stopped is None else self.stopped_at
 
     @property
-    def silent(self) -> bool:
-        """Whether it has not said how its training ended."""
+    def unreported(self) -> bool:
+        """Whether it has not reported how its training ended."""
         return self.finished_at is None and self.stopped is None and not self.failed
 
-    def ask_to_stop(self) -> None:
-        """Tell it; a rank that is gone is seen to have ended."""
+    def request_stop(self) -> None:
+        """Send it a stop request; a rank that is gone is seen to have ended."""
         with contextlib.suppress(OSError):
             self.reports.send_bytes(b"stop")
 
     def poll_reports(self) -> list[RankReport]:
-        """Return what the rank has said since the last time."""
+        """Return the reports since the last call."""
         found: list[RankReport] = []
         try:
             while not self.reports.closed and self.reports.poll():
@@ -91,15 +92,15 @@ def start_worker(context: BaseContext, assignment: RankAssignment, target: str) 
     log_from = log.stat().st_size if log is not None and log.exists() else 0
     reports, pipe = context.Pipe(duplex=True)
     sink = PipeSink(pipe)
-    told = dataclasses.replace(
+    for_worker = dataclasses.replace(
         assignment,
         parent_pid=os.getpid(),
         report=sink,
-        stop_asked=sink.asked,
-        environment={**forkserver.changes(), **assignment.environment},
+        stop_requested=sink.stop_requested,
+        environment={**forkserver.environment_changes(), **assignment.environment},
     )
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-        target=worker_entry.enter, args=(target, told), name=f"rank-{assignment.rank}"
+        target=worker_entry.enter, args=(target, for_worker), name=f"rank-{assignment.rank}"
     )
     try:
         process.start()

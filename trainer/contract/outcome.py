@@ -40,10 +40,10 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     finished: bool = False
     failure: Failure | None = None
-    listens: bool = False
-    """From here on the rank can be asked to stop, and will keep its work."""
+    stoppable: bool = False
+    """From here on the rank answers a stop request, and saves its work first."""
     stopping: bool = False
-    """It is about to keep its work, having been asked to stop or because training is complete."""
+    """It is about to save, because of a stop request or because training is complete."""
     stopped: bool = False
     """It has kept its work and leaves."""
     step: int | None = None

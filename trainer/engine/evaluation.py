@@ -33,7 +33,7 @@ def evaluate(
     *,
     device: torch.device,
     autocast: AbstractContextManager[Any],
-    stop_asked: Callable[[], bool],
+    stop_requested: Callable[[], bool],
     waits: Callable[[], None],
 ) -> Evaluation | None:
     """Evaluate this rank's share of the split and sum with the others; None on all ranks once one was asked to stop.
@@ -44,7 +44,7 @@ def evaluate(
         batches: the split's batches of this rank; dummies do not count.
         device: where the batches go.
         autocast: the precision of the forward pass.
-        stop_asked: whether this rank is to stop; asked after every batch.
+        stop_requested: whether this rank is to stop; asked after every batch.
         waits: told before this rank waits for the others.
     """
     training = model.training
@@ -59,7 +59,7 @@ def evaluate(
             totals["count"] += float(items) * weight
             for name, value in sums.items():
                 totals[f"metric:{name}"] = totals.get(f"metric:{name}", 0.0) + float(value) * weight
-            if stop_asked():  # not before the first batch, which tells what the metrics are called
+            if stop_requested():  # not before the first batch, which tells what the metrics are called
                 totals["stopped"] = 1.0
                 break
     finally:

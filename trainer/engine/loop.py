@@ -284,7 +284,7 @@ class Loop:
         options, now = self.options, time.monotonic()
         by_time = self.ctx.rank == 0
         return LoopRequests(
-            stop=self.ctx.stop_asked(),
+            stop=self.ctx.stop_requested(),
             end=by_time and bool(options.stop_time) and now - self._start_time >= options.stop_time * 60,
             save=by_time
             and bool(options.save_every_minutes)
@@ -369,7 +369,7 @@ class Loop:
             self.eval_batches[split],
             device=self.ctx.device,
             autocast=self.autocast,
-            stop_asked=self.ctx.stop_asked,
+            stop_requested=self.ctx.stop_requested,
             waits=self.ctx.waits,
         )
         self._stopped |= result is None

@@ -131,7 +131,7 @@ class _Rank:
         loop = Loop(self._task(options, words), options, self._context(options, device))
         self.step = lambda: loop.updates
         self._resume(loop, options)
-        assignment.listens()
+        assignment.stoppable()
         return loop.run()
 
     def _task(self, options: Training, words: list[str]) -> Task:
@@ -157,7 +157,7 @@ class _Rank:
             set_state=self.set_state,
             say=self._say if assignment.rank == 0 else _discard_line,
             checkpoints=folder,
-            stop_asked=assignment.stop_asked,
+            stop_requested=assignment.stop_requested,
             stopping=assignment.stopping,
             waits=self._waits,
             run_id=assignment.run_id,

@@ -28,7 +28,7 @@ class WorkerContext:
     """Equal on all ranks of a run and on no other's; empty where it has none."""
     recipe: str = ""
     """What a checkpoint keeps of the request."""
-    stop_asked: Callable[[], bool] = lambda: False
+    stop_requested: Callable[[], bool] = lambda: False
     """Whether somebody wants this rank to stop at the next occasion."""
     stopping: Callable[[], None] = lambda: None
     """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.log_file import LogFile
 from trainer.host.processes import exists
-from trainer.host.stop_signals import AT_ONCE
+from trainer.host.stop_request import NOW_SIGNAL
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -88,7 +88,7 @@ def set_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(AT_ONCE, signal.SIG_DFL)
+    signal.signal(NOW_SIGNAL, signal.SIG_DFL)
     print_stacks_on_signal()
 
 

@@ -1,4 +1,4 @@
-"""How a node's command becomes a process: one small protocol, one module per way."""
+"""How a node's command becomes a process: one small protocol, one module per launcher."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from trainer.contract.errors import RequestError, nearest
 if TYPE_CHECKING:
     from gputrain_tui.plan.planner import PlannedNode
     from trainer.contract.record import RunDir
+    from trainer.contract.stop_level import StopLevel
     from trainer.host.process_identity import ProcessIdentity
 
 LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher")}
@@ -18,7 +19,7 @@ LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.lifecycle.launc
 
 
 class NodeProcess(Protocol):
-    """The process of one node, seen from the supervisor."""
+    """The process of one node as the supervisor holds it."""
 
     node: int
     """Index of the node in the plan."""
@@ -32,22 +33,18 @@ class NodeProcess(Protocol):
     def poll(self) -> int | None:
         """Exit code, a signal's number negated, or None while it runs."""
 
-    def stop(self, *, at_once: bool) -> None:
-        """Ask the node agent to end its ranks and leave; returns immediately.
-
-        Args:
-            at_once: the ranks are not given the time to save.
-        """
+    def stop(self, level: StopLevel) -> None:
+        """Ask the node agent to end its ranks and leave; returns immediately."""
 
     def kill(self) -> None:
         """End it without asking; its ranks die with it."""
 
     def close(self) -> None:
-        """Let go of the descriptors of a process that has ended."""
+        """Close the descriptors of a process that has ended."""
 
 
 class Launcher(Protocol):
-    """A way to start a node."""
+    """Starts the command of a node."""
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
         """Start a node's command.
@@ -65,7 +62,7 @@ class Launcher(Protocol):
     def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone.
 
-        Its exit code is what the node's result says, for only its parent process is told.
+        Its exit code is read from the node's outcome: the kernel gives it only to the parent process.
         """
 
 

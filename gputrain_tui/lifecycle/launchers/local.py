@@ -14,8 +14,9 @@ from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
+from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
-from trainer.host.stop_signals import AT_ONCE
+from trainer.host.stop_request import LEASE, signal_of
 
 if TYPE_CHECKING:
     from gputrain_tui.plan.planner import PlannedNode
@@ -40,11 +41,11 @@ class LocalProcess:
         """Exit code, a signal's number negated, or None while it runs."""
         return self._process.poll()
 
-    def stop(self, *, at_once: bool) -> None:
-        """Ask it to end; the end of its lease leaves no time to save."""
-        for number in (AT_ONCE if at_once else signal.SIGTERM, signal.SIGCONT):  # a stopped process hears only then
+    def stop(self, level: StopLevel) -> None:
+        """Ask it to end its ranks and leave."""
+        for number in (signal_of(level), signal.SIGCONT):  # a stopped process runs no handler
             self._process.send_signal(number)
-        if at_once:
+        if level > StopLevel.SAVE:
             self._end_lease()
 
     def kill(self) -> None:
@@ -55,7 +56,7 @@ class LocalProcess:
         self._end_lease()
 
     def close(self) -> None:
-        """Let go of the descriptors."""
+        """Close the descriptors."""
         self._end_lease()
         os.close(self._pidfd)
 
@@ -79,19 +80,19 @@ class AdoptedProcess:
         return self._pidfd
 
     def poll(self) -> int | None:
-        """What the node's result says once it has ended, 1 where it left none; None while it runs."""
+        """Exit code in the node's outcome once it has ended, 1 where it left none; None while it runs."""
         if is_alive(self.identity):
             return None
         result = node_outcome(self._run_dir, self.node)
         return ExitCode.FAILED if result is None else result.exit_code
 
     def wake(self) -> None:
-        """Let it go on if a signal has stopped it: its supervisor waits for what it does, or for its end."""
+        """Continue it where SIGSTOP has stopped it: the supervisor waits for its end."""
         self._signal(signal.SIGCONT)
 
-    def stop(self, *, at_once: bool) -> None:
-        """Ask it to end."""
-        self._signal(AT_ONCE if at_once else signal.SIGTERM)
+    def stop(self, level: StopLevel) -> None:
+        """Ask it to end its ranks and leave."""
+        self._signal(signal_of(level))
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -99,7 +100,7 @@ class AdoptedProcess:
         self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         os.close(self._pidfd)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -107,15 +108,20 @@ class AdoptedProcess:
             signal.pidfd_send_signal(self._pidfd, number)
 
 
+def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool) -> dict[str, str]:
+    """Return the environment of a node agent: this process's, the run's and the node's own."""
+    return {**os.environ, **env, **node.env, LEASE: "stdin" if leased else ""}
+
+
 class LocalLauncher:
-    """This machine."""
+    """Starts nodes as processes of this machine."""
 
     def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
         pidfd = open_process(identity.pid, run_dir.path)
         if pidfd is None:
             return None
-        if not is_alive(identity):  # asked after it was opened: the descriptor means this very process
+        if not is_alive(identity):  # checked after it was opened: the descriptor refers to this very process
             os.close(pidfd)
             return None
         adopted = AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
@@ -128,15 +134,11 @@ class LocalLauncher:
         Raises:
             OSError: the command cannot be started.
         """
-        environment = {**os.environ, **env, **node.env}
-        environment.pop("GPUTRAIN_LEASE", None)
-        if leased:
-            environment["GPUTRAIN_LEASE"] = "stdin"
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
                 node.argv,
-                env=environment,
+                env=node_environment(node, env, leased=leased),
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,178 @@
+"""Turns signals and the end of a lease into one stop request that wakes a wait.
+
+The command, the supervisor, the node agent, the in-process agent and the rank all take it from here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from trainer.contract.stop_level import StopLevel
+
+LEASE = "GPUTRAIN_LEASE"
+"""Environment variable: ``stdin`` means that the end of standard input ends the run."""
+NOW_SIGNAL = signal.SIGUSR2
+"""Asks a supervisor or a node agent to leave without saving, and ends a rank that would save on SIGTERM."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, NOW_SIGNAL)
+"""Blocked by whoever starts a supervisor: they stay pending until it has its handlers."""
+
+
+class StopRequested(BaseException):
+    """A stop request that came in a call that blocks; no Exception, so that nothing swallows it."""
+
+
+def signal_of(level: StopLevel) -> signal.Signals:
+    """Return the signal that asks another process of ours for a level."""
+    return signal.SIGTERM if level <= StopLevel.SAVE else NOW_SIGNAL
+
+
+class StopRequest:
+    """The stop that signals and the lease have asked of this process; readable as a file after each signal."""
+
+    def __init__(
+        self, signals: Collection[int] = STOP_SIGNALS, *, lease: bool = False, main_thread_is_free: bool = True
+    ) -> None:
+        """Start without a request; signals are caught from ``catch`` or ``with`` on.
+
+        Args:
+            signals: which signals ask for a stop.
+            lease: whether the end of standard input asks to leave without saving.
+            main_thread_is_free: whether the main thread runs signal handlers in time; where it may sit in C++ for long,
+                another thread takes the signals in ``wait``.
+        """
+        self.level = StopLevel.NONE
+        self.reason: str | None = None
+        """What asked for the stop first."""
+        self._signals = signals
+        self._lease = lease
+        self._main_thread_is_free = main_thread_is_free
+        self._reported = StopLevel.NONE
+        """The level that ``risen`` has returned."""
+        self._interrupted = False
+        """Whether there was a Ctrl-C."""
+        self._raising = False
+        self._released = False
+        self._unsent: list[int] = []
+        """Signals to be forwarded."""
+        self._forward_to: int | None = None
+        """A pidfd."""
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
+        self._read = self._write = -1
+
+    def catch(self) -> None:
+        """Install the handlers and follow the lease; on the main thread."""
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in self._signals:
+            # What a terminal sends to all stays ignored where it is: `nohup`, or `&` in a script. SIGTERM and SIGUSR2
+            # are addressed to this very process.
+            ignored = signal.getsignal(number) is signal.SIG_IGN
+            if not ignored or number not in (signal.SIGINT, signal.SIGHUP):
+                self._before[number] = signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        # What is started from here has its own standard input.
+        os.environ.pop(LEASE, None)
+        if self._lease:
+            threading.Thread(target=self._follow_lease, name="lease", daemon=True).start()
+
+    def __enter__(self) -> StopRequest:
+        """Catch signals."""
+        self.catch()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put the handlers back."""
+        self._released = True
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        for descriptor in (self._read, self._write):
+            os.close(descriptor)
+        self._read = -1
+
+    def ask(self, level: StopLevel, reason: str) -> None:
+        """Ask for a stop, unless a more urgent one has been asked for."""
+        self.level = max(level, self.level)
+        self.reason = self.reason or reason
+
+    def risen(self) -> StopLevel:
+        """Return the level if it has risen since the last call, else NONE."""
+        level, before = self.level, self._reported
+        self._reported = level
+        return level if level > before else StopLevel.NONE
+
+    def fileno(self) -> int:
+        """Return the descriptor that a signal makes readable until ``drain``."""
+        return self._read
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until a signal, or so long."""
+        select.select([self], [], [], timeout_s)
+        self.drain()
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable until the next signal."""
+        with suppress(BlockingIOError):
+            for number in os.read(self._read, 4096):
+                if not self._main_thread_is_free and number in self._signals:
+                    self._receive(number)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Raise StopRequested at a request, also at one that came before; for calls that block."""
+        self._raising = True
+        try:
+            if self.level:
+                raise StopRequested
+            yield
+        finally:
+            self._raising = False
+
+    @contextmanager
+    def forwarded_to(self, pidfd: int) -> Iterator[None]:
+        """Send signals on to a process as they come, also those that came while there was none."""
+        self._forward_to = pidfd
+        self._forward()
+        try:
+            yield
+        finally:
+            self._forward_to = None
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._main_thread_is_free:
+            self._receive(number)
+        if self._raising:
+            self._raising = False
+            raise StopRequested
+
+    def _receive(self, number: int) -> None:
+        # Only a second Ctrl-C is a person whom saving takes too long. A terminal that is closed hangs up more than
+        # once, by its kernel and by its shell; another `gputrain stop` or a scheduler means the same stop.
+        again = self._interrupted and number == signal.SIGINT
+        self._interrupted |= number == signal.SIGINT
+        level = StopLevel.KILL if again else StopLevel.NOW if number == NOW_SIGNAL else StopLevel.SAVE
+        self.ask(level, f"stopped by {signal.Signals(number).name}")
+        self._unsent.append(number)
+        self._forward()
+
+    def _forward(self) -> None:
+        # From the handler, because the main thread may be held up by output that nobody reads.
+        while self._forward_to is not None and self._unsent:
+            with suppress(ProcessLookupError, IndexError):  # a handler that came in between has sent it
+                signal.pidfd_send_signal(self._forward_to, self._unsent.pop(0))
+                signal.pidfd_send_signal(self._forward_to, signal.SIGCONT)  # a stopped process runs no handler
+
+    def _follow_lease(self) -> None:
+        while os.read(0, 4096):
+            pass
+        if not self._released:
+            self.reason = self.reason or "the command that started it is gone"
+            signal.pthread_kill(threading.main_thread().ident or 0, NOW_SIGNAL)
