@@ -24,7 +24,7 @@ from trainer.data.loader import mix_seed
 from trainer.engine import reports
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import DataSample
+from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
 from trainer.engine.non_finite import FiniteCheck
@@ -95,7 +95,9 @@ class Loop:
         self._data = DataSample(self.splits["train"], task.collate, num_workers=options.num_workers)
         torch.manual_seed(options.seed)  # the same initialisation on all ranks
         model = task.model()
-        ctx.waits()  # DDP compares the models of all ranks
+        samples = self._samples()
+        ctx.waits()  # for the others' data, and for their models, which DDP compares
+        require_same_data(samples, ctx.request)
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
         self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
@@ -449,6 +451,17 @@ class Loop:
             )
 
     # ------------------------------------------------------------------------------------------------ small parts
+
+    def _samples(self) -> dict[str, DataSample]:
+        """Read the samples by which the ranks compare their data; none in a world of one."""
+        if self.ctx.world_size == 1:
+            return {}
+        others = {split: data for split, data in self.splits.items() if split != "train"}
+        samples = {split: DataSample(data, self.task.collate, num_workers=0) for split, data in others.items()}
+        samples["train"] = self._data
+        for sample in samples.values():
+            sample.state_dict()
+        return samples
 
     def _update_freq(self, epoch: int) -> int:
         return self.options.update_freq[min(epoch, len(self.options.update_freq)) - 1]
