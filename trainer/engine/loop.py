@@ -108,6 +108,7 @@ class Loop:
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "fp16")
         self.autocast = autocast(options, ctx.device)
         wire = compression(options)
+        self._compresses = wire.hook is not None
         self.meter = StepMeter(
             self.model,
             device=ctx.device,
@@ -193,7 +194,8 @@ class Loop:
 
         The gradient is the exact mean over the items (samples, tokens) of the global batch: DDP averages over the W
         ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. Where B is not
-        known beforehand, the last known B stands in and the gradients are corrected after the reduction.
+        known beforehand, the last known B stands in and the gradients are corrected after the reduction; where they
+        are compressed for it, they are corrected before, since half precision holds a mean and may not hold a sum.
         """
         options, meter, device = self.options, self.meter, self.ctx.device
         self.optimizer.zero_grad(set_to_none=True)
@@ -217,6 +219,9 @@ class Loop:
                     count = count + local_count
                     if last and not per_sample:
                         pending = distributed.sum_later(count, device)
+                        if self._compresses:
+                            self._correct(pending, denominator)
+                            pending, denominator = None, self._count_estimate
                     meter.lap("forward")
                     loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
                     scaled = local_sum * (self.ctx.world_size / denominator)
@@ -261,7 +266,8 @@ class Loop:
             raise TrainingError(f"step {self.updates + 1}: the loss of every rank counts no item")
         if true_count != denominator:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            torch._foreach_mul_(gradients, denominator / true_count)
+            if gradients:  # there are none before the only backward pass
+                torch._foreach_mul_(gradients, denominator / true_count)
         self._count_estimate = true_count
 
     def at_its_end(self) -> str:
