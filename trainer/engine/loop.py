@@ -141,6 +141,7 @@ class Loop:
             NonFiniteError: a loss or gradient is not finite.
             OutOfMemoryError: memory ran out.
             NotKeptError: all updates are made, but what was trained is not on disk.
+            TrainingError: all updates are made, but the ranks hold different parameters.
         """
         reports.announce(
             self.ctx,
@@ -330,6 +331,7 @@ class Loop:
 
         Raises:
             NotKeptError: the last checkpoint, or the best one, is not on disk.
+            TrainingError: the ranks hold different parameters.
         """
         self._desync.finish()
         self.meter.close()
@@ -351,6 +353,8 @@ class Loop:
         self.ctx.stopping()  # whoever asks from here on waits for the disk
         if not_kept := self._saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
+        if different := self._desync.standing:
+            raise TrainingError(f"trained, but {different}")
         self.ctx.say(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
