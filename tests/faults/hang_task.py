@@ -15,6 +15,7 @@ from trainer.data.dataset import SizedDataset
 from trainer.tasks.task import Task
 
 SAMPLES = 64
+BATCH = 4
 
 
 class HangOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +31,8 @@ class HangTask(Task):
 
     Options = HangOptions
     count_per_sample = 1
+    training = False
+    """Whether a step has begun."""
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         self.reach("datasets")
@@ -41,6 +44,7 @@ class HangTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         self.reach("first" if model.training else "valid")
+        self.training |= model.training
         return model(batch).square().sum(), len(batch), {}
 
     def reach(self, where: str) -> None:
@@ -61,8 +65,8 @@ class _Points:
         return SAMPLES
 
     def __getitem__(self, index: int) -> Tensor:
-        if self.split == "train":
-            if self.read == SAMPLES // 2:  # two ranks share an epoch
+        if self.split == "train" and self.task.training:  # not where the ranks compare their data
+            if self.read == SAMPLES // 2 - BATCH:  # two ranks share an epoch
                 self.task.reach("epoch")
             self.read += 1
         return torch.full((4,), index / SAMPLES)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,11 +205,12 @@ def test_a_desync_names_the_rank_and_the_first_tensor_that_differs(
     assert finding.advice
 
 
-def _follow(rank: int, world_size: int, folder: str) -> None:
+def _follow(rank: int, world_size: int, folder: str) -> list[str]:
     model = _model()
     weight: Any = model[0].weight
     writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
-    here: Any = SimpleNamespace(rank=rank, device=CPU, writer=writer)
+    lines: list[str] = []
+    here: Any = SimpleNamespace(rank=rank, device=CPU, writer=writer, say=lines.append)
     replicas = DesyncReports(here, model)
     first = float(weight[0, 0])
     for step, differs in ((100, False), (200, True), (300, True), (400, False)):
@@ -216,16 +220,66 @@ def _follow(rank: int, world_size: int, folder: str) -> None:
         replicas.finish()
         replicas.finish()
     writer.close()
+    return lines
 
 
 def test_a_difference_that_stays_is_told_once_and_that_it_is_over_too(gang: Gang, tmp_path: Path) -> None:
-    gang.run(_follow, str(tmp_path))
+    lines = gang.run(_follow, str(tmp_path))
+    assert [[line.partition(":")[0] for line in each] for each in lines] == [
+        ["desync at step 200", "desync is over at step 400"],
+        [],
+        [],
+    ]
     events = [list(decode_events((tmp_path / f"{rank}.ndjson").read_bytes())) for rank in range(3)]
     assert [[event.step for event in each if isinstance(event, Checksum)] for each in events] == 3 * [
         [100, 200, 300, 400]
     ]
     told = [[(e.state, e.step, e.rank) for e in each if isinstance(e, Finding)] for each in events]
     assert told == [[("raised", 200, 1), ("cleared", 400, 1)], [], []]
+
+
+DRIFTING = """
+import torch
+from tiny_task import TinyTask
+from trainer.distributed import get_rank
+
+class Drifting(TinyTask):
+    def loss(self, model, batch):
+        if model.training and get_rank() == 1:
+            with torch.no_grad():
+                next(model.parameters()).add_(1e-3)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+def test_a_training_that_ends_out_of_step_is_no_success_and_says_why(tmp_path: Path, recorded: bool) -> None:
+    (tmp_path / "drifting_task.py").write_text(DRIFTING)
+    support = Path(__file__).parents[1] / "support"
+    words = ["--task", "drifting_task:Drifting", "--cpu", "--distributed-world-size", "2", "--max-updates", "6"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "trainer",
+            *words,
+            "--desync-every",
+            "2",
+            *(["--run-dir", "record"] if recorded else []),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(support), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    output = done.stdout + done.stderr
+    different = "rank 1 holds other parameters than the rest, first in parameter 0.weight"
+    assert done.returncode == 1, output
+    assert f"trained, but {different}" in done.stderr
+    if not recorded:
+        assert f"desync at step 2: {different}" in done.stdout
+    assert "finished: " not in output
 
 
 # Last: these make the members of the gang believe that they run on unlike processors.

@@ -133,3 +133,12 @@ class OneSidedTask(TinyTask):
         if model.training and get_rank() == 1:
             return total * 0.0, 0, sums
         return total, int(count), sums
+
+
+class JumpingCounts(TinyTask):
+    """Every second batch has a million times as many items: the mean is as usual, the sum is not."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        total, count, sums = super().loss(model, batch)
+        factor = 1e6 if model.training and self.calls % 4 >= 2 else 1.0
+        return total * factor, count * factor, sums

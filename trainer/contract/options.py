@@ -113,7 +113,9 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
-    num_workers: Annotated[int, Meta(ge=0, description="data loading processes per rank", extra={"group": "Data"})] = 0
+    num_workers: Annotated[
+        int, Meta(ge=0, description="data loading processes per rank", extra={"group": "Data", "per_rank": True})
+    ] = 0
     shuffle: Annotated[
         bool,
         Meta(description="shuffle the training data every epoch, alike on all ranks", extra={"group": "Data"}),
@@ -294,8 +296,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="CPU threads per rank; 0: cores of the node divided by its ranks",
-            extra={"group": "Numerics"},
+            description="CPU threads per rank; 0: cores that the node may use divided by its ranks",
+            extra={"group": "Numerics", "per_rank": True},
         ),
     ] = 0
 
@@ -370,7 +372,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             str,
             Meta(
                 description="folder for checkpoints; default: checkpoints/ of the run directory",
-                extra={"group": "Checkpoints"},
+                extra={"group": "Checkpoints", "per_rank": True},
             ),
         ]
         | None

@@ -1,7 +1,8 @@
 """Reads option schemas: one declaration becomes a flag, a recipe key, a form field and a line of help.
 
 A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose fields are annotated with ``Meta``:
-``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group`` and ``aliases``.
+``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group``, ``aliases`` and
+``per_rank``.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     aliases: tuple[str, ...] = ()
     """Further flags, complete with their dashes."""
+    per_rank: bool = False
+    """Whether ranks of one training may have different values: a path, or how fast a rank works."""
 
     @property
     def flag(self) -> str:
@@ -141,6 +144,7 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         help=meta.description or "",
         group=str(extra.get("group", "")),
         aliases=tuple(extra.get("aliases", ())),
+        per_rank=bool(extra.get("per_rank")),
     )
 
 
@@ -270,18 +274,19 @@ def to_flags(options: Any) -> list[str]:
         if isinstance(value, bool):
             words.append(option.flag if value else "--no-" + option.flag[2:])
             continue
-        text = _text(value)
+        text = text_of(value)
         words += [f"{option.flag}={text}"] if text.startswith("--") else [option.flag, text]
     return words
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return an option's value as a flag has it."""
     if value is None:
         return NONE
     if isinstance(value, list | tuple):
         if any(isinstance(item, str) and (not item or set(item) & set(',[]() "')) for item in value):
             return msgspec.json.encode(value).decode()
-        return ",".join(_text(item) for item in value)
+        return ",".join(text_of(item) for item in value)
     return repr(value) if isinstance(value, float) else str(value)
 
 

@@ -20,11 +20,15 @@ Text = Annotated[
     Meta(
         description="text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
         "source of Python's own standard library; bytes are bytes, no encoding is assumed",
-        extra={"group": "Data"},
+        extra={"group": "Data", "per_rank": True},
     ),
 ]
 ValidText = Annotated[
-    str, Meta(description="text to validate on, named like data; default: the end of data", extra={"group": "Data"})
+    str,
+    Meta(
+        description="text to validate on, named like data; default: the end of data",
+        extra={"group": "Data", "per_rank": True},
+    ),
 ]
 Pattern = Annotated[
     tuple[str, ...],
@@ -93,13 +97,25 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """PyText's DocNN: convolutions over word embeddings classify a sentence."""
 
     train_path: Annotated[
-        str, Meta(description="TSV file to train on; it gives the words and the labels", extra={"group": "Data"})
+        str,
+        Meta(
+            description="TSV file to train on; it gives the words and the labels",
+            extra={"group": "Data", "per_rank": True},
+        ),
     ]
     eval_path: (
-        Annotated[str, Meta(description="TSV file to validate on; default: none", extra={"group": "Data"})] | None
+        Annotated[
+            str, Meta(description="TSV file to validate on; default: none", extra={"group": "Data", "per_rank": True})
+        ]
+        | None
     ) = None
     test_path: (
-        Annotated[str, Meta(description="TSV file to test on at the end; default: none", extra={"group": "Data"})]
+        Annotated[
+            str,
+            Meta(
+                description="TSV file to test on at the end; default: none", extra={"group": "Data", "per_rank": True}
+            ),
+        ]
         | None
     ) = None
     format: Annotated[
@@ -134,7 +150,11 @@ class MnistOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """HetSeq's digit recognition."""
 
     data: Annotated[
-        str, Meta(description="folder of MNIST's four IDX files, compressed (.gz) or not", extra={"group": "Data"})
+        str,
+        Meta(
+            description="folder of MNIST's four IDX files, compressed (.gz) or not",
+            extra={"group": "Data", "per_rank": True},
+        ),
     ]
     valid_subset: Annotated[
         Literal["test", "none"],
@@ -160,7 +180,7 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
             str,
             Meta(
                 description="WordPiece to use: a tokenizer.json or BERT's vocab.txt; default: train one on data",
-                extra={"group": "Data"},
+                extra={"group": "Data", "per_rank": True},
             ),
         ]
         | None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,6 +25,7 @@ from trainer.distributed.collectives import (
     barrier,
     broadcast_object,
     check_same,
+    from_master,
     get_default_group,
     get_rank,
     get_world_size,
@@ -31,6 +33,7 @@ from trainer.distributed.collectives import (
     max_later,
     sum_later,
 )
+from trainer.distributed.request import require_same
 from trainer.distributed.store import JoinTimeoutError, RendezvousStore, Wait, Waiting, open_store, remove_store_file
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "check_same",
     "device_uuid",
     "distributed_init",
+    "from_master",
     "get_default_group",
     "get_rank",
     "get_world_size",
@@ -52,6 +56,7 @@ __all__ = [
     "lost_by",
     "max_later",
     "report_failure",
+    "require_same",
     "shutdown",
     "sum_later",
 ]
@@ -121,6 +126,7 @@ def distributed_init(
     join_timeout_s: float,
     on_waiting: Waiting | None = None,
     identity: str = "",
+    request: Mapping[str, str] | None = None,
     share_devices: bool = False,
 ) -> None:
     """Join the process group; in a world of one rank there is none to join.
@@ -135,11 +141,12 @@ def distributed_init(
         join_timeout_s: how long to wait for the other ranks, in seconds.
         on_waiting: told about once a second who has joined, who has not and the milliseconds waited.
         identity: run id; ranks with another one are refused.
+        request: values by name that must be equal on all ranks, such as ``--lr``; ranks with another one are refused.
         share_devices: allow two ranks on one GPU.
 
     Raises:
         RequestError: the request cannot be met: port in use, stale file, a rank or a GPU claimed twice, ranks that
-            disagree on the world size or the run.
+            disagree on the world size, the run or a value of the request.
         JoinTimeoutError: ranks are missing; the message names them.
     """
     global _here
@@ -163,7 +170,7 @@ def distributed_init(
     )
     wait = Wait(join_timeout_s, on_waiting)
     rdzv = open_store(init_method, rank=rank, world_size=world_size, wait=wait, environ=os.environ)
-    result = rendezvous.join(rdzv, mine, wait)
+    result = rendezvous.join(rdzv, mine, wait, {**(request or {}), "--distributed-backend": backend})
     variables: tuple[str, ...] = ()
     if interface := network_probe.interface_for(rdzv, result, mine, gloo=backend == "gloo"):
         os.environ[network_probe.GLOO_INTERFACE] = interface

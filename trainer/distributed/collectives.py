@@ -15,13 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.contract.errors import TrainingError
+from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.encoding import decode, encode
 
 Op = Literal["sum", "max", "min"]
 Number = TypeVar("Number", Tensor, float, int)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+BROADCAST_BYTES = 64 << 20
+"""Of a broadcast that are on the GPU at a time: a checkpoint may be larger than what is free there."""
 
 _exchanges = 0
 """How many gatherings of data this process has begun in its group; equal on all ranks that are in step."""
@@ -220,9 +223,33 @@ def broadcast_object(data: Any, source: int = 0) -> Any:
     mine = encode(data) if sends else torch.empty(0, dtype=torch.uint8)
     size = _wire(torch.tensor([mine.numel()], dtype=torch.int64))
     dist.broadcast(size, source)
-    wire = _wire(mine if sends else torch.empty(int(size), dtype=torch.uint8))
-    dist.broadcast(wire, source)
-    return decode(wire)
+    data_bytes = mine if sends else torch.empty(int(size), dtype=torch.uint8)
+    for piece in torch.split(data_bytes, BROADCAST_BYTES):
+        wire = _wire(piece)
+        dist.broadcast(wire, source)
+        if not sends and wire.data_ptr() != piece.data_ptr():
+            piece.copy_(wire)
+    return decode(data_bytes)
+
+
+def from_master(ask: Callable[[], Any]) -> Any:
+    """Return on every rank what rank 0 finds out; the others do not ask. Same kinds as ``all_gather_list``.
+
+    Raises:
+        RequestError: rank 0 met one; every rank raises it in the same words.
+    """
+    if get_world_size() == 1:
+        return ask()
+    answer, refusal = None, ""
+    if is_master():
+        try:
+            answer = ask()
+        except RequestError as error:
+            refusal = str(error).encode(errors="backslashreplace").decode()  # it may hold a path
+    received, refusal = broadcast_object((answer, refusal))
+    if refusal:
+        raise RequestError(refusal)
+    return answer if is_master() else received
 
 
 def check_same(name: str, value: Any, *, tolerance: float = 0.0) -> None:

@@ -10,13 +10,14 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
+from trainer.distributed.request import RankRequest, disagreement
 from trainer.distributed.store import KEY_PREFIX, JoinTimeoutError, RendezvousStore, Wait, remove_store_file
 from trainer.host.boot import boot_id
 from trainer.host.processes import exists, namespace
@@ -103,19 +104,27 @@ def own_registration(*, rank: int, world_size: int, identity: str, device: str =
 # ----------------------------------------------------------------------------------------------------- the joining
 
 
-def join(rdzv: RendezvousStore, mine: Registration, wait: Wait) -> RendezvousResult:
-    """Claim this process's rank and wait until every rank has claimed its own.
+def join(
+    rdzv: RendezvousStore, mine: Registration, wait: Wait, request: Mapping[str, str] | None = None
+) -> RendezvousResult:
+    """Register this process as its rank and wait until every rank is registered.
+
+    Args:
+        rdzv: the store.
+        mine: this process's registration.
+        wait: how long to wait for the others.
+        request: values by name that must be equal on all ranks.
 
     Raises:
-        RequestError: two processes registration one rank or one GPU, or disagree on the world size or the run; or the
-            store's file is left from an earlier run.
+        RequestError: two processes register one rank or one GPU, or disagree on the world size, the run or a value of
+            the request; or the store's file is left from an earlier run.
         JoinTimeoutError: ranks are missing.
         TrainingError: the store went away.
     """
     keys = PrefixStore(KEY_PREFIX, rdzv.store)
     rdzv.store.set_timeout(timedelta(seconds=10))
     try:
-        return _join(keys, rdzv, mine, wait)
+        return _join(keys, rdzv, mine, wait, request or {})
     except TrainingError:
         raise
     except RuntimeError as error:
@@ -123,14 +132,16 @@ def join(rdzv: RendezvousStore, mine: Registration, wait: Wait) -> RendezvousRes
         raise TrainingError(f"rank {mine.rank} lost the store at {rdzv.url} while joining: {first}") from None
 
 
-def _join(keys: Store, rdzv: RendezvousStore, mine: Registration, wait: Wait) -> RendezvousResult:
+def _join(
+    keys: Store, rdzv: RendezvousStore, mine: Registration, wait: Wait, request: Mapping[str, str]
+) -> RendezvousResult:
     if settled := _result(keys):
         if settled.refusal and rdzv.file is None:
             # The others may have refused each other before rank 0, which serves the store, came to registration its
             # rank.
             _leave_refused(keys, rdzv, mine)
         raise RequestError(_closed(rdzv, mine, settled))
-    refusal, owner = _enter(keys, rdzv, mine)
+    refusal, owner = _enter(keys, rdzv, mine, request)
     if refusal:
         # The others may have ended by another refusal meanwhile, and the store with them.
         with contextlib.suppress(RuntimeError):
@@ -160,7 +171,7 @@ def _join(keys: Store, rdzv: RendezvousStore, mine: Registration, wait: Wait) ->
     raise RequestError(refusal or result.refusal)
 
 
-def _enter(keys: Store, rdzv: RendezvousStore, mine: Registration) -> tuple[str, bool]:
+def _enter(keys: Store, rdzv: RendezvousStore, mine: Registration, request: Mapping[str, str]) -> tuple[str, bool]:
     """Write this process's registrations; return what is wrong with them, and whether the rank is ours.
 
     Each registration is one compare-and-set, so of two processes exactly one is told of the other.
@@ -183,6 +194,10 @@ def _enter(keys: Store, rdzv: RendezvousStore, mine: Registration) -> tuple[str,
             f"ranks of two runs meet at {rdzv.url}: {founder.identity!r} is rank {founder.rank} ({founder.whom}), "
             f"{mine.identity!r} is rank {mine.rank} ({mine.whom})"
         ), owner
+    own = RankRequest(rank=mine.rank, whom=mine.whom, values=dict(request))
+    text = keys.compare_set("request", "", msgspec.json.encode(own).decode())
+    if different := disagreement(own, msgspec.json.decode(text, type=RankRequest)):
+        return different, owner
     if mine.device:
         other = _take(keys, f"device/{mine.device}", mine)
         if other != mine:

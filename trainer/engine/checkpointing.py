@@ -14,6 +14,7 @@ from typing import Any
 from trainer import distributed
 from trainer.checkpoint import ENTRIES, CheckpointWriter, Saved, capture_rng, kinds
 from trainer.contract import record
+from trainer.contract.errors import RequestError
 from trainer.engine.worker_context import WorkerContext
 
 State = dict[str, Any]
@@ -23,8 +24,17 @@ class Saving:
     """The checkpoints of one training; every rank has one, rank 0 writes."""
 
     def __init__(self, ctx: WorkerContext, *, keep_last: int) -> None:
-        self.enabled = ctx.checkpoints is not None
-        """Whether there is a folder for checkpoints."""
+        """Open the folder for checkpoints; every rank takes part.
+
+        Raises:
+            RequestError: another rank has a folder and rank 0, which writes, has none.
+        """
+        has_folder = distributed.all_gather_list(ctx.checkpoints is not None)
+        self.enabled = has_folder[0]
+        """Whether rank 0 has a folder for checkpoints; the others need none."""
+        if any(has_folder) and not self.enabled:
+            other = has_folder.index(True)
+            raise RequestError(f"--save-dir is given to rank {other} and not to rank 0, which writes the checkpoints")
         self.last_update = -1
         """The update after which the last checkpoint was begun, or from which training was resumed."""
         self.last_time = time.monotonic()

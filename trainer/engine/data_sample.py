@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from trainer.checkpoint import CheckpointError, capture_rng, copy_to_cpu, restore_rng
 from trainer.data.dataset import SizedDataset
 from trainer.data.loader import BatchLoader, Collate, mix_seed
+from trainer.distributed import all_gather_list, require_same
 from trainer.distributed.encoding import encode
 
 SAMPLES = 32
@@ -50,6 +51,12 @@ class DataSample:
                 [index, digest] for index, digest in zip(indices, self._digests(indices), strict=False) if digest
             ]
         return {"samples": len(self._dataset), "known": self._known}
+
+    def steady(self, indices: Sequence[int]) -> list[int]:
+        """Return those of the samples that are read again as they were read first."""
+        known = dict(self.state_dict()["known"])
+        again = zip(indices, self._digests(indices), strict=False)
+        return [index for index, digest in again if digest and digest == known.get(index)]
 
     def altered(self, samples: int, known: Sequence[tuple[int, str]]) -> str:
         """Return in words how the data differs from that of a checkpoint; empty where no difference is seen.
@@ -101,6 +108,40 @@ class DataSample:
         buffer = bytearray(content.numel())
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
         return hashlib.blake2b(buffer, digest_size=16).hexdigest()
+
+
+def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, str]) -> None:
+    """Require that all ranks were asked for the same and read the same data; every rank takes part.
+
+    Args:
+        samples: of every split.
+        request: values by name that must be equal on all ranks.
+
+    Raises:
+        RequestError: one line that names the ranks, their hosts and what differs, the same on every rank.
+    """
+    known = {split: sample.state_dict() for split, sample in samples.items()}
+    require_same({**request, **{f"samples of {split}": str(data["samples"]) for split, data in known.items()}})
+    everywhere = [
+        {split: dict(pairs) for split, pairs in rank.items()}
+        for rank in all_gather_list({split: data["known"] for split, data in known.items()})
+    ]
+    suspects = {
+        split: [
+            index for index in first if len({rank[split][index] for rank in everywhere if index in rank[split]}) > 1
+        ]
+        for split, first in everywhere[0].items()
+    }
+    if not any(suspects.values()):
+        return
+    # What differs between two readings on one rank says nothing about the data.
+    steady = all_gather_list({split: samples[split].steady(indices) for split, indices in suspects.items()})
+    shown: dict[str, str] = {}
+    for split, indices in suspects.items():
+        found = next((index for index in indices if all(index in rank[split] for rank in steady)), None)
+        if found is not None:
+            shown[f"contents of {split}"] = f"sample {found} with digest {dict(known[split]['known'])[found][:8]}"
+    require_same(shown)
 
 
 def _seed(seed: int) -> None:

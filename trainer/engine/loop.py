@@ -24,7 +24,7 @@ from trainer.data.loader import mix_seed
 from trainer.engine import reports
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import DataSample
+from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
 from trainer.engine.non_finite import FiniteCheck
@@ -95,7 +95,9 @@ class Loop:
         self._data = DataSample(self.splits["train"], task.collate, num_workers=options.num_workers)
         torch.manual_seed(options.seed)  # the same initialisation on all ranks
         model = task.model()
-        ctx.waits()  # DDP compares the models of all ranks
+        samples = self._samples()
+        ctx.waits()  # for the others' data, and for their models, which DDP compares
+        require_same_data(samples, ctx.request)
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
         self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
@@ -106,6 +108,7 @@ class Loop:
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "fp16")
         self.autocast = autocast(options, ctx.device)
         wire = compression(options)
+        self._compresses = wire.hook is not None
         self.meter = StepMeter(
             self.model,
             device=ctx.device,
@@ -138,6 +141,7 @@ class Loop:
             NonFiniteError: a loss or gradient is not finite.
             OutOfMemoryError: memory ran out.
             NotKeptError: all updates are made, but what was trained is not on disk.
+            TrainingError: all updates are made, but the ranks hold different parameters.
         """
         reports.announce(
             self.ctx,
@@ -191,7 +195,8 @@ class Loop:
 
         The gradient is the exact mean over the items (samples, tokens) of the global batch: DDP averages over the W
         ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. Where B is not
-        known beforehand, the last known B stands in and the gradients are corrected after the reduction.
+        known beforehand, the last known B stands in and the gradients are corrected after the reduction; where they
+        are compressed for it, they are corrected before, since half precision holds a mean and may not hold a sum.
         """
         options, meter, device = self.options, self.meter, self.ctx.device
         self.optimizer.zero_grad(set_to_none=True)
@@ -215,6 +220,9 @@ class Loop:
                     count = count + local_count
                     if last and not per_sample:
                         pending = distributed.sum_later(count, device)
+                        if self._compresses:
+                            self._correct(pending, denominator)
+                            pending, denominator = None, self._count_estimate
                     meter.lap("forward")
                     loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
                     scaled = local_sum * (self.ctx.world_size / denominator)
@@ -259,7 +267,8 @@ class Loop:
             raise TrainingError(f"step {self.updates + 1}: the loss of every rank counts no item")
         if true_count != denominator:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            torch._foreach_mul_(gradients, denominator / true_count)
+            if gradients:  # there are none before the only backward pass
+                torch._foreach_mul_(gradients, denominator / true_count)
         self._count_estimate = true_count
 
     def at_its_end(self) -> str:
@@ -322,6 +331,7 @@ class Loop:
 
         Raises:
             NotKeptError: the last checkpoint, or the best one, is not on disk.
+            TrainingError: the ranks hold different parameters.
         """
         self._desync.finish()
         self.meter.close()
@@ -343,6 +353,8 @@ class Loop:
         self.ctx.stopping()  # whoever asks from here on waits for the disk
         if not_kept := self._saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
+        if different := self._desync.standing:
+            raise TrainingError(f"trained, but {different}")
         self.ctx.say(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
@@ -449,6 +461,17 @@ class Loop:
             )
 
     # ------------------------------------------------------------------------------------------------ small parts
+
+    def _samples(self) -> dict[str, DataSample]:
+        """Read the samples by which the ranks compare their data; none in a world of one."""
+        if self.ctx.world_size == 1:
+            return {}
+        others = {split: data for split, data in self.splits.items() if split != "train"}
+        samples = {split: DataSample(data, self.task.collate, num_workers=0) for split, data in others.items()}
+        samples["train"] = self._data
+        for sample in samples.values():
+            sample.state_dict()
+        return samples
 
     def _update_freq(self, epoch: int) -> int:
         return self.options.update_freq[min(epoch, len(self.options.update_freq)) - 1]

@@ -80,22 +80,27 @@ def remark(
 
 
 class DesyncReports:
-    """Records whether all ranks hold the same model: each difference once, and when it is over."""
+    """Reports whether all ranks hold the same model: each difference once, and when it is over."""
 
     def __init__(self, ctx: WorkerContext, model: nn.Module) -> None:
         self._ctx = ctx
         self._replica = desync.ReplicatedTensors(model)
         self._pending: desync.DesyncCheck | None = None
         self._reported: dict[str | None, record.Finding] = {}
-        """By what differs; on the rank that tells it."""
+        """By what differs; on rank 0, which reports it."""
 
     def begin(self, *, step: int) -> None:
         """Begin to compare the parameters of all ranks; all of them call this after the same step."""
         self._pending = desync.DesyncCheck(self._replica, step=step, rank=self._ctx.rank, device=self._ctx.device)
         self._ctx.writer.write(self._pending.checksum)
 
+    @property
+    def standing(self) -> str:
+        """The difference in parameters that was found last and is not over, in one line; on rank 0, else empty."""
+        return next((found.message for found in self._reported.values() if found.severity == "critical"), "")
+
     def finish(self) -> None:
-        """Tell what was found, if something was begun; all ranks call this at the same place too."""
+        """Report what was found, if a check was begun; all ranks call this at the same place too."""
         if self._pending is None:
             return
         writer, step = self._ctx.writer, self._pending.checksum.step
@@ -104,9 +109,11 @@ class DesyncReports:
         for what, finding in self._reported.items():
             if what not in found or found[what].rank != finding.rank:
                 writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
+                self._ctx.say(f"desync is over at step {step}: {finding.message}")
         for what, finding in found.items():
             if what not in self._reported or self._reported[what].message != finding.message:
                 writer.write(finding)
+                self._ctx.say(f"desync at step {step}: {finding.message}; {finding.advice}")
         self._reported = found
 
 

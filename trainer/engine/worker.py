@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,9 @@ from trainer.engine import reports
 from trainer.engine.loop import Loop, TrainingOutcome
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
+from trainer.engine.request import task_request, training_request
 from trainer.engine.worker_context import WorkerContext
+from trainer.host.usable_cores import cores_per_rank
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -111,7 +114,7 @@ class _Rank:
         assignment = self.assignment
         self.set_state("joining")
         options, words = _training_options(assignment.words)
-        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // assignment.local_world_size))
+        torch.set_num_threads(options.threads or cores_per_rank(assignment.local_world_size))
         device = distributed.bind_device(assignment.device_id)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -125,26 +128,29 @@ class _Rank:
             join_timeout_s=assignment.distributed.join_timeout,
             share_devices=assignment.distributed.share_devices,
             identity=assignment.run_id,
+            request=training_request(options),
             on_waiting=self._waiting if assignment.rank == 0 else None,
         )
         self.set_state("ready")
-        loop = Loop(self._task(options, words), options, self._context(options, device))
+        task, request = self._task(options, words)
+        loop = Loop(task, options, self._context(options, device, request))
         self.step = lambda: loop.updates
         self._resume(loop, options)
         assignment.stoppable()
         return loop.run()
 
-    def _task(self, options: Training, words: list[str]) -> Task:
-        """Build the task from the flags that are left."""
+    def _task(self, options: Training, words: list[str]) -> tuple[Task, dict[str, str]]:
+        """Build the task from the flags that are left; return it and what must be equal of it on all ranks."""
         kind = load_task(options.task)
         schema = describe(kind.Options)
         values, rest = read_flags(words, schema)
         if rest:
             raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
         flags = {option.name: option.flag for option in schema}
-        return kind(check(kind.Options, values, where=lambda name: flags.get(name, name)))
+        own = check(kind.Options, values, where=lambda name: flags.get(name, name))
+        return kind(own), task_request(options.task, kind, own)
 
-    def _context(self, options: Training, device: torch.device) -> WorkerContext:
+    def _context(self, options: Training, device: torch.device, request: Mapping[str, str]) -> WorkerContext:
         assignment = self.assignment
         # Absolute, because the record names the files for readers in other folders.
         given = Path(options.save_dir).absolute() if options.save_dir else None
@@ -161,6 +167,7 @@ class _Rank:
             stopping=assignment.stopping,
             waits=self._waits,
             run_id=assignment.run_id,
+            request=request,
             recipe=_recipe_in(self.run_dir),
         )
 
@@ -176,23 +183,24 @@ class _Rank:
         """
         if not options.resume:
             return
-        passed_over: list[str] = []
-        source = path = Path(options.resume)
-        try:
-            if path.is_dir():
-                found = next(good_ones(path, on_skipped=passed_over.append), None)
-                if found is None:
-                    raise RequestError(_no_good_one(path, passed_over))
-                source, state = found
-            else:
-                state = load(path)
-            loop.load_state_dict(state, source=str(source))
-        except RequestError as error:
-            raise RequestError(f"{error}{_offer(loop, source)}") from None
+        path = Path(options.resume)
+        # Rank 0 sends what it has read: nobody else needs the file, or could choose another one.
+        source, state, passed_over = distributed.from_master(lambda: _choose(loop, path))
+        loop.load_state_dict(state, source=source)
         reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
-        reason = loop.at_its_end()
-        if not reason:
+        if not (reason := loop.at_its_end()):
             return
+        distributed.from_master(lambda: self._require_work(loop, source, reason))
+        missing = "its last validation is made now" if loop.validation_missing else "it is finished"
+        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no update is left to make, {reason}: {missing}")
+
+    def _require_work(self, loop: Loop, name: str, reason: str) -> None:
+        """Refuse a training that is finished, unless it is this run's own.
+
+        Raises:
+            RequestError: nothing is left to train.
+        """
+        source = Path(name)
         # A run that is started again after its last checkpoint has trained; another one would end without having.
         again = self.run_dir is not None and (
             source.resolve().is_relative_to(self.run_dir.path.resolve())
@@ -200,8 +208,6 @@ class _Rank:
         )
         if not again and not loop.validation_missing:
             raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
-        missing = "its last validation is made now" if loop.validation_missing else "it is finished"
-        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no update is left to make, {reason}: {missing}")
 
     def _say(self, line: str) -> None:
         self._narration.say(line)
@@ -249,6 +255,28 @@ class _Rank:
         elif lost := distributed.lost_by():
             failure.message = f"{lost} ({failure.message})"
         return failure
+
+
+def _choose(loop: Loop, path: Path) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the checkpoint that a path names and that fits: its file, its state, and what was passed over.
+
+    Raises:
+        RequestError: there is none; a good one beside it is offered.
+    """
+    passed_over: list[str] = []
+    source = path
+    try:
+        if path.is_dir():
+            found = next(good_ones(path, on_skipped=passed_over.append), None)
+            if found is None:
+                raise RequestError(_no_good_one(path, passed_over))
+            source, state = found
+        else:
+            state = load(path)
+        loop.require_fit(state, source=str(source))
+    except RequestError as error:
+        raise RequestError(f"{error}{_offer(loop, source)}") from None
+    return str(source), state, passed_over
 
 
 def _no_good_one(folder: Path, passed_over: list[str]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +26,8 @@ class WorkerContext:
     """The folder for checkpoints; None keeps none."""
     run_id: str = ""
     """Equal on all ranks of a run and on no other's; empty where it has none."""
+    request: Mapping[str, str] = field(default_factory=dict)
+    """Values by name that must be equal on all ranks."""
     recipe: str = ""
     """What a checkpoint keeps of the request."""
     stop_requested: Callable[[], bool] = lambda: False

@@ -85,7 +85,9 @@ class StepMeter:
         ddp = ddp_of(model)
         synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
         if ddp is not None and comm_hook is not None and not (self._on and synchronised):
-            ddp.register_comm_hook(*comm_hook)
+            averaging_state, average = comm_hook
+            # A lambda: DDP knows torch's bf16 hook by its name and refuses it on gloo, which adds bf16 as well as NCCL.
+            ddp.register_comm_hook(averaging_state, lambda state, bucket: average(state, bucket))
         if not self._on:
             return
 

@@ -1,0 +1,57 @@
+"""Lists what a rank was asked for by name: options, versions and code, which must be equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.contract.options import Training
+from trainer.contract.schema import describe, text_of
+from trainer.tasks.task import Task
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def training_request(options: Training) -> dict[str, str]:
+    """Return what can be compared before the ranks have a process group: versions, this package and its options."""
+    return {
+        # Builds for CPUs and for GPUs of one version may train together.
+        "torch version": torch.__version__.partition("+")[0],
+        "code of trainer": _code_of_package(),
+        **_values(options),
+    }
+
+
+def task_request(name: str, kind: type[Task], options: Any) -> dict[str, str]:
+    """Return the code and the options of the task of this name.
+
+    A user's module may take long to import or fail to, and the others would wait for a rank that never joins;
+    therefore this is compared later.
+    """
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    own = file is not None and not Path(file).is_relative_to(PACKAGE)
+    return {**({f"code of task {name}": _digest(Path(str(file)))} if own else {}), **_values(options)}
+
+
+def _values(options: Any) -> dict[str, str]:
+    return {
+        option.flag: text_of(getattr(options, option.name)) for option in describe(type(options)) if not option.per_rank
+    }
+
+
+@cache
+def _code_of_package() -> str:
+    return _digest(*sorted(PACKAGE.rglob("*.py")))
+
+
+def _digest(*files: Path) -> str:
+    digest = hashlib.blake2b(digest_size=6)
+    for file in files:
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
