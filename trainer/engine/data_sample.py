@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from trainer.checkpoint import CheckpointError, capture_rng, copy_to_cpu, restore_rng
 from trainer.data.dataset import SizedDataset
 from trainer.data.loader import BatchLoader, Collate, mix_seed
+from trainer.data.seeds import seed_all
 from trainer.distributed.encoding import encode
 
 SAMPLES = 32
@@ -83,7 +83,7 @@ class DataSample:
         try:
             with _own_random_numbers():
                 for index in indices:
-                    _seed(mix_seed(_SEED, index))  # as a reading process does
+                    seed_all(mix_seed(_SEED, index))  # as a reading process does
                     found.append(next(read).batch)
                     if time.monotonic() - began > BUDGET_S:
                         break
@@ -103,22 +103,11 @@ class DataSample:
         return hashlib.blake2b(buffer, digest_size=16).hexdigest()
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
-
-
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
     """Leave the random numbers of the training as they are."""
     before = capture_rng()
-    numpy = sys.modules.get("numpy")
-    numpy_before = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
         restore_rng(before)
-        if numpy is not None:
-            numpy.random.set_state(numpy_before)
