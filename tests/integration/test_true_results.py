@@ -206,6 +206,12 @@ def test_no_step_waits_for_a_device_to_be_looked_at(two_ranks: Gang, tmp_path: P
     assert [path.name for path in tmp_path.glob("step_*.pt")] == ["step_00000009.pt"]
 
 
+def test_the_statistics_of_a_batch_norm_are_not_taken_for_the_cause(tmp_path: Path) -> None:
+    flags = ("--task", f"{ODD}BadSampleTask", "--batch-size", 5, "--no-shuffle", "--max-epochs", 1)
+    done = train(tmp_path, *flags)
+    assert failure(done)["message"] == "non-finite loss at step 4: first in output of 0 (Linear)"
+
+
 def test_a_model_that_its_optimizer_makes_infinite_is_not_saved(tmp_path: Path) -> None:
     flags = ("--batch-size", 5, "--optimizer", "sgd", "--lr", "1e38", "--max-updates", 1)
     done = train(tmp_path, *flags, "--weight-decay", 1e30)

@@ -22,6 +22,15 @@ class NormTask(TinyTask):
         return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 12))
 
 
+class BadSampleTask(NormTask):
+    """Has one sample that holds an infinity."""
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        splits = super().datasets()
+        splits["train"].inputs[17] = float("inf")  # type: ignore[attr-defined]
+        return splits
+
+
 class SplitTask(TinyTask):
     """Draws its validation data from all of the data, with Python's random numbers."""
 
@@ -103,4 +112,13 @@ class WrongTask(TinyTask):
         return given[self.options.poison]
 
 
-__all__ = ["NoisyTask", "NormTask", "ReaderTask", "SplitTask", "TinyOptions", "TwoValueTask", "WrongTask"]
+__all__ = [
+    "BadSampleTask",
+    "NoisyTask",
+    "NormTask",
+    "ReaderTask",
+    "SplitTask",
+    "TinyOptions",
+    "TwoValueTask",
+    "WrongTask",
+]

@@ -400,8 +400,9 @@ class Loop:
     def _validate(self) -> None:
         if "valid" not in self.splits or self._validated_at == self.updates:
             return  # an epoch may end where an evaluation was due by updates
-        self.ctx.set_state("validating")
         self.meter.pause()
+        self._make_whole()
+        self.ctx.set_state("validating")
         result = self._evaluation("valid")
         if result is not None:
             self._validated_at = self.updates
@@ -413,7 +414,6 @@ class Loop:
 
     def _evaluation(self, split: str) -> Evaluation | None:
         """Evaluate a split; a rank that is asked to stop meanwhile breaks it off on all ranks."""
-        self._make_whole()
         result = evaluate(
             self.task,
             self.raw_model,
@@ -436,11 +436,10 @@ class Loop:
         """
         if self._saving.last_update == self.updates and not best:
             return
-        self._make_whole()
-        if not self._saving.enabled:
-            return
         self.meter.pause()
-        self._saving.save(self.state_dict, step=self.updates, best=best)
+        self._make_whole()
+        if self._saving.enabled:
+            self._saving.save(self.state_dict, step=self.updates, best=best)
         self.meter.start()
 
     def _make_whole(self) -> None:

@@ -115,8 +115,8 @@ class FiniteCheck:
             overflowed = ~torch.isfinite(norm)
             self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
             for parameter in self._model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.masked_fill_(self._overflowed, 0.0)
+                if (gradient := parameter.grad) is not None:
+                    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(self._overflowed, 0.0)
             return norm
         if math.isfinite(value := norm.item()):
             return value
