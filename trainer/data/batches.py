@@ -158,12 +158,13 @@ class Shares:
 
     def smallest(self, samples: int) -> int:
         """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies apart."""
-        left = samples % self.total
-        if not left or self.drop_last:
-            return min(self.batch_sizes)
-        ends = [sum(self.batch_sizes[: rank + 1]) for rank in range(len(self.batch_sizes))]
-        last = [min(size, left - end + size) for size, end in zip(self.batch_sizes, ends, strict=True)]
-        return min([size for size in last if size > 0] + list(self.batch_sizes if samples > self.total else ()))
+        whole, left = divmod(samples, self.total)
+        sizes = list(self.batch_sizes) if whole else []
+        if not self.drop_last:
+            for size in self.batch_sizes:
+                sizes.append(min(size, left))
+                left -= sizes[-1]
+        return min(size for size in sizes if size)
 
     def bounds(self, samples: int) -> Callable[[int], tuple[int, int]]:
         """Return a function from a micro-step's start to the ends of this rank's slice of the order."""
