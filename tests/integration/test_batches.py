@@ -179,12 +179,12 @@ def test_ranks_times_batch_is_one_rank_with_accumulation() -> None:
         assert sorted(samples_of([update])) == sorted(s for rank in ranks for s in samples_of([rank[index]]))
 
 
-def test_a_dummy_is_the_first_sample_and_counts_nothing() -> None:
+def test_a_dummy_is_the_first_sample_twice_and_counts_nothing() -> None:
     source = batches([f"sample {index}" for index in range(9)], [2] * 4, 3, shuffle=False)
     assert samples_of(read(source, 1)) == ["sample 6", "sample 7"]
     source.next_epoch()
     [[_], [dummy]] = read(source, 1)
-    assert dummy == MicroBatch(["sample 0"], 0)
+    assert dummy == MicroBatch(["sample 0", "sample 0"], 0)
 
 
 CASES = [
@@ -207,7 +207,7 @@ def test_every_sample_is_read_once_in_the_same_number_of_micro_steps(lengths: st
             updates = read(source, update_freq)
             assert len(updates) == left
             assert all(micro.samples <= batch_sizes[rank] for update in updates for micro in update)
-            assert all(len(micro.batch) == (micro.samples or 1) for update in updates for micro in update)
+            assert all(len(micro.batch) == (micro.samples or 2) for update in updates for micro in update)
             shapes.add(tuple(len(update) for update in updates))
             seen += samples_of(updates)
         assert sorted(seen) == list(range(samples)), (samples, batch_sizes, update_freq)

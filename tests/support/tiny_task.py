@@ -24,8 +24,8 @@ class TinyOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Leave out a varying part of each sample, so that the count differs from batch to batch."""
     double: bool = False
     poison: str = ""
-    """Non-finite where: ``loss``, ``input``, ``gradient``, ``once`` in the loss, only the ``norm`` of gradients, or in
-    ``half`` precision."""
+    """Non-finite where: ``loss``, ``input``, ``gradient``, ``once`` in the loss, ``gradient once``, only the ``norm``
+    of gradients, or in ``half`` precision."""
     fault_rank: int = -1
     fault_step: int = -1
     fault: str = ""
@@ -102,7 +102,7 @@ class _Poison(nn.Module):
             return F.linear(logits * 1e3, torch.eye(12) * 1e3)
         if self.kind == "norm":
             return logits * 1e25
-        if self.kind == "gradient":
+        if self.kind == "gradient" or (self.kind == "gradient once" and self.steps == 4):
             # The square root of exactly 0 is finite; its gradient is not.
             return logits + torch.sqrt((logits - logits.detach()).abs())
         return logits

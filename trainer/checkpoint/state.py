@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,7 +61,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of the random numbers of Python, torch's CPU and this rank's GPU.
+    """Return the state of the random numbers of Python, torch's CPU, this rank's GPU, and numpy where it is in use.
 
     Args:
         device: the GPU; default: the current one, where CUDA is in use.
@@ -74,13 +75,23 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         device is None or device.type == "cuda"
     ):
         state["cuda"] = torch.cuda.get_rng_state(device if device is not None else "cuda")
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [
+            str(kind),
+            torch.tensor(keys.tolist(), dtype=torch.int64),
+            *(plain(each) for plain, each in zip((int, int, float), rest, strict=True)),
+        ]
     return state
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Set the random numbers to a captured state; a GPU's state is passed over where CUDA is not in use."""
+    """Set the random numbers to a captured state; a GPU's and numpy's are passed over where they are not in use."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available() and (device is None or device.type == "cuda"):
         torch.cuda.set_rng_state(state["cuda"].cpu(), device if device is not None else "cuda")
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, position, has_gauss, gauss = state["numpy"]
+        numpy.random.set_state((kind, keys.tolist(), position, has_gauss, gauss))

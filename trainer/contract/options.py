@@ -120,6 +120,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         bool,
         Meta(description="shuffle the training data every epoch, alike on all ranks", extra={"group": "Data"}),
     ] = True
+    drop_last: Annotated[
+        bool,
+        Meta(
+            description="leave out the samples at an epoch's end that do not fill the batch of every rank",
+            extra={"group": "Data"},
+        ),
+    ] = False
 
     max_epochs: Annotated[
         int,
@@ -286,6 +293,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["fp32", "bf16", "fp16"],
         Meta(description="bf16 and fp16 are autocast; fp16 scales the loss", extra={"group": "Numerics"}),
     ] = "fp32"
+    min_loss_scale: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="fp16: end when gradients overflow until the loss scale is below this",
+            extra={"group": "Numerics"},
+        ),
+    ] = 1e-4
     compile: Annotated[bool, Meta(description="compile the model with torch.compile", extra={"group": "Numerics"})] = (
         False
     )

@@ -135,6 +135,8 @@ class Shares:
     batch_sizes: tuple[int, ...]
     """Samples per micro-step of each rank."""
     rank: int
+    drop_last: bool = False
+    """Leave out the samples at the end that do not fill the batch of every rank."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.batch_sizes), f"rank {self.rank} of {len(self.batch_sizes)}"
@@ -147,12 +149,22 @@ class Shares:
 
     @property
     def needed(self) -> int:
-        """Samples from which on the last rank gets one too."""
-        return self.total - self.batch_sizes[-1] + 1
+        """Samples from which on the last rank gets one too; with ``drop_last`` a whole batch."""
+        return self.total if self.drop_last else self.total - self.batch_sizes[-1] + 1
 
     def starts(self, consumed: int, samples: int) -> range:
         """Return where in the order each of the remaining micro-steps starts."""
-        return range(consumed, samples, self.total)
+        return range(consumed, samples - self.total + 1 if self.drop_last else samples, self.total)
+
+    def smallest(self, samples: int) -> int:
+        """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies apart."""
+        whole, left = divmod(samples, self.total)
+        sizes = list(self.batch_sizes) if whole else []
+        if not self.drop_last:
+            for size in self.batch_sizes:
+                sizes.append(min(size, left))
+                left -= sizes[-1]
+        return min(size for size in sizes if size)
 
     def bounds(self, samples: int) -> Callable[[int], tuple[int, int]]:
         """Return a function from a micro-step's start to the ends of this rank's slice of the order."""
@@ -206,6 +218,7 @@ class EpochBatches:
         num_workers: int = 0,
         lengths: Sequence[int] | None = None,
         pin_memory: bool = False,
+        drop_last: bool = False,
     ) -> None:
         """Stand at the start of epoch 1.
 
@@ -219,12 +232,13 @@ class EpochBatches:
             num_workers: reading processes of this rank; 0 reads in the rank itself.
             lengths: length of each sample, to put samples of alike length into a batch.
             pin_memory: put batches into page-locked memory.
+            drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
 
         Raises:
             RequestError: too few samples to give every rank a batch, or not one length per sample.
         """
         self._samples = len(dataset)
-        self._shares = Shares(tuple(batch_sizes), rank)
+        self._shares = Shares(tuple(batch_sizes), rank, drop_last)
         self._check_size()
         self._lengths = None if lengths is None else _checked_lengths(lengths, self._samples)
         # With equal sizes a chunk is one rank's batch, which makes the order of W ranks with batch B the order of
@@ -244,7 +258,8 @@ class EpochBatches:
             sizes = sorted(set(self._shares.batch_sizes))
             raise RequestError(
                 f"the training data has {self._samples} samples, but {world_size} ranks with a batch size of "
-                f"{' or '.join(map(str, sizes))} need at least {self._shares.needed}, or some rank never gets a batch: "
+                f"{' or '.join(map(str, sizes))} need at least {self._shares.needed}"
+                f"{' with --drop-last' if self._shares.drop_last else ''}, or some rank never gets a batch: "
                 "use fewer ranks or a smaller --batch-size"
             )
 
@@ -255,7 +270,7 @@ class EpochBatches:
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and what fixes the order of the epoch; the end of an epoch is the start of the next."""
-        ended = self._position.consumed >= self._samples
+        ended = not self.updates_left(1)
         plan = self._own_plan if ended else self._plan
         return {
             "epoch": self._position.epoch + ended,
@@ -305,6 +320,15 @@ class EpochBatches:
         """Go to the start of the next epoch."""
         self._position = Position(self._position.epoch + 1, 0)
         self._plan = self._own_plan
+
+    @property
+    def smallest(self) -> int:
+        """The fewest samples that any rank reads in one micro-step of an epoch."""
+        return self._shares.smallest(self._samples)
+
+    def updates_per_epoch(self, update_freq: int) -> int:
+        """Return how many updates a whole epoch has."""
+        return -(-len(self._shares.starts(0, self._samples)) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
         """Return how many updates the rest of the epoch has."""
@@ -374,7 +398,10 @@ class EvalBatches:
         self._order: Tensor | range = range(self.samples)
         if lengths is not None:
             self._order = torch.argsort(_checked_lengths(lengths, self.samples), stable=True)
-        self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
+        # Between two evaluations, which may be hours apart, the workers would only hold memory.
+        self._reader = BatchLoader(
+            dataset, collate, num_workers=num_workers, pin_memory=pin_memory, persistent_workers=False
+        )
 
     def __len__(self) -> int:
         """Micro-steps, the same on all ranks."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.dataset import SizedDataset
+from trainer.data.seeds import seed_all
 from trainer.host import process_guard
 
 Collate = Callable[[list[Any]], Any]
@@ -27,7 +26,7 @@ class MicroBatch:
     """What one rank reads in one micro-step."""
 
     batch: Any
-    """The collated samples; of a dummy, the collated first sample of the dataset."""
+    """The collated samples; of a dummy, the first sample of the dataset twice, as a batch norm needs two."""
     samples: int
     """How many samples the batch has; 0 marks a dummy, whose loss counts zero."""
 
@@ -75,10 +74,7 @@ class _Fetch:
 
     def __getitem__(self, request: _Request) -> Any:
         """Read in a worker. Seeding each batch makes its random numbers independent of workers and of resuming."""
-        random.seed(request.seed)
-        torch.manual_seed(request.seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(request.seed & 0xFFFFFFFF)
+        seed_all(request.seed)
         try:
             return self(request.indices)
         except (RequestError, TrainingError) as error:
@@ -96,9 +92,17 @@ class _Requests(Sampler[_Request]):
 
 
 class BatchLoader:
-    """Reads slices of an order: in this process, or ahead of it in worker processes that live across epochs."""
+    """Reads slices of an order: in this process, or ahead of it in worker processes."""
 
-    def __init__(self, dataset: SizedDataset, collate: Collate, *, num_workers: int, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        collate: Collate,
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        persistent_workers: bool = True,
+    ) -> None:
         """Start nothing yet; workers are forked by the first ``read``.
 
         Args:
@@ -106,7 +110,9 @@ class BatchLoader:
             collate: turns a list of samples into a batch.
             num_workers: reading processes; 0 reads in this one.
             pin_memory: put batches into page-locked memory.
+            persistent_workers: keep the workers from one ``read`` to the next; else they end with each.
         """
+        self._persistent = persistent_workers
         self._fetch = _Fetch(dataset, collate)
         self._pin = pinned if pin_memory else None
         self._requests = _Requests()
@@ -125,7 +131,7 @@ class BatchLoader:
                 generator=torch.Generator(),
                 # A task of the user's own need not be picklable.
                 multiprocessing_context="fork",
-                persistent_workers=True,
+                persistent_workers=persistent_workers,
             )
 
     def read(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds, *, seed: int) -> Iterator[MicroBatch]:
@@ -156,18 +162,22 @@ class BatchLoader:
                 yield self._dummy()
 
     def _read_ahead(self, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:
-        for start in starts:
-            low, high = bounds(start)
-            if low < high:
-                batch = next(self._ahead)
-                if isinstance(batch, _Refused):
-                    raise batch.error
-                yield MicroBatch(batch, high - low)
-            else:
-                yield self._dummy()
+        try:
+            for start in starts:
+                low, high = bounds(start)
+                if low < high:
+                    batch = next(self._ahead)
+                    if isinstance(batch, _Refused):
+                        raise batch.error
+                    yield MicroBatch(batch, high - low)
+                else:
+                    yield self._dummy()
+        finally:
+            if not self._persistent:
+                self._ahead = iter(())
 
     def _dummy(self) -> MicroBatch:
-        return MicroBatch(self._fetch([0]), 0)
+        return MicroBatch(self._fetch([0, 0]), 0)
 
     def close(self) -> None:
         """End the workers; they end when the loader and its iterator are let go."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from trainer.checkpoint import CheckpointError, capture_rng, copy_to_cpu, restore_rng
 from trainer.data.dataset import SizedDataset
 from trainer.data.loader import BatchLoader, Collate, mix_seed
+from trainer.data.seeds import seed_all
 from trainer.distributed import all_gather_list, require_same
 from trainer.distributed.encoding import encode
 
@@ -90,7 +90,7 @@ class DataSample:
         try:
             with _own_random_numbers():
                 for index in indices:
-                    _seed(mix_seed(_SEED, index))  # as a reading process does
+                    seed_all(mix_seed(_SEED, index))  # as a reading process does
                     found.append(next(read).batch)
                     if time.monotonic() - began > BUDGET_S:
                         break
@@ -144,22 +144,11 @@ def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, s
     require_same(shown)
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
-
-
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
     """Leave the random numbers of the training as they are."""
     before = capture_rng()
-    numpy = sys.modules.get("numpy")
-    numpy_before = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
         restore_rng(before)
-        if numpy is not None:
-            numpy.random.set_state(numpy_before)

@@ -13,7 +13,7 @@ from torch import nn
 from trainer import distributed
 from trainer.data.batches import EvalBatches
 from trainer.engine.model import to_device
-from trainer.tasks.task import Task
+from trainer.tasks.task import Task, summed_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def evaluate(
         for micro in batches:
             weight = 1.0 if micro.samples else 0.0
             with autocast:
-                loss, items, sums = task.loss(model, to_device(micro.batch, device))
+                loss, items, sums = summed_loss(task, model, to_device(micro.batch, device))
             totals["loss"] += float(loss) * weight
             totals["count"] += float(items) * weight
             for name, value in sums.items():

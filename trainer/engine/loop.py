@@ -21,19 +21,34 @@ from trainer.contract.options import Training, require_an_end
 from trainer.contract.outcome import SEED_ON_RESUME, stopped_where
 from trainer.data.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
 from trainer.data.loader import mix_seed
+from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
 from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.evaluation import Evaluation, evaluate
-from trainer.engine.model import Accumulation, autocast, clip, compression, to_device, trainable, unwrap, wrap
+from trainer.engine.host_copies import host_copies
+from trainer.engine.loss_scaler import LossScaler
+from trainer.engine.model import (
+    Accumulation,
+    autocast,
+    clip,
+    compression,
+    gradients,
+    share_buffers,
+    to_device,
+    trainable,
+    unwrap,
+    wrap,
+)
 from trainer.engine.non_finite import FiniteCheck
+from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
 from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
 from trainer.engine.stopping import Best, end_reached
 from trainer.engine.worker_context import WorkerContext
-from trainer.tasks.task import Task
+from trainer.tasks.task import Task, summed_loss
 from trainer.telemetry.step_meter import StepMeter
 
 
@@ -64,6 +79,7 @@ class Loop:
         """
         require_an_end(options)
         self.task, self.options, self.ctx = task, options, ctx
+        seed_all(options.seed)  # a split that is drawn at random is the same on all ranks
         self.splits = task.datasets()
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
@@ -78,6 +94,7 @@ class Loop:
             num_workers=options.num_workers,
             lengths=task.lengths("train"),
             pin_memory=ctx.device.type == "cuda",
+            drop_last=options.drop_last,
         )
         self.eval_batches = {
             split: EvalBatches(
@@ -86,6 +103,7 @@ class Loop:
                 batch_sizes=(options.valid_batch_size or max(sizes),) * ctx.world_size,
                 rank=ctx.rank,
                 split=split,
+                num_workers=options.num_workers,
                 lengths=task.lengths(split),
                 pin_memory=ctx.device.type == "cuda",
             )
@@ -93,19 +111,20 @@ class Loop:
             if split != "train"
         }
         self._data = DataSample(self.splits["train"], task.collate, num_workers=options.num_workers)
-        torch.manual_seed(options.seed)  # the same initialisation on all ranks
+        seed_all(options.seed)  # the same initialisation on all ranks, whatever reading the data has drawn
         model = task.model()
+        require_batches_for_norms(task, model, self.splits["train"], options, smallest=self.train_batches.smallest)
         samples = self._samples()
         ctx.waits()  # for the others' data, and for their models, which DDP compares
         require_same_data(samples, ctx.request)
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
         self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
-        torch.manual_seed(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks and can be repeated
+        seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks and can be repeated
         self.parameters = trainable(self.raw_model)
         self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
         self.schedule = Schedule(options, self.optimizer)
-        self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "fp16")
+        self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         self.autocast = autocast(options, ctx.device)
         wire = compression(options)
         self._compresses = wire.hook is not None
@@ -119,12 +138,17 @@ class Loop:
             wire_ratio=wire.wire_ratio,
         )
         self._finite = FiniteCheck(
-            task, self.raw_model, self.meter, autocast=self.autocast, scaled=self.scaler.is_enabled()
+            task,
+            self.raw_model,
+            autocast=self.autocast,
+            scaled=self.scaler.enabled,
+            copies=ctx.copies or host_copies(ctx.device),
         )
         self.best = Best.of(options)
         self.updates = 0
         self.epoch = 1
-        self._count_estimate = 1.0
+        # One item per sample until a count is known; far less would overflow fp16's first gradient.
+        self._count_estimate = float(sum(sizes) * self._update_freq(1))
         self._progress = reports.Progress(ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last)
@@ -147,7 +171,7 @@ class Loop:
             self.ctx,
             self.options,
             samples=len(self.splits["train"]),
-            samples_per_update=sum(self.sizes) * self._update_freq(1),
+            updates_per_epoch=self.train_batches.updates_per_epoch(self._update_freq(1)),
             first_update=self.updates,
             parameters=sum(parameter.numel() for parameter in self.parameters),
         )
@@ -162,19 +186,21 @@ class Loop:
         )
         if self.updates and self._due(self.options.valid_every_updates) and self._validated_at != self.updates:
             self._validate()  # the stop came before it
+        tried = self.updates  # and not every one is taken in fp16
         while not (self._stopped or (reason := self._end())):
             self.epoch = epoch = self.train_batches.position.epoch
             if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
-                agreement.soon(self.updates)
+                agreement.soon(tried)
             for update in self.train_batches.updates(self._update_freq(epoch)):
-                self._update(update)
-                agreed = agreement.after(self.updates)
+                stepped = self._update(update)
+                tried += 1
+                agreed = agreement.after(tried)
                 self._stopped, self._time_is_up = agreed.stop, agreed.end
-                if not self._stopped and self._due(self.options.valid_every_updates):
+                if stepped and not self._stopped and self._due(self.options.valid_every_updates):
                     self._validate()
                 if self._stopped:
                     return self._stop()
-                if self._due(self.options.save_every_updates) or agreed.save:
+                if (stepped and self._due(self.options.save_every_updates)) or agreed.save:
                     self._save()
                 if reason := self._end():
                     break
@@ -190,18 +216,20 @@ class Loop:
             return self._stop()
         return TrainingOutcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
 
-    def _update(self, update: Update) -> None:
-        """One optimizer step over the update's micro-batches of all ranks.
+    def _update(self, update: Update) -> bool:
+        """Make one optimizer step over the update's micro-batches of all ranks; return whether it was taken.
 
         The gradient is the exact mean over the items (samples, tokens) of the global batch: DDP averages over the W
         ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. Where B is not
         known beforehand, the last known B stands in and the gradients are corrected after the reduction; where they
-        are compressed for it, they are corrected before, since half precision holds a mean and may not hold a sum.
+        are compressed for it, they are corrected before, since half precision holds a mean and may not hold a sum. In
+        fp16 a step whose gradient overflows is left out: it counts nowhere, and the loss scale is halved.
         """
         options, meter, device = self.options, self.meter, self.ctx.device
         self.optimizer.zero_grad(set_to_none=True)
         per_sample = self.task.count_per_sample
         denominator = update.global_samples * per_sample if per_sample else self._count_estimate
+        grad_scale = self.scaler.value
         loss_sum: Tensor | float = 0.0
         count: Tensor | int = 0
         samples = 0
@@ -214,7 +242,7 @@ class Loop:
             try:
                 with self.accumulation(last=last):
                     with self.autocast:
-                        local_sum, local_count, _ = self.task.loss(self.model, batch)
+                        local_sum, local_count, _ = summed_loss(self.task, self.model, batch)
                     if not micro.samples:  # a dummy keeps the ranks in step and counts for nothing
                         local_sum, local_count = local_sum * 0.0, 0
                     count = count + local_count
@@ -234,12 +262,13 @@ class Loop:
                 raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {too_much(batch, error)}") from error
             samples += micro.samples
         if pending is not None:
-            self._correct(pending, denominator)
+            grad_scale *= self._correct(pending, denominator)
         self.scaler.unscale_(self.optimizer)
         norm = clip(self.parameters, options.clip_norm)
         grad_norm = self._finite.require_gradient(norm, step=self.updates + 1)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if not self.scaler.step(self.optimizer):
+            self._left_out()
+            return False
         self.updates += 1
         lr = self.schedule.lr
         self.schedule.step(self.updates)
@@ -254,22 +283,40 @@ class Loop:
             tokens=samples * per_sample if per_sample and per_sample > 1 else None,
             lr=lr,
             grad_norm=grad_norm,
+            grad_scale=grad_scale,
         )
         self._desync.finish()
         if self._due(options.desync_every):
             self._desync.begin(step=self.updates)
         self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
+        return True
 
-    def _correct(self, pending: Any, denominator: float) -> None:
-        """Turn gradients that were divided by an estimate of the global count into the exact mean."""
+    def _left_out(self) -> None:
+        """Go on after a step that was not taken, unless the loss scale says that none will be.
+
+        Raises:
+            NonFiniteError: the loss scale is below its least.
+        """
+        step, scaler = self.updates + 1, self.scaler
+        self._finite.require_scale(scaler.value, self.options.min_loss_scale, step=step, left_out=scaler.left_out)
+        self.meter.discard()
+        self.ctx.say(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
+
+    def _correct(self, pending: Any, denominator: float) -> float:
+        """Turn gradients that were divided by an estimate of the global count into the exact mean.
+
+        Returns:
+            The true count over the estimate.
+        """
         true_count = pending()
         if true_count <= 0:
             raise TrainingError(f"step {self.updates + 1}: the loss of every rank counts no item")
         if true_count != denominator:
-            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            if gradients:  # there are none before the only backward pass
-                torch._foreach_mul_(gradients, denominator / true_count)
+            found = gradients(self.parameters)
+            if found:  # there are none before the only backward pass
+                torch._foreach_mul_(found, denominator / true_count)
         self._count_estimate = true_count
+        return float(true_count / denominator)
 
     def at_its_end(self) -> str:
         """Say why a resumed training will make no update; empty when it will."""
@@ -295,9 +342,13 @@ class Loop:
         return LoopRequests(
             stop=self.ctx.stop_requested(),
             end=by_time and bool(options.stop_time) and now - self._start_time >= options.stop_time * 60,
-            save=by_time
-            and bool(options.save_every_minutes)
-            and now - self._saving.last_time >= options.save_every_minutes * 60,
+            # A rank that has seen a number that is not finite has all of them look, which a save does.
+            save=self._finite.seen()
+            or (
+                by_time
+                and bool(options.save_every_minutes)
+                and now - self._saving.last_time >= options.save_every_minutes * 60
+            ),
         )
 
     def _stop(self) -> TrainingOutcome:
@@ -362,8 +413,9 @@ class Loop:
     def _validate(self) -> None:
         if "valid" not in self.splits or self._validated_at == self.updates:
             return  # an epoch may end where an evaluation was due by updates
-        self.ctx.set_state("validating")
         self.meter.pause()
+        self._make_whole()
+        self.ctx.set_state("validating")
         result = self._evaluation("valid")
         if result is not None:
             self._validated_at = self.updates
@@ -390,12 +442,28 @@ class Loop:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def _save(self, *, best: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this update."""
-        if not self._saving.enabled or (self._saving.last_update == self.updates and not best):
+        """Write a checkpoint, unless there is one of this update.
+
+        Raises:
+            NonFiniteError: there is nothing that is worth keeping.
+        """
+        if self._saving.last_update == self.updates and not best:
             return
         self.meter.pause()
-        self._saving.save(self.state_dict, step=self.updates, best=best)
+        self._make_whole()
+        if self._saving.enabled:
+            self._saving.save(self.state_dict, step=self.updates, best=best)
         self.meter.start()
+
+    def _make_whole(self) -> None:
+        """Make sure that what is evaluated or saved now is finite, and one model on all ranks.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+        self.ctx.waits()
+        self._finite.require_all(step=self.updates)
+        share_buffers(self.raw_model)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, besides the random numbers of the ranks."""
@@ -438,8 +506,7 @@ class Loop:
         altered = self._data.altered(kept.data.samples, kept.data.known) if ctx.rank == 0 else ""
         resume_model(kept, self.raw_model, self.optimizer, source=source)
         self.schedule.load_state_dict(state["schedule"])
-        if kept.scaler:  # none from a training in another precision
-            self.scaler.load_state_dict(kept.scaler)
+        self.scaler.load_state_dict(kept.scaler)
         self.train_batches.load_state_dict(state["position"])
         self.best.load_state_dict(state["best"])
         self.updates = self._saving.last_update = kept.updates

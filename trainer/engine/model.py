@@ -11,10 +11,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from trainer import distributed
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.telemetry.comm_hook import CommHook
@@ -89,6 +91,26 @@ def unwrap(model: nn.Module) -> nn.Module:
     return original
 
 
+def share_buffers(model: nn.Module) -> None:
+    """Give every rank the buffers of rank 0, as DDP's ``broadcast_buffers`` does before each forward pass.
+
+    A batch norm's statistics come from the batches of its rank. What is evaluated and saved must be one model, and
+    rank 0's buffers never saw a dummy batch, nor are they mixed from what may not be averaged.
+    """
+    group = distributed.get_default_group()
+    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    if group is None or not buffers:
+        return
+    # As bytes: one broadcast for all dtypes.
+    flat = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers])
+    dist.broadcast(flat, 0, group=group)
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    with torch.no_grad():
+        for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
+            # A copy, because a part of the whole may begin between two numbers of its type.
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
 def autocast(options: Training, device: torch.device) -> AbstractContextManager[Any]:
     """Return what every forward pass runs in; one that is off would still cost a tenth of a millisecond each time."""
     if options.precision == "fp32":
@@ -135,10 +157,14 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of those that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Return the global gradient norm [] and, with ``max_norm`` above 0, scale the gradients down to it."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm(gradients(parameters))
     if max_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

@@ -1,4 +1,4 @@
-"""Ends training at a non-finite loss or gradient, and names the module that first produced it.
+"""Ends training at a non-finite loss, gradient or parameter, and names the module that first produced it.
 
 The module is found by running the offending batch once more.
 """
@@ -6,55 +6,79 @@ The module is found by running the offending batch once more.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainer import distributed
 from trainer.contract.errors import TrainingError
-from trainer.tasks.task import Task
-from trainer.telemetry.step_meter import StepMeter
+from trainer.engine.host_copies import HostCopies, HostCopy
+from trainer.tasks.task import Task, summed_loss
 
 
 class NonFiniteError(TrainingError):
-    """A loss or gradient is infinite or not a number."""
+    """A loss, gradient or parameter is infinite or not a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Number:
+    """A loss or a gradient norm that has not been looked at yet, and with what it can be computed again."""
+
+    kind: Literal["loss", "gradient"]
+    step: int
+    batch: Any
+    copy: HostCopy
 
 
 class FiniteCheck:
-    """Looks at every loss and every gradient before the optimizer steps.
+    """Looks at every loss and every gradient.
 
-    On a CPU looking costs microseconds. On a GPU it would stop the queue: there the losses are looked at as soon as
-    their values have been copied, and a gradient shows in the next loss.
+    On a CPU that happens at once and costs microseconds. On a GPU it would stop the queue at every step: there a
+    number is looked at when it has arrived on the host, and waited for only before an evaluation and a save
+    (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it gets
+    zeros, so that the parameters stay finite and the batch computed again shows the module.
 
     Args:
         task: computes the loss once more to find the place.
         model: the task's own module.
-        meter: has the losses that have been copied.
         autocast: the precision of the forward pass; an overflow in it does not show in another one.
         scaled: whether a loss scaler looks at the gradients itself and leaves a step out.
+        copies: brings numbers from the device; None where they are on the host.
     """
 
     def __init__(
         self,
         task: Task,
         model: nn.Module,
-        meter: StepMeter,
         *,
         autocast: AbstractContextManager[Any],
         scaled: bool,
+        copies: HostCopies | None,
     ) -> None:
         self._task = task
         self._model = model
         self._autocast = autocast
-        self._meter = meter
         self._scaled = scaled
+        self._copies = copies
         self._batch: Any = None
+        self._unread: deque[_Number] = deque()
+        self._bad: _Number | None = None
+        """The first that is not finite, once it has been looked at."""
+        self._overflowed: Tensor | None = None
+        """Whether a gradient was not finite, [] on the device."""
+        # A mask may hold infinities from the beginning.
+        self._state = [
+            *(name for name, parameter in model.named_parameters() if parameter.requires_grad),
+            *(name for name, buffer in model.named_buffers() if _finite(buffer)),
+        ]
 
     def require_loss(self, loss: Tensor, batch: Any, *, step: int) -> Tensor | float:
-        """End this rank before its bad loss [] of this batch reaches the others.
+        """End this rank before its bad loss [] of this batch reaches the others, where that needs no waiting.
 
         Returns:
             The loss, apart from the graph: a number on a CPU, where it has been looked at, else a tensor [].
@@ -63,26 +87,20 @@ class FiniteCheck:
             NonFiniteError: with the step and the place.
         """
         self._batch = batch
-        now = step
-        if loss.device.type == "cpu":
-            if math.isfinite(value := loss.item()):
-                return value
-        elif not (latest := self._meter.latest) or latest.loss is None or math.isfinite(latest.loss):
+        if self._copies is not None:
+            self._look_later("loss", loss, step, self._copies)
             return loss.detach()
-        else:
-            step = latest.step
-        if where := self._locate():
+        if math.isfinite(value := loss.item()):
+            return value
+        if where := self._locate(batch):
             raise NonFiniteError(f"non-finite loss at step {step}: first in {where}")
-        again = (
-            "the same batch computed again gives" if now == step else f"only the batch of step {now} is left, and gives"
-        )
         raise NonFiniteError(
-            f"non-finite loss at step {step}: {again} finite numbers, so no module can be named; computing it again "
-            "draws random numbers, such as dropout's, anew"
+            f"non-finite loss at step {step}: the same batch computed again gives finite numbers, so no module can be "
+            "named; computing it again draws random numbers, such as dropout's, anew"
         )
 
     def require_gradient(self, norm: Tensor, *, step: int) -> Tensor | float:
-        """Refuse to step on a gradient whose norm [] is not finite; all ranks have the same one and look for it.
+        """Refuse to step on gradients whose norm [] is not finite; all ranks have the same one and look for it.
 
         Returns:
             The norm: a number on a CPU, where it has been looked at, else as it is.
@@ -90,22 +108,97 @@ class FiniteCheck:
         Raises:
             NonFiniteError: with the step and the places.
         """
-        if self._scaled or norm.device.type != "cpu":
+        if self._scaled:
+            return norm
+        if self._copies is not None:
+            self._look_later("gradient", norm, step, self._copies)
+            overflowed = ~torch.isfinite(norm)
+            self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
+            for parameter in self._model.parameters():
+                if (gradient := parameter.grad) is not None:
+                    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(self._overflowed, 0.0)
             return norm
         if math.isfinite(value := norm.item()):
             return value
-        found = distributed.all_gather_list(self._locate())
-        culprits = [f"{where} on rank {rank}" for rank, where in enumerate(found) if where]
-        if culprits:
-            raise NonFiniteError(f"non-finite gradient at step {step}: first in {'; '.join(culprits)}")
-        raise NonFiniteError(
+        raise NonFiniteError(self._gradient_trouble(step, self._batch))
+
+    def require_scale(self, scale: float, least: float, *, step: int, left_out: int) -> None:
+        """End all ranks when the loss scale has fallen below the least one: no step will be taken any more.
+
+        Raises:
+            NonFiniteError: with the step and the places.
+        """
+        if scale < least:
+            raise NonFiniteError(
+                f"the loss scale is {scale:.3g}, below --min-loss-scale {least:g}, and {left_out} steps in a row were "
+                f"left out: {self._gradient_trouble(step, self._batch)}"
+            )
+
+    def seen(self) -> bool:
+        """Return whether a number that has arrived is not finite; never waits."""
+        while self._bad is None and self._unread and self._unread[0].copy.arrived():
+            self._look(self._unread.popleft())
+        return self._bad is not None
+
+    def require_all(self, *, step: int) -> None:
+        """Wait for all numbers up to this step, and look at the parameters too; every rank takes part.
+
+        Raises:
+            NonFiniteError: on all ranks, if one of them has found something; with the step and the places.
+        """
+        while self._bad is None and self._unread:
+            self._look(self._unread.popleft())
+        bad, state = self._bad, "" if self._bad else self._bad_state()
+        told = distributed.all_gather_list([bad.kind, bad.step, ""] if bad else ["state", step, state])
+        numbers = [(at, kind) for kind, at, _ in told if kind != "state"]
+        if numbers:
+            at, kind = min(numbers, key=lambda number: (number[0], number[1] != "loss"))
+            batch = bad.batch if bad and bad.step == at else None
+            if kind == "gradient":
+                raise NonFiniteError(self._gradient_trouble(at, batch))
+            bad_loss = bad is not None and (bad.step, bad.kind) == (at, "loss")
+            places = self._places(batch if bad_loss else None)
+            raise NonFiniteError(
+                f"non-finite loss at step {at}: "
+                + (
+                    f"first in {places}"
+                    if places
+                    else "the same batch computed again gives finite numbers, so no module can be named; computing it "
+                    "again draws random numbers, such as dropout's, anew"
+                )
+            )
+        if found := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(told) if where]:
+            raise NonFiniteError(
+                f"non-finite model after step {step}, though every loss and gradient was finite: first in "
+                f"{'; '.join(found)}; lower --lr, or set --clip-norm"
+            )
+
+    def _look_later(self, kind: Literal["loss", "gradient"], value: Tensor, step: int, copies: HostCopies) -> None:
+        self.seen()  # lets go of the batches whose numbers are here
+        self._unread.append(_Number(kind=kind, step=step, batch=self._batch, copy=copies.begin(value)))
+
+    def _look(self, number: _Number) -> None:
+        assert self._copies is not None
+        if not math.isfinite(number.copy.read()):
+            self._bad = number
+        self._copies.release(number.copy)
+
+    def _gradient_trouble(self, step: int, batch: Any) -> str:
+        """Say where the gradient of a step became non-finite; every rank looks into its batch of that step."""
+        if places := self._places(batch):
+            return f"non-finite gradient at step {step}: first in {places}"
+        return (
             f"non-finite gradient at step {step}: {self._seen_in_gradients()}; the last batch of each rank computed "
             "again gives finite gradients, so the module where it began cannot be named"
         )
 
-    def _locate(self) -> str:
+    def _places(self, batch: Any) -> str:
+        found = distributed.all_gather_list("" if batch is None else self._locate(batch))
+        return "; ".join(f"{where} on rank {rank}" for rank, where in enumerate(found) if where)
+
+    def _locate(self, batch: Any) -> str:
         with self._autocast:
-            return locate(self._task, self._model, self._batch)
+            return locate(self._task, self._model, batch)
 
     def _seen_in_gradients(self) -> str:
         """Say what the gradients that were reduced show."""
@@ -113,7 +206,17 @@ class FiniteCheck:
         for name, parameter in reversed(list(self._model.named_parameters())):
             if parameter.grad is not None and not _finite(parameter.grad):
                 return f"it is in the gradient of {name}"
+        if self._copies is not None:
+            return "a GPU's gradients are not kept until they are looked at"
         return "every gradient is finite, only their norm is too large for its number format"
+
+    def _bad_state(self) -> str:
+        tensors = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
+        # One answer for all of them: on a GPU each question would be waited for.
+        finite = [torch.isfinite(tensors[name]).all() for name in self._state if tensors[name].is_floating_point()]
+        if not finite or bool(torch.stack(finite).all()):
+            return ""
+        return next(name for name in self._state if not _finite(tensors[name]))
 
 
 def locate(task: Task, model: nn.Module, batch: Any) -> str:
@@ -125,8 +228,9 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
     Returns:
         For people: ``output of blocks.3.mlp``, ``gradient of embedding.weight``; empty where every number is finite.
     """
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not _finite(tensor):
+    # Not the buffers: a batch norm's statistics have the number from the batch, and what a bad one does shows below.
+    for name, parameter in model.named_parameters():
+        if not _finite(parameter):
             return f"parameter {name}"
     found: list[str] = []
     handles = [
@@ -135,7 +239,7 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
         if next(module.children(), None) is None
     ]
     try:
-        loss, _, _ = task.loss(model, batch)
+        loss, _, _ = summed_loss(task, model, batch)
         if found:
             return found[0]
         if not _finite(loss):

@@ -19,7 +19,7 @@ REPORT_EVERY_S = 2.0
 
 
 def announce(
-    ctx: WorkerContext, options: Training, *, samples: int, samples_per_update: int, first_update: int, parameters: int
+    ctx: WorkerContext, options: Training, *, samples: int, updates_per_epoch: int, first_update: int, parameters: int
 ) -> None:
     """Record what lies ahead; rank 0 only.
 
@@ -27,7 +27,7 @@ def announce(
         ctx: whom to tell.
         options: where training ends.
         samples: of an epoch.
-        samples_per_update: of all ranks.
+        updates_per_epoch: of the first epoch.
         first_update: updates done already.
         parameters: numbers that are trained.
     """
@@ -37,7 +37,7 @@ def announce(
         record.TrainingPlan(
             time=time.time(),
             world_size=ctx.world_size,
-            updates_per_epoch=-(-samples // samples_per_update),
+            updates_per_epoch=updates_per_epoch,
             samples_per_epoch=samples,
             max_updates=options.max_updates,
             max_epochs=options.max_epochs,

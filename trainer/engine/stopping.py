@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainer.contract.errors import RequestError, nearest
@@ -37,7 +38,7 @@ class Best:
         return cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
 
     def see(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
-        """Take note of a validation; True when it is the best so far.
+        """Take note of a validation; True when it is the best so far, which one that is not finite never is.
 
         Raises:
             RequestError: the task has no such metric.
@@ -49,7 +50,9 @@ class Best:
                 f"{nearest(self.metric, known)}"
             )
         value = known[self.metric]
-        better = self.value is None or (value > self.value if self.maximize else value < self.value)
+        better = math.isfinite(value) and (
+            self.value is None or (value > self.value if self.maximize else value < self.value)
+        )
         if better:
             self.value, self.step, self.since = value, step, 0
         else:
@@ -67,5 +70,6 @@ class Best:
         value, step, since = state["value"], state["step"], state["since"]
         assert isinstance(step, int)
         assert isinstance(since, int)
-        self.value = None if value is None else float(str(value))
+        kept = math.nan if value is None else float(str(value))
+        self.value = kept if math.isfinite(kept) else None
         self.step, self.since = step, since

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.contract.record import EventWriter, RankStateName
+from trainer.engine.host_copies import HostCopies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class WorkerContext:
     """Values by name that must be equal on all ranks."""
     recipe: str = ""
     """What a checkpoint keeps of the request."""
+    copies: HostCopies | None = None
+    """Brings numbers from the device without waiting; None chooses by the device."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether somebody wants this rank to stop at the next occasion."""
     stopping: Callable[[], None] = lambda: None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from trainer.contract.errors import RequestError
 from trainer.data.dataset import SizedDataset as SizedDataset  # users' tasks name it from here
 
 
@@ -43,8 +44,10 @@ class Task:
         """Turn a list of samples into a batch: a tensor, or tuples, lists and dicts of tensors."""
         return default_collate(samples)
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
-        """Return the summed loss in nats, how many items it sums over, and sums of further metrics.
+    def loss(
+        self, model: nn.Module, batch: Any
+    ) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]] | tuple[Tensor, Tensor | int]:
+        """Return the summed loss in nats, how many items it sums over, and, where there are any, sums of metrics.
 
         A metric is reported as its sum over the same count: the number of correct labels becomes the accuracy.
         """
@@ -65,3 +68,41 @@ class Task:
     def sample(self, model: nn.Module) -> str | None:
         """Return a piece of output that shows a person what the model learned, or None; called on rank 0."""
         return None
+
+
+def summed_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
+    """Return what the task's ``loss`` gives for a batch, with no metrics where it gives none.
+
+    Raises:
+        RequestError: it gives something else; one line that names the task's class.
+    """
+    given = task.loss(model, batch)
+    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+        _refuse(task, f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple | list) else ""))
+    loss, count, *rest = given
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        _refuse(task, f"{_kind(loss)} as the loss")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        _refuse(task, "a loss that was not computed from the model's parameters")
+    if (isinstance(count, Tensor) and count.numel() != 1) or not isinstance(count, Tensor | int | float):
+        _refuse(task, f"{_kind(count)} as the count")
+    metrics = rest[0] if rest else {}
+    if not isinstance(metrics, Mapping):
+        _refuse(task, f"{_kind(metrics)} as the metrics")
+    for name, value in metrics.items():
+        if (isinstance(value, Tensor) and value.numel() != 1) or not isinstance(value, Tensor | int | float):
+            _refuse(task, f"{_kind(value)} as the metric {name!r}")
+    return loss, count, metrics
+
+
+def _refuse(task: Task, given: str) -> NoReturn:
+    raise RequestError(
+        f"{type(task).__name__}.loss() returned {given}; it must return the summed loss (a tensor of one number), the "
+        "count (a number or a tensor of one) and, if there are metrics, a dict of their sums"
+    )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"

@@ -197,6 +197,18 @@ class StepMeter:
         self._gc_s = 0.0
         self._measure_sync()
 
+    def discard(self) -> None:
+        """The step is over and is none, because its optimizer step was left out; the next one begins."""
+        if not self._on:
+            return
+        if self._log is not None:
+            self._log.read()
+        if self._hook is not None:
+            for buckets in self._hook.take():
+                self._clock.release(buckets.marks())
+        self._measure_sync()
+        self.start()
+
     @property
     def latest(self) -> Step | None:
         """The last step that the device has done too; None while there is none, and without a record."""

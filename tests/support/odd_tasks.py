@@ -1,0 +1,124 @@
+"""Tasks of a user's own that do what tasks may do, each one thing that has once gone wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tiny_task import TinyOptions, TinyTask
+from torch import Tensor, nn
+from torch.utils.data import Subset, get_worker_info
+
+from trainer.data.dataset import SizedDataset
+
+
+class NormTask(TinyTask):
+    """Has a batch norm, whose statistics differ from rank to rank."""
+
+    def model(self) -> nn.Module:
+        width = self.options.width
+        return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 12))
+
+
+class BadSampleTask(NormTask):
+    """Has one sample that holds an infinity."""
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        splits = super().datasets()
+        splits["train"].inputs[17] = float("inf")  # type: ignore[attr-defined]
+        return splits
+
+
+class SplitTask(TinyTask):
+    """Draws its validation data from all of the data, with Python's random numbers."""
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        every = super().datasets()["train"]
+        order = list(range(len(every)))
+        random.shuffle(order)
+        cut = self.options.valid_samples
+        return {"train": Subset(every, order[cut:]), "valid": Subset(every, order[:cut])}  # type: ignore[arg-type]
+
+
+class _Noisy:
+    def __init__(self, dataset: SizedDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self._dataset[index]
+        return inputs + random.gauss(0.0, 0.5) + torch.randn(()), targets
+
+
+class NoisyTask(SplitTask):
+    """Augments its training data with Python's and torch's random numbers."""
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        splits = super().datasets()
+        return {"train": _Noisy(splits["train"]), "valid": splits["valid"]}
+
+
+class _Where:
+    """Samples that say whether a reading process has read them."""
+
+    def __init__(self, dataset: SizedDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return *self._dataset[index], get_worker_info() is not None
+
+
+class ReaderTask(TinyTask):
+    """Has as a metric the share of samples that reading processes have read."""
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        return {split: _Where(dataset) for split, dataset in super().datasets().items()}
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
+        *sample, in_worker = batch
+        loss, count, _ = super().loss(model, sample)
+        return loss, count, {"in_worker": in_worker.sum() * 3}
+
+
+class TwoValueTask(TinyTask):
+    """Has no metrics to speak of."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch)[:2]
+
+
+class WrongTask(TinyTask):
+    """Returns what is no loss, as its ``poison`` says."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss, count, metrics = super().loss(model, batch)
+        given: dict[str, Any] = {
+            "only the loss": loss,
+            "four": (loss, count, metrics, None),
+            "a number": (loss.item(), count, metrics),
+            "unsummed": (loss.expand(3), count, metrics),
+            "detached": (loss.detach(), count, metrics),
+            "no count": (loss, None, metrics),
+            "a list of metrics": (loss, count, [1.0]),
+            "an unsummed metric": (loss, count, {"hits": torch.ones(2)}),
+        }
+        return given[self.options.poison]
+
+
+__all__ = [
+    "BadSampleTask",
+    "NoisyTask",
+    "NormTask",
+    "ReaderTask",
+    "SplitTask",
+    "TinyOptions",
+    "TwoValueTask",
+    "WrongTask",
+]

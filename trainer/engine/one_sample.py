@@ -1,0 +1,53 @@
+"""Refuses a training that would end at its first batch of one sample, because a batch norm needs more than one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.data.dataset import SizedDataset
+from trainer.data.loader import BatchLoader
+from trainer.tasks.task import Task
+
+_TOO_FEW = "more than 1 value per channel"
+"""In torch's words, where a batch norm has one value of a channel: its variance would be 0."""
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def require_batches_for_norms(
+    task: Task, model: nn.Module, dataset: SizedDataset, options: Training, *, smallest: int
+) -> None:
+    """Try one sample where an epoch has a batch of one and the model a batch norm; pictures may have enough values.
+
+    Args:
+        task: gives batch and loss.
+        model: on the CPU; left as it is.
+        dataset: the training data.
+        options: batch sizes and reading processes.
+        smallest: the fewest samples of a batch.
+
+    Raises:
+        RequestError: a batch of one sample cannot be trained on.
+    """
+    if smallest > 1 or not any(isinstance(module, _NORMS) for module in model.modules()):
+        return
+    reader = BatchLoader(dataset, task.collate, num_workers=min(options.num_workers, 1), pin_memory=False)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        with torch.no_grad():
+            task.loss(model, next(reader.read(range(1), [0], lambda _: (0, 1), seed=0)).batch)
+    except ValueError as error:
+        if _TOO_FEW not in str(error):
+            raise
+        if min(options.batch_size) == 1:
+            raise RequestError("the model has a batch norm, which needs a --batch-size of at least 2") from None
+        raise RequestError(
+            f"the training data has {len(dataset)} samples, whose last batch is 1 sample on a rank, and the model's "
+            "batch norm needs 2: leave it out with --drop-last, or choose another --batch-size"
+        ) from None
+    finally:
+        reader.close()
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
