@@ -13,6 +13,7 @@ import pytest
 
 from trainer.host.addresses import interface_addresses, is_interface_up, is_loopback
 from trainer.host.boot import boot_time_s
+from trainer.host.connections import own_connections
 from trainer.host.memory import read_memory
 from trainer.host.ports import free_port, is_port_free
 from trainer.host.processes import CLOCK_TICKS_HZ, ancestors, descendants, environ_value, owner_and_name, read_stat
@@ -104,3 +105,9 @@ def test_a_port_in_use_on_either_version_of_ip_is_not_free(family: socket.Addres
     with socket.create_server((address, 0), family=family) as server:
         assert not is_port_free(server.getsockname()[1])
     assert is_port_free(free_port())
+
+
+def test_a_connection_is_found_whoever_has_made_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as made:
+        found = [each.getsockname() for each in own_connections()]
+        assert {server.getsockname(), made.getsockname()} <= set(found)

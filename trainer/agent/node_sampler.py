@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample
 from trainer.host.cores import CoreTimes, read_core_times
 from trainer.host.memory import read_memory
-from trainer.host.nvml import Nvml, load_driver, throttle_reasons
 from trainer.host.processes import CLOCK_TICKS_HZ, PROC, ProcessUsage, read_usage, sleeps_in
+
+if TYPE_CHECKING:
+    from trainer.host.nvml import Nvml
 
 ASLEEP_PERCENT = 2.0
 """Of a core: with less a process does next to nothing; two ticks of the kernel's clock in a second."""
@@ -48,8 +50,12 @@ class Gpus:
     def __init__(self, uuids: Mapping[int, str], nvml: Nvml | None = None) -> None:
         self._handles: dict[str, tuple[Any, int | None]] = {}
         """UUID to handle and rank; a GPU that several ranks share belongs to none."""
-        self._nvml = (nvml or load_driver()) if uuids else None
-        if self._nvml is None or self._nvml.start():
+        self._nvml = nvml
+        if uuids and nvml is None:
+            from trainer.host.nvml import load_driver  # ranks on the CPU do not wait for it
+
+            self._nvml = load_driver()
+        if not uuids or self._nvml is None or self._nvml.start():
             return
         ranks: dict[str, list[int]] = {}
         for rank, uuid in uuids.items():
@@ -70,6 +76,8 @@ class Gpus:
             self._nvml.stop()
 
     def _sample(self, uuid: str, handle: Any, rank: int | None) -> GpuSample:
+        from trainer.host.nvml import throttle_reasons
+
         assert self._nvml is not None
         index = self._nvml.index_of(handle)
         now = self._nvml.readings(handle)

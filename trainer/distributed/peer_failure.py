@@ -7,12 +7,10 @@ rank that notices leaves a word in the store, and who has left none is whom the 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -20,6 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from trainer.distributed.rendezvous import RankMachine, span
 from trainer.distributed.store import RendezvousStore
 from trainer.host.addresses import is_interface_up
+from trainer.host.connections import own_connections
 from trainer.host.ports import outgoing_ports
 
 PREFIX = "gputrain-part"
@@ -139,16 +138,11 @@ def _close_connections(store_port: int | None) -> None:
     one for its log tail, has the service's port at the other end and is left alone.
     """
     low, high = outgoing_ports()
-    for entry in Path("/proc/self/fd").iterdir():
+    for connection in own_connections():
         with contextlib.suppress(OSError):
-            if not str(entry.readlink()).startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                ports = (connection.getpeername()[1], connection.getsockname()[1])
-                if store_port not in ports and all(low <= port <= high for port in ports):
-                    connection.shutdown(socket.SHUT_RDWR)
+            ports = (connection.getpeername()[1], connection.getsockname()[1])
+            if store_port not in ports and all(low <= port <= high for port in ports):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_down(interface: str | None) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.host.nvml import list_gpus
-
 
 @dataclass(frozen=True)
 class Device:
@@ -21,6 +19,8 @@ def visible_devices(environ: Mapping[str, str]) -> list[Device]:
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and not wanted.strip():
         return []
+    from trainer.host.nvml import list_gpus  # ranks on the CPU do not wait for it
+
     return select([Device(uuid=uuid, name=name) for uuid, name in list_gpus()], wanted)
 
 
