@@ -77,6 +77,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     _check_batch_size(recipe, world_size)
     init_method = _init_method(recipe, machines, world_size, local)
     backend = _backend(recipe, shares)
+    alike_on_all_nodes = [*to_flags(recipe.launch), *_training_flags(recipe)]
     nodes: list[PlannedNode] = []
     first_rank = 0
     for index, (machine, share) in enumerate(zip(machines, shares, strict=True)):
@@ -93,8 +94,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                     local.python if machine == THIS_MACHINE else "python",
                     *("-m", "trainer"),
                     *flags,
-                    *to_flags(recipe.launch),
-                    *_what_to_train(recipe),
+                    *alike_on_all_nodes,
                 ],
                 env=_environment(recipe, share, init_method, machines, local),
             )
@@ -131,7 +131,7 @@ def with_flags(argv: Sequence[str], *flags: str) -> list[str]:
     return [*argv[:end], *flags, *argv[end:]]
 
 
-def _what_to_train(recipe: Recipe) -> list[str]:
+def _training_flags(recipe: Recipe) -> list[str]:
     if recipe.script is None:
         return [*to_flags(recipe.train), *task_flags(recipe.task_options)]
     arguments = recipe.script.args

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script, whole_number
@@ -21,9 +20,6 @@ from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed, Training
 from trainer.contract.schema import Option, check, describe
-
-if TYPE_CHECKING:
-    pass
 
 NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
 SAID_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
@@ -36,12 +32,6 @@ class Remark:
 
     text: str
     status: Literal["note", "warning", "error"] = "error"
-
-
-@cache
-def _options(schema: Hashable) -> list[Option]:
-    assert isinstance(schema, type)
-    return describe(schema)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +134,10 @@ class Draft:
         found = [self._field(data, "name", "Recipe", name)]
         found += self._task_fields(data)
         found += self._node_fields(data)
-        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in _options(ClusterOptions)]
-        launch = {option.name: option for option in _options(Distributed)}
+        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in describe(ClusterOptions)]
+        launch = {option.name: option for option in describe(Distributed)}
         found += [self._field(data, f"train.{name}", "Cluster", launch[name]) for name in LAUNCH_OPTIONS]
-        for option in _options(Training):
+        for option in describe(Training):
             if option.name != "task":
                 found.append(self._field(data, f"train.{option.name}", option.group, option))
         return found
@@ -167,21 +157,21 @@ class Draft:
         )
 
     def _task_fields(self, data: Any) -> list[Field]:
-        task = next(option for option in _options(Training) if option.name == "task")
+        task = next(option for option in describe(Training) if option.name == "task")
         found = [self._field(data, "train.task", "Task", task)]
         train = data.get("train")
         if isinstance(train, dict) and "script" in train:
-            return [self._field(data, f"train.{option.name}", "Script", option) for option in _options(Script)]
+            return [self._field(data, f"train.{option.name}", "Script", option) for option in describe(Script)]
         schema: Any = self._task_schema()
         if schema is not None:
-            found += [self._field(data, f"task.{option.name}", "Task", option) for option in _options(schema)]
+            found += [self._field(data, f"task.{option.name}", "Task", option) for option in describe(schema)]
         return found
 
     def _task_schema(self) -> type[Any] | None:
         return task_schema(self.task) if self.task in BUILT_IN else self._schemas.get(self.task)
 
     def _node_fields(self, data: Any) -> list[Field]:
-        options = {option.name: option for option in _options(Node)}
+        options = {option.name: option for option in describe(Node)}
         saved = self.nodes(self._source.data)
         found = []
         for index, node in enumerate(self.nodes(data)):
