@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from gputrain_tui.history.series import Series
-from gputrain_tui.recipe.draft import shown
+from gputrain_tui.recipe.draft import value_text
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -39,7 +39,7 @@ def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
     keys = dict.fromkeys(key for values in all_values for key in values)
     found = []
     for key in sorted(keys, key=_place(all_values)):
-        texts = tuple(shown(values.get(key)) for values in all_values)
+        texts = tuple(value_text(values.get(key)) for values in all_values)
         if len(set(texts)) > 1:
             found.append(RecipeDifference(key=key, values=texts))
     return found

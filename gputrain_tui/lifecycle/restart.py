@@ -12,7 +12,7 @@ from gputrain_tui.hosts.addresses import free_port
 from gputrain_tui.hosts.host_names import is_loopback
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.plan.planner import Plan, with_flags
-from gputrain_tui.recipe.source import MOST_BYTES as RECIPE_BYTES
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_whole
 

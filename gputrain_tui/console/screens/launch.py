@@ -92,7 +92,7 @@ class LaunchScreen(EditingPage):
             del self._drafts[before]
             self._drafts[path] = draft
             self._path = path
-        draft.saved(text, name=self._called(path))
+        draft.mark_saved(text, name=self._called(path))
         self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
         self.query_one(RecipeList).point_at(path)
         self.console.say(f"saved {draft.name}")
