@@ -1,4 +1,4 @@
-"""Addresses, names and ports of this machine."""
+"""Reads addresses, names and ports of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ the port between the test and the ranks' listening."""
 
 
 def local_facts(hosts: Iterable[str | None]) -> LocalFacts:
-    """Look at this machine as far as a plan for these hosts needs it."""
+    """Collect the facts of this machine that a plan for these hosts needs."""
     named = any(host is not None and not is_loopback(host) for host in hosts)
     addresses = own_addresses() if named else ()
     name = socket.gethostname().lower()

@@ -1,6 +1,6 @@
-"""Takes the inventory of a machine: GPUs and who uses them, cores, memory, load, network addresses.
+"""Takes the inventory of a machine: GPUs and their processes, cores, memory, load, network addresses.
 
-With ``nvml.py`` it runs also where nothing of gputrain is installed (``remote/program.py`` carries both there): it
+With ``nvml.py`` it also runs where gputrain is not installed (``inventory_program.py`` packs both): it
 needs Python 3.10 and the standard library. Hence frozen dataclasses, which msgspec reads as well. No driver, or a query
 that a GPU does not support, is a normal answer; what could not be measured is None, never 0.
 """
@@ -25,11 +25,11 @@ from trainer.host.nvml import RawGpu, ask_driver
 MIB = 1 << 20
 
 FREE_BELOW_BYTES = 500 * MIB
-"""A GPU that nobody uses still holds this much for the driver and a display."""
+"""An idle GPU still holds this much memory for the driver and a display."""
 FREE_BELOW_SHARE = 0.05
 """The same for large GPUs, as a share of their memory."""
 FREE_BELOW_PERCENT = 10.0
-"""A busier GPU works for somebody whom this machine does not show, in a container or a virtual machine."""
+"""A busier GPU runs a process that this machine cannot see, in a container or a virtual machine."""
 
 THROTTLE_REASONS = (
     (0x002, "application_clocks"),
@@ -140,7 +140,7 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """Look at this machine."""
+    """Read the inventory of this machine."""
     driver, cuda, gpus, note = _gpus()
     return Inventory(
         host=socket.gethostname(),
@@ -164,10 +164,10 @@ def to_json(inventory: Inventory) -> str:
 
 
 def why_busy(gpu: Gpu) -> str:
-    """Say why a GPU is not free to be taken, or return an empty string when it is.
+    """Return why a GPU is not free; empty when it is.
 
     Free means: no compute process, less memory in use than ``max(500 MiB, 5 %)``, and less than 10 % utilisation. A
-    GPU that answers neither for its processes nor for its memory is not taken for free.
+    GPU that reports neither its processes nor its memory is not free.
     """
     if gpu.mig:
         return "split into MIG instances"

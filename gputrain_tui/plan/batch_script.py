@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gputrain_tui.hosts.host_names import address_of, is_loopback
+from gputrain_tui.hosts.host_names import address_of, is_address, is_loopback
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from trainer.contract.errors import RequestError, printable
@@ -30,7 +30,7 @@ def script(plan: Plan, *, name: str) -> str:
     """
     counts = [_gpus(node) for node in plan.nodes]
     hosts = [address_of(node.host) for node in plan.nodes]
-    nameless = [host for host in hosts if is_loopback(host) or _is_address(host)]
+    nameless = [host for host in hosts if is_loopback(host) or is_address(host)]
     named = not nameless
     if len(set(hosts)) < len(hosts) and named:
         raise RequestError("--sbatch needs a machine per node, but two nodes of the recipe have the same host")
@@ -112,10 +112,6 @@ def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
 
 def _gpus(node: PlannedNode) -> int:
     return 0 if "cpu" in node.devices else len(set(node.devices))
-
-
-def _is_address(host: str) -> bool:
-    return ":" in host or re.fullmatch(r"[\d.]+", host) is not None
 
 
 def _job_name(name: str) -> str:

@@ -18,7 +18,7 @@ from trainer.contract.record.events import Rank, WorldSize
 from trainer.contract.schema import to_flags
 
 if TYPE_CHECKING:
-    from gputrain_tui.hosts.devices import Share
+    from gputrain_tui.hosts.devices import NodeDevices
     from gputrain_tui.hosts.inventory import Inventory
     from gputrain_tui.recipe.model import Recipe
 
@@ -62,9 +62,11 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     Raises:
         RequestError: the machines cannot do what the recipe asks for, or it contradicts itself.
     """
-    from gputrain_tui.hosts.devices import Devices
+    from gputrain_tui.hosts.devices import DeviceAllocator
 
-    devices = Devices(inventories, share=recipe.launch.share_devices, cuda_visible_devices=local.cuda_visible_devices)
+    allocator = DeviceAllocator(
+        inventories, share=recipe.launch.share_devices, cuda_visible_devices=local.cuda_visible_devices
+    )
     machines, shares = [], []
     for index, node in enumerate(recipe.cluster.nodes):
         machine = THIS_MACHINE if is_local(node.host, local) else str(node.host)
@@ -72,7 +74,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         where = recipe.where("cluster", "nodes", index, key) if key else recipe.source
         shown = "this machine" if machine == THIS_MACHINE else machine
         machines.append(machine)
-        shares.append(devices.take(machine, shown, node, where=where))
+        shares.append(allocator.allocate(machine, shown, node, where=where))
     world_size = sum(len(share.devices) for share in shares)
     _check_batch_size(recipe, world_size)
     init_method = _init_method(recipe, machines, world_size, local)
@@ -150,7 +152,7 @@ def task_flags(options: Mapping[str, Any]) -> list[str]:
 
 def _distributed_flags(
     recipe: Recipe,
-    share: Share,
+    share: NodeDevices,
     init_method: str | None,
     world_size: int,
     first_rank: int,
@@ -242,7 +244,7 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
             )
 
 
-def _backend(recipe: Recipe, shares: Sequence[Share]) -> Literal["nccl", "gloo"]:
+def _backend(recipe: Recipe, shares: Sequence[NodeDevices]) -> Literal["nccl", "gloo"]:
     asked, where = recipe.cluster.backend, recipe.where("cluster", "backend")
     on_cpu = next((index for index, share in enumerate(shares) if share.cpu), None)
     on_shared = next((index for index, share in enumerate(shares) if share.shared), None)
@@ -270,7 +272,7 @@ def _launcher(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -> Lit
 
 
 def _environment(
-    recipe: Recipe, share: Share, init_method: str | None, machines: Sequence[str], local: LocalFacts
+    recipe: Recipe, share: NodeDevices, init_method: str | None, machines: Sequence[str], local: LocalFacts
 ) -> dict[str, str]:
     env: dict[str, str] = {}
     if init_method == "env://":
