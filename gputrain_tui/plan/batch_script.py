@@ -1,4 +1,4 @@
-"""A plan as a batch script for Slurm: pure text, one step of one task for each node.
+"""Pure: formats a plan as a batch script for Slurm, with one step of one task for each node.
 
 Steps are started one by one because their GPU counts may differ; a plan whose nodes have no names that Slurm knows
 takes its nodes from the allocation instead.
@@ -14,16 +14,16 @@ from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from trainer.contract.errors import RequestError, printable
 
-SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's decision."""
 
 
 def script(plan: Plan, *, name: str) -> str:
-    """Return the text of a script for ``sbatch``.
+    """Return a script for ``sbatch``.
 
     Args:
-        plan: the plan; its interpreter, folder and data must be there on every node.
-        name: names the job.
+        plan: the plan; its interpreter, working directory and data must exist on every node.
+        name: of the job.
 
     Raises:
         RequestError: nodes without Slurm names that need different numbers of GPUs.
@@ -87,7 +87,7 @@ def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
         if gpus:
             # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
             step += f" --gpus={gpus}"
-        env = {key: value for key, value in node.env.items() if key not in SET_BY_SLURM}
+        env = {key: value for key, value in node.env.items() if key not in SLURM_VARIABLES}
         words = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
         lines.append(f"# node {node.node}: ranks {node.ranks[0]} to {node.ranks[-1]} of {plan.world_size}")
         lines.append(f"{step} {_command(words, plan, named)} &")
@@ -96,7 +96,7 @@ def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
 
 
 def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
-    """Join words for the shell; without names, the first node of the allocation is where the ranks meet."""
+    """Join words for the shell; without node names, rank 0's address becomes the first node of the allocation."""
     if named or len(plan.nodes) == 1:
         return shell_joined(words)
     first = address_of(plan.nodes[0].host)

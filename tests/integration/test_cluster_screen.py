@@ -114,7 +114,9 @@ def test_the_machine_shows_what_it_has() -> None:
 def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> None:
     running = run_dir(tmp_path, "going", status="running")
     ended = run_dir(tmp_path, "ended")
-    node = PlannedNode(node=0, host="localhost", first_rank=0, ranks=[0, 1], devices=[1, "GPU-2"], argv=["python"], env={})
+    node = PlannedNode(
+        node=0, host="localhost", first_rank=0, ranks=[0, 1], devices=[1, "GPU-2"], argv=["python"], env={}
+    )
     away = PlannedNode(node=1, host="far", first_rank=2, ranks=[2], devices=[0], argv=["python"], env={})
     plan = Plan(world_size=3, init_method=None, backend="nccl", launcher="local", nodes=[node, away])
     for run in (running, ended):
