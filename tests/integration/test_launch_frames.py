@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 HERE = LocalFacts(free_port=21000, names=frozenset({"10.0.0.1"}))
 READY = PreflightFacts(
-    data_seen=True,
+    data_checked=True,
     port=Port(number=21000, state="free"),
     memory_total_bytes=64 << 30,
     memory_available_bytes=48 << 30,
