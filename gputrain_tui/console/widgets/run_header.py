@@ -64,7 +64,7 @@ def summarise(state: RunState) -> Summary:
         if last.loss is not None:
             loss += last.loss
             losses += 1
-        new, old = view.totals, view.marks[0]
+        new, old = view.totals, view.totals_window[0]
         step_ms = new.step_ms - old.step_ms
         if step_ms > 0:
             rate += 1000 * (new.timed_samples - old.timed_samples) / step_ms
