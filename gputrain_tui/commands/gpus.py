@@ -42,15 +42,15 @@ def run(args: Namespace) -> int:
         inventory = take_inventory()
         _print(to_json(inventory) if args.json else report(inventory), json=args.json)
         return ExitCode.FINISHED
-    from gputrain_tui.hosts.hostfile import parse_list, read_hostfile
-    from gputrain_tui.hosts.survey import ask_hosts
+    from gputrain_tui.hosts.hostfile import parse_host_list, read_hostfile
+    from gputrain_tui.hosts.survey import query_hosts
 
-    hosts = parse_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
-    sightings = ask_hosts([entry.host for entry in hosts])
-    _print(several_json(sightings) if args.json else several(sightings), json=args.json)
-    silent = [found.host for found in sightings if found.inventory is None]
+    hosts = parse_host_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
+    reports = query_hosts([entry.host for entry in hosts])
+    _print(several_json(reports) if args.json else several(reports), json=args.json)
+    silent = [found.host for found in reports if found.inventory is None]
     if silent:
-        narrate(f"{len(silent)} of {len(sightings)} hosts could not be asked")
+        narrate(f"{len(silent)} of {len(reports)} hosts could not be asked")
     return ExitCode.FAILED if silent else ExitCode.FINISHED
 
 
@@ -61,7 +61,7 @@ def _print(text: str, *, json: bool) -> None:
         print(text)
 
 
-def several_json(sightings: Sequence[HostReport]) -> str:
+def several_json(reports: Sequence[HostReport]) -> str:
     """Several hosts as one line of JSON."""
     hosts = [
         {
@@ -69,12 +69,12 @@ def several_json(sightings: Sequence[HostReport]) -> str:
             "inventory": None if found.inventory is None else asdict(found.inventory),
             "problem": found.problem,
         }
-        for found in sightings
+        for found in reports
     ]
     return json.dumps({"hosts": hosts}, separators=(",", ":"), ensure_ascii=False)
 
 
-def several(sightings: Sequence[HostReport]) -> str:
+def several(reports: Sequence[HostReport]) -> str:
     """Several hosts for people: one line for each, then each as ``report`` shows it."""
     columns = (
         TableColumn("host"),
@@ -85,8 +85,8 @@ def several(sightings: Sequence[HostReport]) -> str:
         TableColumn("memory available", right=True),
         TableColumn("", right=False),
     )
-    parts = [table(columns, [_host_row(found) for found in sightings])]
-    for found in sightings:
+    parts = [table(columns, [_host_row(found) for found in reports])]
+    for found in reports:
         if found.inventory is not None:
             parts.append(f"{printable(found.host)}\n{'─' * len(found.host)}\n{report(found.inventory)}")
     return "\n\n".join(parts)

@@ -23,7 +23,7 @@ HELP = "print what the ranks of a run printed"
 CHUNK_BYTES = 1 << 20
 """How much is read and printed at a time."""
 
-LONGEST_LINE_BYTES = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 """What is kept of a line until its end has come; a longer one is printed as several."""
 
 
@@ -87,7 +87,7 @@ def print_logs(run: Run, only: set[str] | None, show: Print) -> bool:
             why = f"{run.dir.logs / name} cannot be read: {error.strerror}"
             print(f"gputrain: {printable(why)}", file=sys.stderr)
             continue
-        file = AppendedFile(run.dir.logs / name, longest_line_bytes=LONGEST_LINE_BYTES)
+        file = AppendedFile(run.dir.logs / name, max_line_bytes=MAX_LINE_BYTES)
         left = file.unread()
         printed = printed or left > 0
         while left > 0:
@@ -111,7 +111,7 @@ def follow_logs(
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Print what is there and what comes, until the run has ended; return whether there was anything."""
-    follower = Follower(run.dir.logs, ".log", only=only, longest_line_bytes=LONGEST_LINE_BYTES)
+    follower = Follower(run.dir.logs, ".log", only=only, max_line_bytes=MAX_LINE_BYTES)
     printed = False
     try:
         while True:

@@ -13,7 +13,7 @@ from gputrain_tui.lifecycle.inventories import plan_here
 from gputrain_tui.lifecycle.start import endless
 from gputrain_tui.output import narrate, print_json
 from gputrain_tui.plan.planner import Plan, with_run_dir
-from gputrain_tui.plan.shell import devices, shell, span
+from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
 from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.model import Recipe, load
@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(msgspec.json.encode(plan).decode())
     elif args.shell:
-        print(shell(plan))
+        print(shell_commands(plan))
     elif args.sbatch:
         from gputrain_tui.plan.batch_script import script
 
@@ -71,11 +71,11 @@ def report(plan: Plan, name: str) -> str:
         TableColumn("ranks", right=True),
         TableColumn("devices"),
     )
-    rows = [[str(node.node), node.host, span(node.ranks), devices(node.devices)] for node in plan.nodes]
+    rows = [[str(node.node), node.host, rank_range(node.ranks), devices_text(node.devices)] for node in plan.nodes]
     head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
     if plan.init_method is not None:
         head += f", meeting at {plan.init_method}"
-    return "\n\n".join([f"{head}, started by {plan.launcher}", table(columns, rows), shell(plan)])
+    return "\n\n".join([f"{head}, started by {plan.launcher}", table(columns, rows), shell_commands(plan)])
 
 
 def _count(number: int, what: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gputrain_tui import paths
 from gputrain_tui.history.runs import list_all
-from gputrain_tui.history.summary import LONGEST_NAME, UNREADABLE, describe_all
+from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize_runs
 from gputrain_tui.output import print_json, print_styled
 from gputrain_tui.tables import TableColumn, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the runs."""
-    entries = describe_all(*list_all(), now=time.time())
+    entries = summarize_runs(*list_all(), now=time.time())
     if args.json:
         print_json(json.dumps(entries, ensure_ascii=False))
     elif entries:
@@ -57,7 +57,7 @@ def report(entries: Sequence[dict[str, Any]], *, colour: bool = False) -> str:
         [
             printable(entry["id"]),
             entry["state"],
-            printable(entry["recipe"][:LONGEST_NAME]),
+            printable(entry["recipe"][:MAX_NAME_CHARS]),
             str(entry["world_size"]),
             number(entry["step"]),
             number(entry["loss"], 4),

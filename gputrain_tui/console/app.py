@@ -41,7 +41,7 @@ from trainer.contract.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
     from gputrain_tui.console.screens.console import Console
-    from gputrain_tui.hosts.hostfile import HostLine
+    from gputrain_tui.hosts.hostfile import HostEntry
     from gputrain_tui.lifecycle.start import Prepared
 
 FPS = 10
@@ -82,7 +82,7 @@ class GputrainApp(App[int]):
         follow: Callable[[Run], LiveRun] = LiveRun,
         clocked: bool = True,
         warm: WarmPool | None = None,
-        hosts: tuple[HostLine, ...] = (),
+        hosts: tuple[HostEntry, ...] = (),
         hostfile: str = "",
     ) -> None:
         """Make the console.
@@ -423,7 +423,7 @@ def _screen(path: str) -> Screen[Any]:
     return cast(Screen[Any], getattr(importlib.import_module(module), name)())
 
 
-def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostLine, ...] = (), hostfile: str = "") -> int:
+def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostEntry, ...] = (), hostfile: str = "") -> int:
     """Show the console on a run, or on all of them; arguments as of ``GputrainApp``.
 
     Raises:

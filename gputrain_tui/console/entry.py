@@ -18,7 +18,7 @@ from trainer.contract.errors import quoted
 
 if TYPE_CHECKING:
     from gputrain_tui.history.runs import Run
-    from gputrain_tui.hosts.hostfile import HostLine
+    from gputrain_tui.hosts.hostfile import HostEntry
 
 TEXTUAL_FPS = "TEXTUAL_FPS"
 """What Textual asks for its rate, a whole number of paints a second."""
@@ -68,7 +68,7 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     Raises:
         RequestError: there is no terminal, or the hostfile is wrong.
     """
-    hosts: tuple[HostLine, ...] = ()
+    hosts: tuple[HostEntry, ...] = ()
     if hostfile is not None:
         from gputrain_tui.hosts.hostfile import read_hostfile
 

@@ -11,7 +11,7 @@ from gputrain_tui.history.runs import Run, read_plan
 from gputrain_tui.hosts.host_names import THIS_MACHINE
 from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.plan.shell import span
+from gputrain_tui.plan.shell import rank_range
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RecordError
 
@@ -132,7 +132,7 @@ def wants(node: Node) -> str:
     if isinstance(node.gpus, tuple):
         ids = [gpu for gpu in node.gpus if isinstance(gpu, int)]
         consecutive = len(ids) == len(node.gpus) > 1 and ids == list(range(ids[0], ids[0] + len(ids)))
-        return f"GPU {span(ids) if consecutive else ', '.join(str(gpu)[:12] for gpu in node.gpus)}"
+        return f"GPU {rank_range(ids) if consecutive else ', '.join(str(gpu)[:12] for gpu in node.gpus)}"
     return f"{node.ranks} ranks" if node.ranks is not None else "its GPUs, or one CPU rank"
 
 

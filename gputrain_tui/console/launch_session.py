@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gputrain_tui.hosts.hostfile import HostLine
+    from gputrain_tui.hosts.hostfile import HostEntry
     from gputrain_tui.recipe.model import Recipe
 
 
@@ -26,7 +26,7 @@ class LaunchSession:
     """The recipe as it stands in the form; None while there is none that is right."""
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """GPUs that were chosen for the next launch and are not in the form yet: by host, ``localhost`` for this one."""
-    hosts: tuple[HostLine, ...] = ()
+    hosts: tuple[HostEntry, ...] = ()
     """Machines that are shown also without a recipe."""
     hostfile: str = ""
     """Where they are named."""

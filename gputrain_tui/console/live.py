@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from gputrain_tui.history.preview import WORTH_BYTES, Preview, apply_all
+from gputrain_tui.history.preview import MIN_PREVIEW_BYTES, Preview, apply_all
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
 from gputrain_tui.history.series import Series
@@ -90,7 +90,7 @@ class LiveRun:
             self.series.coarsen(known.steps)
             apply_all(known.events, self.state, self.series)
             self.series.refine()
-        elif source is None and _size(run) >= WORTH_BYTES:
+        elif source is None and _size(run) >= MIN_PREVIEW_BYTES:
             self._preview = Preview(run.dir, self._new_state())
             self._preview.poll()
             self.state, self.series = self._preview.state, self._preview.series

@@ -14,7 +14,7 @@ from gputrain_tui.lifecycle import start
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight import CheckResult, NotReadyError
 from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.draft import Field, Remark, field_of, key_of
+from gputrain_tui.recipe.draft import Field, FieldMessage, find_field, message_key
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -76,7 +76,7 @@ def validate_recipe(text: str, *, name: str, settings: Sequence[str], task: str 
     except RequestError as error:
         message = str(error)
         return ValidatedRecipe(
-            settings=told, recipe=recipe, plan=plan, problem=message, key=key_of(message), task=task, schema=schema
+            settings=told, recipe=recipe, plan=plan, problem=message, key=message_key(message), task=task, schema=schema
         )
     return ValidatedRecipe(
         settings=told,
@@ -89,13 +89,13 @@ def validate_recipe(text: str, *, name: str, settings: Sequence[str], task: str 
     )
 
 
-def remarks_of(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, Remark]:
+def remarks_of(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, FieldMessage]:
     """Return what a preflight found, by the key of the field that it concerns; the gravest of each."""
-    found: dict[str, Remark] = {}
+    found: dict[str, FieldMessage] = {}
     for status in ("note", "warning", "error"):
         for result in reversed(results):
-            concerned = field_of(fields, result.key) if result.status == status and result.key else None
+            concerned = find_field(fields, result.key) if result.status == status and result.key else None
             if concerned is not None:
                 told = f"{result.what}; {result.fix}" if result.fix else result.what
-                found[concerned.key] = Remark(told, status)
+                found[concerned.key] = FieldMessage(told, status)
     return found

@@ -75,7 +75,7 @@ class Heard:
     def listen(self, state: RunState, now: float) -> None:
         """Note who has done a step, or entered another state, since the last time."""
         for rank, view in state.ranks.items():
-            news = (view.stage, view.step, view.turns)
+            news = (view.stage, view.step, view.validation_turns)
             before = self.news.get(rank)
             if before != news:
                 self.news[rank], self.times[rank] = news, now
@@ -149,7 +149,7 @@ def awaited(state: RunState) -> list[RankView]:
 def _place(view: RankView) -> Place:
     """Return how far a rank is: before training, then by steps, then by validations between two steps."""
     begun = BEFORE.index(view.state) if view.state in BEFORE else len(BEFORE)
-    return begun, view.step, view.turns
+    return begun, view.step, view.validation_turns
 
 
 def _parts_done(view: RankView) -> float:
@@ -161,7 +161,7 @@ def _parts_done(view: RankView) -> float:
 
 def _patience(state: RunState, views: Sequence[RankView]) -> float | None:
     """Return how long the ranks may take, by how long others took; None where nothing is known of their state."""
-    stays_s = [state.longest_s.get(view.stage) for view in views]
+    stays_s = [state.longest_stay_s.get(view.stage) for view in views]
     known_s = [stay_s for stay_s in stays_s if stay_s is not None]
     if len(known_s) < len(stays_s):
         return None

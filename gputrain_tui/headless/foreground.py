@@ -20,7 +20,7 @@ import msgspec
 from gputrain_tui.headless import progress
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, ranks_of, read_status
+from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, planned_world_size, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.output import json_line
 from gputrain_tui.state import RunState
@@ -83,7 +83,7 @@ class JsonStream:
     def __init__(self, run: Run, out: SafeStream) -> None:
         self.out = out
         self._follower = Follower(run.dir.events, ".ndjson")
-        self._world_size = ranks_of(run.dir)
+        self._world_size = planned_world_size(run.dir)
         self._last: tuple[bytes, AnyEvent] | None = None
 
     def poll(self) -> list[AnyEvent]:

@@ -1,4 +1,4 @@
-"""Two to six runs beside each other: how their recipes differ, and their losses over steps or over time. Pure."""
+"""Pure: compares two to six runs by their recipes, and by their losses over steps or time."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from typing import Any
 
 import msgspec
 
-from gputrain_tui.history.series import Series
-from gputrain_tui.recipe.draft import shown
+from gputrain_tui.history.series import Series, interpolate
+from gputrain_tui.recipe.draft import value_text
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.record import AnyEvent, RunStarted, Step, Validation
 from trainer.contract.schema import describe
 
-FEWEST, MOST = 2, 6
-"""Runs that can be compared: more curves on one chart cannot be told apart."""
+MIN_RUNS, MAX_RUNS = 2, 6
+"""Runs that can be compared at once: a terminal has six colours for curves that can be told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeDifference:
-    """A key that the recipes do not agree on."""
+    """A key whose values differ between recipes."""
 
     key: str
     """``train.lr``."""
     values: tuple[str, ...]
-    """One per recipe, as a person writes it; empty where a recipe does not have the key."""
+    """One per recipe, as text; empty where a recipe does not have the key."""
 
 
 def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
-    """Return what the recipes do not agree on, defaults included, in the order of a recipe."""
-    all_values = [values_of(recipe) for recipe in recipes]
+    """Return the keys whose values differ, defaults included, in the order of a recipe."""
+    all_values = [recipe_values(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in all_values for key in values)
     found = []
-    for key in sorted(keys, key=_place(all_values)):
-        texts = tuple(shown(values.get(key)) for values in all_values)
+    for key in sorted(keys, key=_key_order(all_values)):
+        texts = tuple(value_text(values.get(key)) for values in all_values)
         if len(set(texts)) > 1:
             found.append(RecipeDifference(key=key, values=texts))
     return found
 
 
-def _place(all_values: Sequence[dict[str, Any]]) -> Any:
-    """Return a sort key: the place of a key in the first recipe that has it, by tables."""
+def _key_order(all_values: Sequence[dict[str, Any]]) -> Any:
+    """Return a sort key function: by table, then by position in the first recipe that has the key."""
     tables = ("name", "cluster", "task", "train")
     order: dict[str, int] = {}
     for values in all_values:
@@ -55,7 +55,7 @@ def _place(all_values: Sequence[dict[str, Any]]) -> Any:
     return lambda key: (tables.index(key.partition(".")[0]), order[key])
 
 
-def values_of(recipe: Recipe) -> dict[str, Any]:
+def recipe_values(recipe: Recipe) -> dict[str, Any]:
     """Return every key of a recipe with its value, defaults included."""
     values: dict[str, Any] = {"name": recipe.name}
     cluster = msgspec.to_builtins(recipe.cluster)
@@ -74,7 +74,7 @@ def values_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def _task_values(recipe: Recipe) -> dict[str, Any]:
-    """Return a task's options; the defaults of a user's own task would have to be asked for, so it has none here."""
+    """Return a task's options; without defaults for a user's own task, which only a process could tell."""
     if recipe.train.task not in BUILT_IN:
         return dict(recipe.task_options)
     options = describe(task_schema(recipe.train.task))
@@ -82,7 +82,7 @@ def _task_values(recipe: Recipe) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Points:
+class CurvePoints:
     """A curve: values over an axis, both of one length."""
 
     at: Sequence[float]
@@ -91,7 +91,7 @@ class Points:
 
 
 class LossHistory:
-    """The loss of one run as its events come in, median over the ranks."""
+    """The median loss over the ranks of one run, from its events."""
 
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
@@ -101,10 +101,10 @@ class LossHistory:
         """Unix seconds."""
         self._steps = array("q")
         self._seconds = array("d")
-        """When rank 0 had done a step, since the start."""
+        """End of each of ``_steps`` on rank 0, since the start."""
 
     def apply(self, event: AnyEvent) -> None:
-        """Take in an event."""
+        """Apply an event."""
         if isinstance(event, Step):
             self.series.apply(event)
             if event.rank == 0:
@@ -120,7 +120,7 @@ class LossHistory:
 
     @property
     def first_step(self) -> int:
-        """Oldest step: where a resumed run went on."""
+        """Oldest step: a resumed run does not begin at 1."""
         return self._steps[0] if self._steps else 0
 
     @property
@@ -143,18 +143,18 @@ class LossHistory:
         """Least validation loss, nats."""
         return min((v.loss for v in self.validations if v.split == "valid"), default=None)
 
-    def points(self, columns: int, *, over_time: bool) -> Points:
-        """Return the curve at so many steps."""
+    def points(self, columns: int, *, over_time: bool) -> CurvePoints:
+        """Return the curve at ``columns`` evenly spaced steps."""
         window = self.series.window("loss", columns)
         span = window.last_step - window.first_step
         if not window.last_step:
-            return Points(at=(), values=())
+            return CurvePoints(at=(), values=())
         steps = [window.first_step + span * (column + 0.5) / columns for column in range(columns)]
-        at = [self.second(step) for step in steps] if over_time else steps
-        return Points(at=at, values=window.median)
+        at = [self.seconds_at(step) for step in steps] if over_time else steps
+        return CurvePoints(at=at, values=window.median)
 
-    def second(self, step: float) -> float:
-        """Return when a step was done, seconds since the start, on straight lines between what is known."""
+    def seconds_at(self, step: float) -> float:
+        """Return the time of a step since the start, interpolated linearly."""
         after = bisect_right(self._steps, step)
         if after == 0 or not self._steps:
             return self._seconds[0] if self._seconds else 0.0
@@ -165,7 +165,7 @@ class LossHistory:
         return self._seconds[after - 1] + share * (self._seconds[after] - self._seconds[after - 1])
 
 
-def resampled(points: Points, columns: int, last: float, *, first: float = 0.0) -> list[float]:
+def resampled(points: CurvePoints, columns: int, last: float, *, first: float = 0.0) -> list[float]:
     """Return a curve in columns over an axis from ``first`` to ``last``; NaN where it has no value."""
     line = [nan] * columns
     if last <= first:
@@ -176,9 +176,7 @@ def resampled(points: Points, columns: int, last: float, *, first: float = 0.0) 
             continue
         here = min(max(int((at - first) / (last - first) * columns), 0), columns - 1)
         if 0 <= before < here - 1:
-            start = line[before]
-            for column in range(before + 1, here):
-                line[column] = start + (value - start) * (column - before) / (here - before)
+            interpolate(line, before, here, value)
         line[here] = value
         before = here
     return line

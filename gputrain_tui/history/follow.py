@@ -1,4 +1,4 @@
-"""Reads files that somebody else appends to: whole lines only, each once, many files at little cost per look."""
+"""Reads files while other processes append to them: whole lines, each once, many files at little cost per poll."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from pathlib import Path
 from trainer.contract.record.regular_file import open_regular, size_of
 from trainer.host.resource_limits import open_files
 
-SHORTEST_TAIL_BYTES = 16_384
-"""What of a file is read at least where only the last bytes are wanted."""
-LONGEST_LINE_BYTES = 1 << 20
-"""What is kept of a line until its end has come; a longer one is given in pieces, which are no events."""
+MIN_TAIL_BYTES = 16_384
+"""Minimum read of each file when only the last bytes are wanted: some tens of events."""
+MAX_LINE_BYTES = 1 << 20
+"""Memory bound for a line without end; a longer one is returned in pieces, which are no events."""
 
 
 class AppendedFile:
-    """One file that grows: gives whole lines, keeps a torn last one until the rest has come.
+    """One growing file: returns whole lines and keeps a torn last line until its rest is written.
 
-    What is no regular file, or cannot be opened, has nothing to read.
+    What is no regular file, or cannot be opened, reads as empty.
     """
 
-    def __init__(
-        self, path: Path | str, *, keep_open: bool = True, longest_line_bytes: int = LONGEST_LINE_BYTES
-    ) -> None:
+    def __init__(self, path: Path | str, *, keep_open: bool = True, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self.path = os.fspath(path)
-        self._longest_line_bytes = longest_line_bytes
+        self._longest_line_bytes = max_line_bytes
         self.offset = 0
         """Bytes read so far."""
         self._rest = b""
@@ -36,17 +34,17 @@ class AppendedFile:
         self._fd: int | None = None
 
     def unread(self) -> int:
-        """Bytes that were appended and not read yet; 0 while there is no such file."""
+        """Return the number of appended bytes that are not read yet; 0 while there is no such file."""
         if self._fd is None and not self._keep_open:
             return size_of(self.path) - self.offset
         try:
-            # Seeking costs a tenth of a stat by name, which counts with a thousand files ten times a second.
+            # Seeking costs a tenth of a stat by name: a thousand files are polled ten times a second.
             return os.lseek(self._open(), 0, os.SEEK_END) - self.offset
         except OSError:
             return 0
 
     def lines(self, limit_bytes: int) -> bytes:
-        """Read at most so many bytes on; return the lines that are complete by now."""
+        """Read at most ``limit_bytes``; return the lines that are complete now."""
         data = self.chunk(limit_bytes)
         cut = data.rfind(b"\n") + 1
         if not cut:
@@ -57,7 +55,7 @@ class AppendedFile:
         return whole
 
     def chunk(self, limit_bytes: int) -> bytes:
-        """Read at most so many bytes on, whether or not a line ends there: for who shows lines that still grow."""
+        """Read at most ``limit_bytes``, also of an unfinished line: for a view that shows lines as they grow."""
         data = os.pread(self._open(), limit_bytes, self.offset)
         if not self._keep_open:
             self.close()
@@ -65,7 +63,7 @@ class AppendedFile:
         return data
 
     def skip(self, last_bytes: int) -> None:
-        """Go on near the end: with the first line that begins in the last so many bytes."""
+        """Continue with the first line that begins within the last bytes of the file."""
         unread = self.unread()
         if unread <= last_bytes:
             return
@@ -76,12 +74,12 @@ class AppendedFile:
             self.offset = start + head.find(b"\n") + 1
 
     def remainder(self) -> bytes:
-        """The torn last line, given out for good: for a file that nobody writes any more."""
+        """Return the torn last line: for a file that is no longer written."""
         rest, self._rest = self._rest, b""
         return rest
 
     def close(self) -> None:
-        """Let go of the file; a later call opens it again."""
+        """Close the file; a later call opens it again."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -93,14 +91,14 @@ class AppendedFile:
 
 
 class Follower:
-    """All growing files of one folder, also those that appear later, read in fair shares."""
+    """All growing files of a folder, also those that appear later, read in fair shares."""
 
     share_bytes = 2048
-    """What a file with a backlog may read in one poll, however many others wait."""
+    """Minimum read of a file in one poll, however many files have a backlog."""
     rescan_s = 5.0
-    """A folder is listed again at least this often: a remote file system may show an old change time."""
+    """Maximum time between two listings: a remote file system may show an old change time."""
     settle_s = 0.1
-    """A folder that changed this shortly before it was listed may have changed again within the clock's grain."""
+    """A folder that changed this recently is listed again: its change time has the resolution of a kernel tick."""
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class Follower:
         *,
         only: Container[str] | None = None,
         torn: bool = False,
-        longest_line_bytes: int = LONGEST_LINE_BYTES,
+        max_line_bytes: int = MAX_LINE_BYTES,
         last_bytes: int | None = None,
         whole: Container[str] = (),
         begin: Mapping[str, int] | None = None,
@@ -121,10 +119,10 @@ class Follower:
             folder: it may appear later.
             suffix: of the files' names, with its dot.
             only: names without suffix; by default all.
-            torn: give what is there also where a line has not ended yet.
-            longest_line_bytes: what is kept of a line until its end has come.
-            last_bytes: begin so near the end, all files together; by default at the beginning.
-            whole: names without suffix of files that are read from the beginning all the same.
+            torn: return unfinished lines as well.
+            max_line_bytes: longest part of an unfinished line to keep.
+            last_bytes: begin at most this far before the end, all files together; by default at the beginning.
+            whole: names without suffix of files that are read from the beginning nevertheless.
             begin: bytes at which to begin, by name without suffix.
             now: Unix seconds.
         """
@@ -132,7 +130,7 @@ class Follower:
         self._only = only
         self._suffix = suffix
         self._torn = torn
-        self._longest_line_bytes = longest_line_bytes
+        self._longest_line_bytes = max_line_bytes
         self._last_bytes = last_bytes
         self._whole = whole
         self._begin = begin or {}
@@ -140,9 +138,9 @@ class Follower:
         self._files: dict[str, AppendedFile] = {}
         self._listed_at = float("-inf")
         self._changed = 0
-        # Half of what this process may open; files beyond that are opened for each read.
+        # Half of the descriptors of this process; further files are opened for each read.
         limit = open_files()
-        self._may_keep = sys.maxsize if limit is None else limit // 2
+        self._max_open = sys.maxsize if limit is None else limit // 2
         self.backlog_bytes = 0
         """Bytes that the last poll left for the next."""
 
@@ -157,21 +155,21 @@ class Follower:
         for name, file, size in grown:
             try:
                 lines = file.chunk(min(size, share)) if self._torn else file.lines(min(size, share))
-            except OSError:  # gone, or a disk that refuses: asked again at the next poll
+            except OSError:  # deleted, or a disk error: tried again at the next poll
                 continue
             self.backlog_bytes += max(0, size - share)
             if lines:
                 yield name, lines
 
     def remainders(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the torn last lines; for files that nobody writes any more."""
+        """Yield the torn last lines: for files that are no longer written."""
         for name, file in self._files.items():
             rest = file.remainder()
             if rest:
                 yield name, rest
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         for file in self._files.values():
             file.close()
 
@@ -196,15 +194,15 @@ class Follower:
             if stem not in known and (self._only is None or stem in self._only):
                 known[stem] = AppendedFile(
                     f"{self._folder}/{name}",
-                    keep_open=len(known) < self._may_keep,
-                    longest_line_bytes=self._longest_line_bytes,
+                    keep_open=len(known) < self._max_open,
+                    max_line_bytes=self._longest_line_bytes,
                 )
                 known[stem].offset = self._begin.get(stem, 0)
                 if self._last_bytes is not None and stem not in self._whole:
-                    known[stem].skip(max(SHORTEST_TAIL_BYTES, self._last_bytes // len(found)))
+                    known[stem].skip(max(MIN_TAIL_BYTES, self._last_bytes // len(found)))
 
 
 def by_rank(name: str) -> tuple[bool, int, str]:
-    """Sort key: the run's file, so that its end is never seen before the ranks' log tail; then ranks by number."""
+    """Sort key of file names: ``run`` first, then ranks by number, then the others."""
     stem = name.partition(".")[0]
     return stem != "run", int(stem) if stem.isdecimal() and len(stem) < 10 else -1, name

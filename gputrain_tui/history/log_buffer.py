@@ -1,7 +1,7 @@
 """The newest lines of many logs in bounded memory, kept as the bytes that were written.
 
-A view decodes only the lines that it shows; here a line costs a slice of its bytes. Numbers of lines only grow, so that
-a view can stay where it is while old lines fall off.
+A view decodes only the lines that it shows; here a line costs a slice of its bytes. Line numbers only grow, so that a
+view keeps its position while old lines are dropped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-LINE_BYTES = 4096
-"""What is kept of a line: a megabyte without a newline is a mistake, not something to read."""
+MAX_LINE_BYTES = 4096
+"""Kept of a line: a megabyte without a newline is output by mistake and not read by anybody."""
 
 ERRORS = re.compile(
     rb"\bERROR\b|\b[Ee]rror:|\w(?:Error|Exception)\b|\b(?:FATAL|CRITICAL)\b|Traceback \(most recent"
@@ -21,11 +21,11 @@ ERRORS = re.compile(
 )
 WARNINGS = re.compile(rb"\bWARN(?:ING)?\b|\b[Ww]arning:|\w(?:Warning)\b|\[W\d{4} |\[warn(?:ing)?\]|level=warn")
 RANK_PREFIX = re.compile(rb"\[(?:rank ?)?\d+\]:? ?")
-"""What torch puts before the lines of a traceback."""
+"""Prefix that torch puts before each line of a traceback."""
 
 
 class Level(IntEnum):
-    """How much a line matters, by its text."""
+    """Severity of a line, by its text."""
 
     ALL = 0
     WARNING = 1
@@ -39,12 +39,12 @@ class LogLine(NamedTuple):
     """Of its file, without suffix: the rank, or ``node-0``."""
     raw: bytes
     """Without newline, and only the last version of what was overwritten in place."""
-    more: int
-    """Bytes that are not kept."""
+    cut_bytes: int
+    """Bytes that were cut off its end."""
 
 
 def level_of(raw: bytes) -> Level:
-    """Return the level of a line alone."""
+    """Return the level of a single line."""
     if ERRORS.search(raw):
         return Level.ERROR
     return Level.WARNING if WARNINGS.search(raw) else Level.ALL
@@ -63,14 +63,14 @@ def newest_version(raw: bytes, *, ended: bool = True) -> bytes:
 
 
 def _clipped(line: bytes) -> tuple[bytes, int]:
-    """Return what is kept of a long line, and how many bytes are not."""
+    """Cut a long line; return it and the number of bytes cut off."""
     end = b"\r" if line.endswith(b"\r") else b""
-    kept = line[: LINE_BYTES - len(end)] + end
+    kept = line[: MAX_LINE_BYTES - len(end)] + end
     return kept, len(line) - len(kept)
 
 
 class LogBuffer:
-    """A ring of lines, of which those from a level on are seen. ``version`` moves with every change."""
+    """The newest lines of all files; those of at least ``level`` are visible. ``version`` grows with every change."""
 
     def __init__(self, *, lines: int = 50_000, size_bytes: int = 16 << 20) -> None:
         """Start empty.
@@ -82,71 +82,71 @@ class LogBuffer:
         self.version = 0
         self.level = Level.ALL
         self.names: set[str] = set()
-        """Files that have said something."""
+        """Files that have any output."""
         self._most_lines, self._most_bytes = lines, size_bytes
         self._lines: list[bytes] = []
-        self._from: list[str] = []
+        self._names: list[str] = []
         self._first = 0
         """Number of the oldest line."""
         self._bytes = 0
-        self._open: dict[str, int] = {}
-        """Number of the line that each file has not ended."""
-        self._more: dict[int, int] = {}
-        self._seen: list[int] = []
-        """Numbers of the lines from ``level`` on; unused for ALL."""
+        self._unfinished: dict[str, int] = {}
+        """Number of the unfinished last line of a file, by file."""
+        self._cut_bytes: dict[int, int] = {}
+        self._visible: list[int] = []
+        """Numbers of the visible lines; unused for ALL."""
         self._in_traceback: set[str] = set()
 
     def feed(self, name: str, data: bytes) -> None:
-        """Take in what was appended to a file; its last line may go on in the next piece."""
+        """Add bytes that were appended to a file; the last line may be unfinished."""
         parts = data.split(b"\n")
         self.names.add(name)
-        number = self._open.pop(name, -1)
+        number = self._unfinished.pop(name, -1)
         if number >= self._first:
-            self._continue(number, parts.pop(0), ended=bool(parts))
+            self._continue_line(number, parts.pop(0), ended=bool(parts))
             if not parts:
-                self._open[name] = number
+                self._unfinished[name] = number
         if parts:
             torn = parts.pop()
-            self._extend(name, parts)
+            self._append_lines(name, parts)
             if torn:
-                self._open[name] = self._first + len(self._lines)
-                self._extend(name, [torn], ended=False)
+                self._unfinished[name] = self._first + len(self._lines)
+                self._append_lines(name, [torn], ended=False)
         self._trim()
         self.version += 1
 
-    def show(self, level: Level) -> None:
-        """Choose from which level on lines are seen."""
+    def set_level(self, level: Level) -> None:
+        """Set the minimum level of visible lines."""
         self.level = level
-        self._seen = []
+        self._visible = []
         self._in_traceback.clear()
         if level is not Level.ALL:
             numbers = range(self._first, self._first + len(self._lines))
-            unended = set(self._open.values())
-            self._note(number for number in numbers if number not in unended)
+            unended = set(self._unfinished.values())
+            self._index_lines(number for number in numbers if number not in unended)
         self.version += 1
 
     @property
     def rows(self) -> int:
-        """How many lines are seen."""
-        return len(self._lines) if self.level is Level.ALL else len(self._seen)
+        """Number of visible lines."""
+        return len(self._lines) if self.level is Level.ALL else len(self._visible)
 
     def number(self, row: int) -> int:
-        """Return the number of the line that is seen in a row."""
-        return self._first + row if self.level is Level.ALL else self._seen[row]
+        """Return the number of the line in a row."""
+        return self._first + row if self.level is Level.ALL else self._visible[row]
 
     def row(self, number: int) -> int:
-        """Return the row of a line; of the next that is seen where it is not, or has fallen off."""
+        """Return the row of a line; of the next visible one where it is hidden or dropped."""
         if self.level is Level.ALL:
             return min(max(number - self._first, 0), len(self._lines))
-        return bisect_left(self._seen, number)
+        return bisect_left(self._visible, number)
 
     def line(self, number: int) -> LogLine:
         """Return a line by its number."""
         index = number - self._first
-        return LogLine(self._from[index], self._lines[index].rstrip(b"\r"), self._more.get(number, 0))
+        return LogLine(self._names[index], self._lines[index].rstrip(b"\r"), self._cut_bytes.get(number, 0))
 
     def find(self, text: str, row: int, *, forward: bool) -> int | None:
-        """Return the next row that holds a text, whatever its case, after one row or before it, and around the end."""
+        """Return the next row after or before ``row`` that contains a text, ignoring case and wrapping around."""
         needle = text.encode("utf-8", "surrogateescape").lower()
         count = self.rows
         if not needle or not count:
@@ -158,40 +158,40 @@ class LogBuffer:
                 return at
         return None
 
-    def _extend(self, name: str, lines: list[bytes], *, ended: bool = True) -> None:
-        """Add lines of a file below all others."""
+    def _append_lines(self, name: str, lines: list[bytes], *, ended: bool = True) -> None:
+        """Append lines of a file."""
         number = self._first + len(self._lines)
         for line in lines:
             if b"\r" in line:
                 line = newest_version(line, ended=ended)
-            if len(line) > LINE_BYTES:
-                line, self._more[number] = _clipped(line)
+            if len(line) > MAX_LINE_BYTES:
+                line, self._cut_bytes[number] = _clipped(line)
             self._lines.append(line)
             self._bytes += len(line)
             number += 1
-        self._from.extend([name] * len(lines))
+        self._names.extend([name] * len(lines))
         if ended and self.level is not Level.ALL:
-            self._note(range(number - len(lines), number))
+            self._index_lines(range(number - len(lines), number))
 
-    def _continue(self, number: int, data: bytes, *, ended: bool) -> None:
-        """Let the unended line of a file go on."""
+    def _continue_line(self, number: int, data: bytes, *, ended: bool) -> None:
+        """Append to the unfinished line of a file."""
         index = number - self._first
-        before, more = self._lines[index], self._more.pop(number, 0)
+        before, more = self._lines[index], self._cut_bytes.pop(number, 0)
         if more and b"\r" not in data and not before.endswith(b"\r"):
-            self._more[number] = more + len(data)
+            self._cut_bytes[number] = more + len(data)
         else:
             line = newest_version(before + data, ended=ended)
-            if len(line) > LINE_BYTES:
-                line, self._more[number] = _clipped(line)
+            if len(line) > MAX_LINE_BYTES:
+                line, self._cut_bytes[number] = _clipped(line)
             self._lines[index] = line
             self._bytes += len(line) - len(before)
         if ended and self.level is not Level.ALL:
-            self._note([number])
+            self._index_lines([number])
 
-    def _note(self, numbers: Iterable[int]) -> None:
-        """See the lines that matter; the lines of a traceback matter with its last one."""
+    def _index_lines(self, numbers: Iterable[int]) -> None:
+        """Add lines of at least ``level`` to the visible ones; all lines of a traceback are errors."""
         for number in numbers:
-            name, raw = self._from[number - self._first], self._lines[number - self._first]
+            name, raw = self._names[number - self._first], self._lines[number - self._first]
             level = level_of(raw)
             if name in self._in_traceback:
                 level = Level.ERROR
@@ -201,13 +201,13 @@ class LogBuffer:
             if b"Traceback (most recent" in raw:
                 self._in_traceback.add(name)
             if level >= self.level:
-                if self._seen and number < self._seen[-1]:
-                    insort(self._seen, number)
+                if self._visible and number < self._visible[-1]:
+                    insort(self._visible, number)
                 else:
-                    self._seen.append(number)
+                    self._visible.append(number)
 
     def _trim(self) -> None:
-        """Let old lines fall off, a tenth at a time, so that it costs little per line."""
+        """Drop old lines, a tenth at a time, so that it costs little per line."""
         excess = 0
         if len(self._lines) > self._most_lines + self._most_lines // 10:
             excess = len(self._lines) - self._most_lines
@@ -220,7 +220,7 @@ class LogBuffer:
         if not excess:
             return
         self._bytes -= sum(map(len, self._lines[:excess]))
-        del self._lines[:excess], self._from[:excess]
+        del self._lines[:excess], self._names[:excess]
         self._first += excess
-        del self._seen[: bisect_left(self._seen, self._first)]
-        self._more = {number: more for number, more in self._more.items() if number >= self._first}
+        del self._visible[: bisect_left(self._visible, self._first)]
+        self._cut_bytes = {number: more for number, more in self._cut_bytes.items() if number >= self._first}

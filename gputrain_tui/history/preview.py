@@ -1,6 +1,6 @@
-"""Previews a long history that was not downsampled, from samples of its files.
+"""Previews a long record that was not downsampled, from samples of its files.
 
-Reading every event of a hundred thousand steps of many ranks takes a while; meanwhile this is what is shown.
+It is shown while all events are read, which takes seconds for a hundred thousand steps of many ranks.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from trainer.contract.record import AnyEvent, RunDir, Step, decode_events
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import open_regular, size_of
 
-WORTH_BYTES = 16 << 20
-"""A record shorter than this is read through at once."""
-SAMPLES = 12_000
-"""Places at which all files together are looked into."""
-MOST_SAMPLES = 240
-"""Places per file: two for every column of a wide chart."""
-BLOCK_BYTES = 2048
-"""What is read at one place: a whole event is in it."""
+MIN_PREVIEW_BYTES = 16 << 20
+"""A shorter record is read whole at once."""
+MAX_SAMPLES = 12_000
+"""Of all files together."""
+MAX_FILE_SAMPLES = 240
+"""Per file: two for every column of a wide chart."""
+SAMPLE_BYTES = 2048
+"""Longer than two step events, so that a sample holds a whole one."""
 HEAD_BYTES = 8192
-"""What is read of a file's beginning: who the rank is."""
-TAIL_BYTES = 16 << 10
-MOST_TAIL_BYTES = 4 << 20
-"""What is read of the ends: per file, and of all of them."""
+"""Of a file's beginning, where the rank's host and device are."""
+FILE_TAIL_BYTES = 16 << 10
+MAX_TAIL_BYTES = 4 << 20
+"""Of the files' ends: per file, and of all together."""
 
 
 class Preview:
-    """State and curves of a run from a part of its record; ``poll`` follows what is appended."""
+    """State and curves of a run from samples of its record; ``poll`` reads what is appended."""
 
     def __init__(self, run_dir: RunDir, state: RunState) -> None:
-        """Look into the files.
+        """Read the samples.
 
         Args:
             run_dir: of the run.
-            state: to begin with.
+            state: initial state, which is changed.
         """
         self.state = state
         self.series = Series(state.world_size)
@@ -49,28 +49,28 @@ class Preview:
         events = [event for path, size in files for event in _samples(path, size, len(files), state.world_size)]
         events.sort(key=attrgetter("time"))
         last = max((event.step for event in events if type(event) is Step), default=0)
-        per_file = _places(len(files))
-        # Two samples of a rank may be this far apart, and every row is to have all ranks.
+        per_file = _samples_per_file(len(files))
+        # Two samples of a rank may be this far apart, and every row needs one of each rank.
         self.series.coarsen(max(2 * last // per_file, 1))
-        self._take(events)
+        self._apply(events)
         self.series.refine()
-        tail = min(TAIL_BYTES * max(len(files), 1), MOST_TAIL_BYTES)
+        tail = min(FILE_TAIL_BYTES * max(len(files), 1), MAX_TAIL_BYTES)
         self._source = RunReader(run_dir, last_bytes=tail)
 
     def poll(self) -> None:
-        """Take in what was appended."""
-        self._take(self._source.poll())
+        """Read and apply what was appended."""
+        self._apply(self._source.poll())
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._source.close()
 
-    def _take(self, events: list[AnyEvent]) -> None:
+    def _apply(self, events: list[AnyEvent]) -> None:
         apply_all(events, self.state, self.series)
 
 
 def apply_all(events: Sequence[AnyEvent | DownsampledBlock], state: RunState, series: Series) -> None:
-    """Put events into state and curves."""
+    """Apply events to state and curves."""
     apply, draw = state.apply, series.apply
     for event in events:
         apply(event)
@@ -78,8 +78,8 @@ def apply_all(events: Sequence[AnyEvent | DownsampledBlock], state: RunState, se
             draw(event)
 
 
-def _places(files: int) -> int:
-    return min(max(SAMPLES // max(files, 1), 8), MOST_SAMPLES)
+def _samples_per_file(files: int) -> int:
+    return min(max(MAX_SAMPLES // max(files, 1), 8), MAX_FILE_SAMPLES)
 
 
 def _rank_files(run_dir: RunDir) -> list[tuple[str, int]]:
@@ -102,9 +102,9 @@ def _samples(path: str, size: int, files: int, world_size: int) -> list[AnyEvent
     try:
         head = os.pread(descriptor, HEAD_BYTES, 0)
         found = [head[: head.rfind(b"\n") + 1]]
-        count = _places(files)
+        count = _samples_per_file(files)
         for place in range(1, count):
-            block = os.pread(descriptor, BLOCK_BYTES, place * size // count)
+            block = os.pread(descriptor, SAMPLE_BYTES, place * size // count)
             begin = block.find(b"\n") + 1
             end = block.find(b"\n", begin) + 1
             if 0 < begin < end:

@@ -1,8 +1,7 @@
-"""Curves of any length in bounded memory: the last points as they came, older ones as ever wider min/max blocks.
+"""Curves of any length in bounded memory: the newest points singly, older ones as ever wider min/max blocks.
 
-A window is drawn from the finest level that covers it, so that a redraw costs by the width and never by the run, and a
-spike is never averaged away. ``RankFrames`` does the same for one value per rank, where a whole curve per rank would
-not fit.
+A window is read from the finest level that covers it: its cost depends on the width, not on the run, and a spike is
+never averaged away. ``RankFrames`` does the same for one value per rank, of which memory holds no whole curves.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from math import isfinite, nan
 from typing import NamedTuple
 
 FAN_OUT = 4
-"""Points of a level that become one of the next."""
-KEPT = 8192
-"""Points that a level keeps at least, once it had them."""
-FRAME_VALUES = 1 << 18
-"""Values of one metric that a level of frames keeps: frames × ranks."""
+"""Points of a level that one point of the next covers."""
+POINTS_PER_LEVEL = 8192
+"""Minimum kept: more than four for every column of the widest chart."""
+FRAME_VALUES_PER_LEVEL = 1 << 18
+"""Memory bound of one metric: frames × ranks."""
 
 
 class Band(NamedTuple):
-    """What the ranks had at one step, or in one block of steps; NaN where nothing was measured."""
+    """Minimum, median and maximum over the ranks, at one step or over a block of steps; NaN if not measured."""
 
     low: float
     median: float
@@ -49,7 +48,7 @@ class _Level:
 
     def __init__(self) -> None:
         self.start = 0
-        """Points forgotten or never held, before the first held one."""
+        """Points before the first one that is kept."""
         self.steps = array("q")
         self.low = array("d")
         self.median = array("d")
@@ -57,7 +56,7 @@ class _Level:
 
     @property
     def count(self) -> int:
-        """Points there ever were."""
+        """Points ever added."""
         return self.start + len(self.steps)
 
     def append(self, step: int, band: Band) -> None:
@@ -66,8 +65,8 @@ class _Level:
         self.median.append(band.median)
         self.high.append(band.high)
 
-    def cut(self, head: int, tail: int) -> None:
-        """Keep the held points ``head`` to ``tail``."""
+    def trim(self, head: int, tail: int) -> None:
+        """Keep the points ``head`` to ``tail``."""
         for values in (self.steps, self.low, self.median, self.high):
             del values[tail:]
             del values[:head]
@@ -89,13 +88,9 @@ class _Level:
 class BandPyramid:
     """The band of one metric over the steps of a run."""
 
-    def __init__(self, kept: int = KEPT) -> None:
+    def __init__(self, kept: int = POINTS_PER_LEVEL) -> None:
         self._kept = kept
         self._levels = [_Level()]
-
-    def __len__(self) -> int:
-        """Points there ever were."""
-        return self._levels[0].count
 
     @property
     def first_step(self) -> int:
@@ -107,11 +102,6 @@ class BandPyramid:
         """Step of the newest point; 0 when there is none."""
         return self._levels[0].steps[-1] if self._levels[0].steps else self.first_step
 
-    @property
-    def held(self) -> int:
-        """Points in memory, all levels together."""
-        return sum(len(level.steps) for level in self._levels)
-
     def append(self, step: int, band: Band) -> None:
         """Add the newest point; steps only rise."""
         index = 0
@@ -119,7 +109,7 @@ class BandPyramid:
             level = self._levels[index]
             level.append(step, band)
             if len(level.steps) > 2 * self._kept:
-                level.cut(self._kept, len(level.steps))
+                level.trim(self._kept, len(level.steps))
             if level.count % FAN_OUT:
                 return
             step, band = level.folded()
@@ -137,7 +127,7 @@ class BandPyramid:
                 break
         for exponent, level in enumerate(self._levels):
             keep = points // FAN_OUT**exponent - level.start
-            level.cut(0, max(keep, 0))
+            level.trim(0, max(keep, 0))
             level.start += min(keep, 0)
 
     def points(self, first: int, last: int, most: int) -> Iterator[Point]:
@@ -148,7 +138,7 @@ class BandPyramid:
             if covers and bisect_right(level.steps, last) - bisect_left(level.steps, first) <= most:
                 chosen = index
                 break
-        for index in range(chosen, -1, -1):  # what is too young for a block of the chosen level comes from the finer
+        for index in range(chosen, -1, -1):  # points newer than the last block come from finer levels
             level = self._levels[index]
             begin = bisect_left(level.steps, first)
             if index < chosen:
@@ -167,22 +157,17 @@ class Frame:
         self.values = values
         """Per metric the ranks' values, NaN where one was not measured; None where none was."""
         self.cache: tuple[object, list[float]] | None = None
-        """What a view made of it last, with what it depends on; frames never change."""
+        """A view's last result for this frame, with its key; frames never change."""
 
 
 class RankFrames:
-    """Values of every rank over the steps of a run, coarse for what is long ago."""
+    """Values of every rank over the steps of a run, coarser for older steps."""
 
     def __init__(self, metrics: int) -> None:
         self._metrics = metrics
         self._levels: list[deque[Frame]] = [deque()]
         self._pending = [0]
-        """Per level the newest frames that are in no frame of the next."""
-
-    @property
-    def held(self) -> int:
-        """Frames in memory, all levels together."""
-        return sum(map(len, self._levels))
+        """Per level, the number of newest frames that no frame of the next covers."""
 
     @property
     def newest(self) -> Frame | None:
@@ -192,7 +177,7 @@ class RankFrames:
     def append(self, frame: Frame) -> None:
         """Add the newest frame; steps only rise."""
         ranks = max((len(values) for values in frame.values if values is not None), default=1)
-        kept = min(max(FRAME_VALUES // ranks, 64), KEPT // 2)
+        kept = min(max(FRAME_VALUES_PER_LEVEL // ranks, 64), POINTS_PER_LEVEL // 2)
         index = 0
         while True:
             level = self._levels[index]
@@ -253,7 +238,7 @@ def _mean(parts: Sequence[array[float]]) -> array[float] | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     longest = max(map(len, parts))
-    if any(len(part) < longest for part in parts):  # a rank that was not heard of before
+    if any(len(part) < longest for part in parts):  # a rank that first appeared later
         parts = [part + array("f", [nan] * (longest - len(part))) for part in parts]
     count = len(parts)
     means = [total / count for total in map(sum, zip(*parts, strict=True))]

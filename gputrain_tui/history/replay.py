@@ -1,4 +1,4 @@
-"""Replays a long run from its downsampled record, and finds where to read on in each file."""
+"""Replays a long run from its downsampled record, and returns the offsets at which to follow each file."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainer.contract.record.downsampled import LEVELS, DownsampledBlock, Downsa
 from trainer.contract.record.events import UNDECODABLE, is_of
 from trainer.contract.record.regular_file import read_part, read_whole, size_of
 
-WHOLE_BYTES = 40 << 20
-"""A record that is no longer than this is read whole: it takes less than a second."""
-MOST_BLOCKS = 40_000
-"""Blocks read of all ranks together; the finest that are not more are chosen."""
-STEP_BYTES = 370
-"""Of one step's line, about."""
+READ_WHOLE_BYTES = 40 << 20
+"""A shorter record is read whole, in less than a second."""
+MAX_BLOCKS = 40_000
+"""Of all ranks together; the finest level that keeps within it is read."""
+STEP_EVENT_BYTES = 370
+"""Mean length of a step event's line, measured."""
 TAIL_BYTES = 4 << 20
-"""Of the newest events that are read whole in any case, all ranks together: what recent means are taken over."""
-SHORTEST_TAIL_BYTES = 32 << 10
-"""The same of one file."""
-MOST_GAP_BYTES = 64 << 20
-"""Bytes that no block stands for, of one file; where there are more the record is read from its beginning."""
+"""Newest events of all ranks together, which are read singly: recent means are taken over them."""
+MIN_TAIL_BYTES = 32 << 10
+"""Minimum of one file."""
+MAX_GAP_BYTES = 64 << 20
+"""Of one file that no block covers; with more, the record is read from its beginning."""
 
 _decode_blocks = msgspec.json.Decoder(DownsampledBlock)
 _decode_notes = msgspec.json.Decoder(DownsampledNote)
@@ -34,22 +34,22 @@ _decode_notes = msgspec.json.Decoder(DownsampledNote)
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What happened until a byte of each event file."""
+    """The events of a run up to an offset in each event file."""
 
     events: list[AnyEvent | DownsampledBlock]
-    """In the order of their times; blocks stand for step events."""
+    """By time; a block stands for several step events."""
     begin: dict[str, int]
-    """Per event file, by its name without suffix, where to read on."""
+    """Offset at which to continue, by event file without suffix."""
     steps: int
-    """That a block covers at most."""
+    """Maximum number of steps in a block."""
 
 
 def replay(run: RunDir, world_size: int = MOST_RANKS) -> Replay | None:
-    """Return the past of a run, or None where there is no digest or the record is short enough to be read.
+    """Return the replay of a run; None where its record is short or was not downsampled.
 
     Args:
         run: its directory.
-        world_size: its ranks; what is told of others is passed over.
+        world_size: number of its ranks; events of others are skipped.
     """
     try:
         with os.scandir(run.events) as entries:
@@ -57,16 +57,16 @@ def replay(run: RunDir, world_size: int = MOST_RANKS) -> Replay | None:
     except OSError:
         return None
     total = sum(sizes.values())
-    if total <= WHOLE_BYTES or not run.digest.is_dir():
+    if total <= READ_WHOLE_BYTES or not run.digest.is_dir():
         return None
     ranks = sorted((name for name in sizes if name.isdecimal() and int(name) < world_size), key=by_rank)
-    tail = max(SHORTEST_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
-    level = next((level for level in LEVELS if total / STEP_BYTES / level <= MOST_BLOCKS), LEVELS[-1])
+    tail = max(MIN_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
+    level = next((level for level in LEVELS if total / STEP_EVENT_BYTES / level <= MAX_BLOCKS), LEVELS[-1])
     found = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
     ends = [blocks[-1].step for blocks in found.values() if blocks]
     if not ends or len(ends) < len(ranks):
         return None
-    common = min(ends)  # every rank is read whole from about the same step on
+    common = min(ends)  # single events of all ranks begin at about the same step
     events: list[AnyEvent | DownsampledBlock] = []
     begin = {}
     for name in ranks:
@@ -75,7 +75,7 @@ def replay(run: RunDir, world_size: int = MOST_RANKS) -> Replay | None:
             return None
         begin[name] = blocks[-1].end
         gaps = _gaps(blocks)
-        if sum(last - first for first, last in gaps) > MOST_GAP_BYTES:
+        if sum(last - first for first, last in gaps) > MAX_GAP_BYTES:
             return None
         for gap in gaps:
             events += _read(run, name, *gap, world_size)
@@ -95,7 +95,7 @@ def replay(run: RunDir, world_size: int = MOST_RANKS) -> Replay | None:
 
 
 def _blocks(run: RunDir, name: str, level: int, before: int) -> list[DownsampledBlock]:
-    """Return a rank's blocks that end before a byte of its events, as far as they can be trusted."""
+    """Return a rank's valid blocks that end before an offset of its events."""
     try:
         data = read_whole(block_file(run.digest, name, level))
     except OSError:
@@ -104,7 +104,7 @@ def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Downsampled
     try:
         blocks = _decode_blocks.decode_lines(data)
     except UNDECODABLE:
-        blocks = list(_sound(data))
+        blocks = list(_decodable_blocks(data))
     trusted: list[DownsampledBlock] = []
     for block in blocks:
         if not (trusted[-1].end if trusted else 0) <= block.begin <= block.end <= before or block.rank != int(name):
@@ -115,8 +115,8 @@ def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Downsampled
     return trusted
 
 
-def _sound(lines: bytes) -> list[DownsampledBlock]:
-    """Return the blocks that can be understood: a line may have been left torn."""
+def _decodable_blocks(lines: bytes) -> list[DownsampledBlock]:
+    """Return the blocks of the lines that can be decoded: a crash may leave a torn one."""
     found = []
     for line in lines.splitlines():
         try:
@@ -127,7 +127,7 @@ def _sound(lines: bytes) -> list[DownsampledBlock]:
 
 
 def _ends_line(path: Path, end: int) -> bool:
-    """Return whether a line of a file ends at a byte."""
+    """Whether a line of a file ends at an offset."""
     try:
         return read_part(path, end - 1, 1) == b"\n"
     except OSError:
@@ -135,7 +135,7 @@ def _ends_line(path: Path, end: int) -> bool:
 
 
 def _until(blocks: list[DownsampledBlock], step: int) -> list[DownsampledBlock]:
-    """Return the blocks up to a step, at the last time that it was reached."""
+    """Return the blocks up to a step; of several passes after restarts, up to the last."""
     count = len(blocks)
     while count and blocks[count - 1].step > step:
         count -= 1
@@ -143,7 +143,7 @@ def _until(blocks: list[DownsampledBlock], step: int) -> list[DownsampledBlock]:
 
 
 def _gaps(blocks: list[DownsampledBlock]) -> list[tuple[int, int]]:
-    """Return the bytes that no block stands for: of a process that was killed before it closed its last."""
+    """Return the byte ranges that no block covers: a killed process leaves its last block unwritten."""
     ends = [0, *(block.end for block in blocks)]
     return [(end, block.begin) for end, block in zip(ends, blocks, strict=False) if block.begin > end]
 
@@ -157,7 +157,7 @@ def _read(run: RunDir, name: str, begin: int, end: int, world_size: int) -> list
 
 
 def _notes(run: RunDir, name: str, world_size: int) -> list[DownsampledNote]:
-    """Return what else a file tells, as far as it is noted."""
+    """Return the other events of a file, which the downsampled record keeps whole."""
     try:
         data = read_whole(note_file(run.digest, name))
     except OSError:
@@ -174,10 +174,10 @@ def _notes(run: RunDir, name: str, world_size: int) -> list[DownsampledNote]:
 
 
 def _line_after(run: RunDir, name: str, byte: int) -> int:
-    """Return where the first line after a byte begins."""
+    """Return the offset of the first line after an offset."""
     if byte <= 0:
         return 0
     try:
-        return byte + read_part(run.events / f"{name}.ndjson", byte, SHORTEST_TAIL_BYTES).find(b"\n") + 1
+        return byte + read_part(run.events / f"{name}.ndjson", byte, MIN_TAIL_BYTES).find(b"\n") + 1
     except OSError:
         return 0

@@ -1,6 +1,6 @@
-"""Run directories as every command and view finds them: create, list, find, and follow what is appended.
+"""Creates, lists, finds and reads run directories.
 
-Readers only read. What a run is doing comes from ``status.json``, doubted where its supervisor is gone.
+The state of a run is that of ``status.json``, unless its supervisor is dead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -38,15 +38,15 @@ from trainer.contract.record.regular_file import open_regular, read_json, read_t
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
 
 RunStateName = RunStatusName | Literal["lost"]
-"""What is shown of a run; ``lost``: it says that it runs, and its supervisor is dead."""
+"""``lost``: by its status it runs, but its supervisor is dead."""
 
 ENDED = ("finished", "failed", "stopped")
 
 
 class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What ``status.json`` holds; replaced atomically, by the supervisor alone once it has taken over.
+    """Contents of ``status.json``: replaced atomically, by the supervisor alone once it has taken over.
 
-    An ended status is written after the ``run_ended`` event, so that whoever sees it can read the whole record.
+    An ended status is written after the ``run_ended`` event: a reader that sees it can read the whole record.
     """
 
     run: str
@@ -56,7 +56,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     world_size: WorldSize
     status: RunStatusName = "starting"
     supervisor: ProcessIdentity | None = None
-    """Who answers for the run: its creator until the supervisor has taken over."""
+    """Process responsible for the run: its creator until the supervisor has taken over."""
     started: UnixSeconds = 0.0
     """Unix seconds."""
     ended: UnixSeconds | None = None
@@ -65,7 +65,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     restarts: Count = 0
     """Attempts that failed and were followed by another."""
     message: str | None = None
-    """One line: why it failed, or what was left when it stopped."""
+    """One line: why it failed, or which processes were left when it stopped."""
     step: Count | None = None
     """Optimizer steps done when this was written."""
     loss: Figure | None = None
@@ -74,7 +74,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadableRun:
-    """A folder that a run was recorded in, of which nothing can be told."""
+    """A run directory whose status cannot be read."""
 
     dir: RunDir
     problem: str
@@ -88,7 +88,7 @@ class UnreadableRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run as it was found."""
+    """A run directory with its status."""
 
     dir: RunDir
     status: Status
@@ -109,16 +109,14 @@ def create(
     root: Path | None = None,
     now: Callable[[], float] = time.time,
 ) -> Run:
-    """Make the directory of a new run, complete or not at all.
-
-    It is filled under a hidden name and renamed, so a reader never finds half of one.
+    """Create the directory of a new run atomically: it is filled under a hidden name and renamed.
 
     Args:
         recipe: the recipe's name; the id carries it.
         world_size: ranks on all nodes together.
-        recipe_toml: the recipe as it will be kept.
-        plan: gives the bytes of ``plan.json``, told the directory's final place.
-        root: folder of the runs; by default this person's.
+        recipe_toml: text of ``recipe.toml``.
+        plan: returns the bytes of ``plan.json`` for the directory's final path.
+        root: folder of the runs; by default this user's.
         now: Unix seconds.
 
     Raises:
@@ -131,7 +129,7 @@ def create(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             return _create(folder, hidden, recipe, world_size, recipe_toml, plan, started)
-        except BaseException:  # Ctrl-C, too: no half of a run is left behind; it goes on
+        except BaseException:  # also Ctrl-C: no incomplete run is left behind
             shutil.rmtree(hidden, ignore_errors=True)
             raise
     except OSError as error:
@@ -154,7 +152,7 @@ def _create(
     draft = RunDir(hidden)
     for part in (draft.events, draft.logs, draft.checkpoints, draft.nodes):
         part.mkdir(mode=0o700)
-    draft.lock.touch(mode=0o600)  # what every run needs is there from its beginning, however full the disk becomes
+    draft.lock.touch(mode=0o600)  # now, because the disk may be full later
     draft.recipe.write_text(recipe_toml, encoding="utf-8")
     base = run_id(recipe, started)
     number = 1
@@ -165,7 +163,7 @@ def _create(
         draft.plan.write_bytes(plan(final))
         write_status(draft, status)
         try:
-            # Renaming onto a directory that holds something fails, which makes the id ours alone.
+            # Renaming onto a non-empty directory fails, which makes the id unique.
             hidden.rename(final.path)
         except OSError:
             if not final.path.exists():
@@ -176,7 +174,7 @@ def _create(
 
 
 def run_id(recipe: str, started: float) -> str:
-    """``20261121-010203-mnist-two-nodes``: UTC, so that ids sort by time in every season."""
+    """Return an id such as ``20261121-010203-mnist-two-nodes``; in UTC, so that ids sort by time."""
     slug = re.sub(r"[^a-z0-9]+", "-", recipe.lower()).strip("-")[:40].strip("-") or "run"
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime(started)) + slug
 
@@ -184,13 +182,13 @@ def run_id(recipe: str, started: float) -> str:
 _encode = msgspec.json.Encoder()
 _status = msgspec.json.Decoder(Status)
 _plan = msgspec.json.Decoder(Plan)
-STATUS_BYTES = 1 << 20
-"""What ``status.json`` has at most; it has some hundred bytes, and a message."""
+MAX_STATUS_BYTES = 1 << 20
+"""``status.json`` has a few hundred bytes and a message; a larger file is damaged."""
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
 
 
 def write_status(run: RunDir, status: Status) -> None:
-    """Replace ``status.json``; on a full disk in its place, which takes no more room.
+    """Replace ``status.json`` atomically; on a full disk overwrite it, which needs no more space.
 
     Raises:
         OSError: it cannot be written at all.
@@ -207,18 +205,18 @@ def write_status(run: RunDir, status: Status) -> None:
 
 
 def read_status(run: RunDir) -> Status | None:
-    """Read ``status.json``; None when there is none that can be understood."""
+    """Read ``status.json``; None when it is missing or damaged."""
     try:
-        return read_json(run.status, _status, STATUS_BYTES)
+        return read_json(run.status, _status, MAX_STATUS_BYTES)
     except RecordError:
         return None
 
 
 def read_plan(run: RunDir) -> Plan:
-    """Read ``plan.json``: whose ranks are those from 0 to its world size, each on one node.
+    """Read ``plan.json`` and check that its nodes have all ranks from 0 to its world size in order.
 
     Raises:
-        RecordError: it cannot be read, or is no such plan.
+        RecordError: it cannot be read, or is damaged.
     """
     plan = read_json(run.plan, _plan)
     if [rank for node in plan.nodes for rank in node.ranks] != list(range(plan.world_size)):
@@ -236,8 +234,8 @@ def _stop_grace(argv: Sequence[str]) -> float:
         return math.nan
 
 
-def ranks_of(run: RunDir) -> int:
-    """How many ranks a run has by its plan; as many as any may have where none can be read."""
+def planned_world_size(run: RunDir) -> int:
+    """Return the world size by a run's plan; the maximum where that cannot be read."""
     try:
         return read_plan(run).world_size
     except RecordError:
@@ -245,32 +243,32 @@ def ranks_of(run: RunDir) -> int:
 
 
 def open_run(path: Path) -> Run | None:
-    """The run of a directory, or None when that is not a run directory."""
+    """Return the run of a directory; None when that is no run directory."""
     directory = RunDir(path)
     status = read_status(directory)
     return None if status is None else Run(dir=directory, status=status, state=state_of(status))
 
 
 def state_of(status: Status) -> RunStateName:
-    """What a run is doing, which a dead supervisor can no longer correct."""
+    """Return the state by a run's status; ``lost`` where it runs without a supervisor."""
     if status.status in ENDED or status.supervisor is None or is_alive(status.supervisor) is not False:
         return status.status
     return "lost"
 
 
 def list_runs(root: Path | None = None) -> list[Run]:
-    """All runs that can be read, newest first; folders that are none are passed over."""
+    """Return all readable runs, newest first."""
     return list_all(root)[0]
 
 
 def list_all(root: Path | None = None) -> tuple[list[Run], list[UnreadableRun]]:
-    """All runs, newest first, and the folders named like runs of which nothing can be told, by name."""
+    """Return all readable runs, newest first, and the unreadable folders that are named like runs."""
     folder = paths.runs_folder() if root is None else root
     runs, unreadable = [], []
-    for name in _folders(folder):
+    for name in _folder_names(folder):
         directory = RunDir(folder / name)
         try:
-            status = read_json(directory.status, _status, STATUS_BYTES)
+            status = read_json(directory.status, _status, MAX_STATUS_BYTES)
         except RecordError as error:
             if RUN_ID.match(name):
                 problem = str(error).replace(str(directory.status), "status.json", 1)
@@ -282,7 +280,7 @@ def list_all(root: Path | None = None) -> tuple[list[Run], list[UnreadableRun]]:
     return runs, unreadable
 
 
-def _folders(folder: Path) -> list[str]:
+def _folder_names(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
@@ -293,10 +291,10 @@ def _folders(folder: Path) -> list[str]:
 
 
 def find(wanted: str, root: Path | None = None) -> Run:
-    """The run of an id, a unique prefix of one, or ``last``.
+    """Return the run of an id, a unique prefix of one, or ``last``.
 
     Raises:
-        RequestError: none or several fit; the message names them.
+        RequestError: no run or several match.
     """
     folder = paths.runs_folder() if root is None else root
     runs, unreadable = list_all(folder)
@@ -318,7 +316,7 @@ def find(wanted: str, root: Path | None = None) -> Run:
 
 
 def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> Step | None:
-    """The newest step that a rank recorded, read from the end of its file."""
+    """Return the newest step that a rank recorded, read from the end of its file."""
     try:
         data = read_tail(run.rank_events(rank), tail_bytes)
     except OSError:
@@ -328,14 +326,14 @@ def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> Step |
 
 
 class RunReader:
-    """Follows the events of a run: all that was appended since the last poll, whoever wrote it.
+    """Follows the events of a run, of all ranks and nodes.
 
-    The events of one poll are in the order of their times. ``run_ended`` comes last of all: it is held back while
-    other files have a backlog.
+    The events of one poll are sorted by time. ``run_ended`` comes last of all: it is held back while other files have a
+    backlog.
     """
 
     budget_bytes = 8 << 20
-    """What one poll reads at most, about 20 ms of work; more when very many files have a backlog."""
+    """Maximum of one poll, about 20 ms of work; exceeded when very many files have a backlog."""
 
     def __init__(
         self,
@@ -345,20 +343,20 @@ class RunReader:
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Follow a run; what is told of ranks that its plan does not have is passed over.
+        """Follow a run; events of ranks that its plan does not have are skipped.
 
         Args:
             run: its directory.
-            last_bytes: begin so near the end of the ranks' files, all together; by default at the beginning.
-            begin: bytes of the files at which to begin, by their names without suffix.
+            last_bytes: begin at most this far before the end, all ranks' files together; by default at the beginning.
+            begin: offsets at which to begin, by file without suffix.
             now: Unix seconds.
         """
         self._follower = Follower(run.events, ".ndjson", last_bytes=last_bytes, whole=("run",), begin=begin, now=now)
-        self._world_size = ranks_of(run)
+        self._world_size = planned_world_size(run)
         self._ended: RunEnded | None = None
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
-        """Return the new events; an empty list when nothing was appended."""
+        """Return the events appended since the last poll."""
         events: list[AnyEvent] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
             found = decode_events(lines, self._world_size)
@@ -374,42 +372,15 @@ class RunReader:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that are there and that the last poll left for the next."""
+        """Bytes that the last poll left for the next."""
         return self._follower.backlog_bytes
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._follower.close()
 
 
-def follow(
-    run: RunDir,
-    *,
-    interval_s: float = 0.1,
-    sleep: Callable[[float], None] = time.sleep,
-    now: Callable[[], float] = time.time,
-) -> Iterator[list[AnyEvent]]:
-    """Yield a run's events from the first to the last, in batches, until the run has ended.
-
-    A batch may be empty, so that the caller can show the time passing. A run whose supervisor is dead ends when
-    nothing more is there to read.
-    """
-    reader = RunReader(run, now=now)
-    try:
-        while True:
-            over = is_over(run)  # asked before reading: what was written until then is read
-            events = reader.poll()
-            yield events
-            if reader.backlog_bytes:
-                continue
-            if over or (events and isinstance(events[-1], RunEnded)):
-                return
-            sleep(interval_s)
-    finally:
-        reader.close()
-
-
 def is_over(run: RunDir) -> bool:
-    """Whether nothing will be appended to this run's record any more."""
+    """Whether the run's record is complete: it has ended, or its supervisor is dead."""
     status = read_status(run)
     return status is not None and (status.status in ENDED or state_of(status) == "lost")

@@ -1,7 +1,7 @@
-"""What the charts draw: for every step the band over ranks of loss, step time and exposed synchronisation.
+"""The charts' time series: for every step the band over ranks of loss, step time and exposed synchronisation.
 
-An event is only put beside the others of its step; medians, bands and lateness are computed once per step, when the
-last rank has reported it. Pure: no clock, no I/O, memory bounded however long the run and however many ranks.
+Events are collected by step; bands and lateness are computed once per step, when the last rank has reported it. Pure:
+no clock, no I/O, bounded memory for any number of steps and ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ BandMetric = Literal["loss", "sync_exposed_ms", "step_ms"]
 Metric = Literal["loss", "sync_exposed_ms", "step_ms", "late_ms"]
 BAND_METRICS: tuple[BandMetric, ...] = ("loss", "sync_exposed_ms", "step_ms")
 METRICS: tuple[Metric, ...] = (*BAND_METRICS, "late_ms")
-"""What frames hold per rank; ``late_ms`` is how much later than the first rank one was ready to synchronise."""
-BRIDGED = frozenset({"sync_exposed_ms", "step_ms"})
-"""Metrics that are not measured at every step: a missing one is no gap in the curve."""
-OPEN_EVENTS = 1 << 19
-"""Events of steps that some rank has not reported yet, kept at most."""
-FEWEST_OPEN = 256
-"""Steps that may wait for a rank, however many ranks there are."""
+"""Values of a frame per rank; ``late_ms`` is how much later than the first rank this one was ready to synchronise."""
+INTERPOLATED = frozenset({"sync_exposed_ms", "step_ms"})
+"""Metrics that are not measured at every step: curves are interpolated over missing values."""
+MAX_OPEN_EVENTS = 1 << 19
+"""Memory bound: events kept of steps that some rank has not reported yet."""
+MIN_OPEN_STEPS = 256
+"""Steps kept that some rank has not reported yet, for any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A metric over a range of steps, one value per column; NaN is a gap."""
+    """A metric's band over a range of steps, one value per column; NaN is a gap."""
 
     first_step: int
     last_step: int
@@ -39,22 +39,17 @@ class Window:
     """Median over ranks."""
     high: list[float]
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is no number at all."""
-        return all(value != value for value in self.median)
-
 
 class Series:
-    """The curves of a run. ``apply`` changes it; everything else only looks.
+    """The curves of a run, changed by ``apply`` only.
 
-    ``version`` moves when a step is complete, so that a chart repaints only when there is something new.
+    ``version`` grows with every complete step, so that a chart repaints only when there is something new.
     """
 
     def __init__(self, world_size: int = 0) -> None:
         self.version = 0
         self.world_size = world_size
-        """Ranks that report a step before it is complete; rises with the ranks heard of."""
+        """Ranks that must report a step; grows with the ranks that appear in events."""
         self.latest: dict[BandMetric, Band] = dict.fromkeys(BAND_METRICS, NO_BAND)
         """The newest band of each metric that was measured."""
         self._pyramids = {metric: BandPyramid() for metric in BAND_METRICS}
@@ -63,23 +58,23 @@ class Series:
         """Events by rank, by row; a row is one step, or ``_width`` of them."""
         self._width = 1
         """Steps of a row: a power of two, at least what one event covers."""
-        self._closed = -1
+        self._completed = -1
         """Newest complete row."""
-        self._closed_time = 0.0
+        self._completed_time = 0.0
         """Newest event of the complete rows, Unix seconds."""
 
     def apply(self, event: Step) -> None:
-        """Take in one rank's event, or a block of them with their extremes.
+        """Apply one rank's event, or a downsampled block.
 
         An event that covers several steps and has their single values is drawn step by step.
         """
         if event.step_ms_each is not None and self._width == 1:
             for each in single_steps(event):
-                self._take_in(each)
+                self._add_event(each)
         else:
-            self._take_in(event)
+            self._add_event(event)
 
-    def _take_in(self, event: Step) -> None:
+    def _add_event(self, event: Step) -> None:
         if event.steps > self._width:
             self._widen(event.steps)
         width = self._width
@@ -87,41 +82,41 @@ class Series:
         key = event.step if width == 1 else (event.step - 1) // width
         row = self._open.get(key)
         if row is None:
-            if key <= self._closed:
-                if event.time <= self._closed_time:
-                    return  # too late: its step was drawn without it
+            if key <= self._completed:
+                if event.time <= self._completed_time:
+                    return  # its step was completed without it
                 self._rewind(key)
             row = self._open[key] = {}
-            if len(self._open) > FEWEST_OPEN and len(self._open) * self.world_size > OPEN_EVENTS:
+            if len(self._open) > MIN_OPEN_STEPS and len(self._open) * self.world_size > MAX_OPEN_EVENTS:
                 oldest = sorted(self._open)[: len(self._open) // 8 + 1]
-                self._close_until(oldest[-1])
+                self._complete_until(oldest[-1])
                 row = self._open.setdefault(key, {})
         elif width > 1 and rank in row:
-            event = _joined(row[rank], event)
+            event = _merged(row[rank], event)
         row[rank] = event
         if rank >= self.world_size:
             self.world_size = rank + 1
         if len(row) >= self.world_size:
-            self._close_until(key if width == 1 else key - 1)
+            self._complete_until(key if width == 1 else key - 1)
 
     def flush(self) -> None:
-        """Draw also the last steps that not every rank has reported, when no more will come."""
+        """Complete the last steps that not every rank has reported, when no more events will come."""
         for key in sorted(self._open):
-            self._close(key)
+            self._complete_row(key)
 
     def coarsen(self, steps: int) -> None:
-        """Put the events of so many steps together until ``refine``.
+        """Merge the events of ``steps`` steps into one row until ``refine``.
 
-        For a long history that is read in samples, of which no two ranks' are of the same steps; a rank's next sample
-        must be nearer than ``steps``.
+        For samples of a long record, which are of different steps on each rank: two samples of a rank must be less than
+        ``steps`` apart.
         """
         if steps > self._width:
             self._widen(steps)
 
     def refine(self) -> None:
-        """Draw every step by itself from here on."""
+        """Make a row of every single step from here on."""
         self.flush()
-        self._closed, self._width = self.last_step, 1
+        self._completed, self._width = self.last_step, 1
 
     # What views ask
 
@@ -145,11 +140,11 @@ class Series:
         first, end = self.span(last)
         low, median, high = [nan] * columns, [nan] * columns, [nan] * columns
         scale = columns / (end - first + 1)
-        bridged = metric in BRIDGED
+        interpolated = metric in INTERPOLATED
         column, parts, before = -1, 0, -1
         for step, (bottom, mid, top) in self._pyramids[metric].points(first, end, 4 * columns):
             if mid != mid:
-                if not bridged:
+                if not interpolated:
                     before = -1
                 continue
             here = min(int((step - first) * scale), columns - 1)
@@ -167,7 +162,7 @@ class Series:
                     high[here] = top
             if 0 <= before < here - 1:
                 for values, value in ((low, bottom), (median, mid), (high, top)):
-                    _interpolate(values, before, here, value)
+                    interpolate(values, before, here, value)
             before = here
         if parts > 1:
             median[column] /= parts
@@ -180,18 +175,18 @@ class Series:
         index = METRICS.index(metric)
         scale = columns / (end - first + 1)
         before = -1
-        bridged = metric != "loss"
+        interpolated = metric != "loss"
         for frame in self._frames.frames(first, end, 4 * columns):
             values = frame.values[index]
             value = values[rank] if values is not None and rank < len(values) else nan
             if not isfinite(value):
-                if not bridged:
+                if not interpolated:
                     before = -1
                 continue
             here = min(max(int((frame.first_step - first) * scale), 0), columns - 1)
             line[here] = value
             if 0 <= before < here - 1:
-                _interpolate(line, before, here, value)
+                interpolate(line, before, here, value)
             before = here
         return line
 
@@ -208,36 +203,36 @@ class Series:
     # What events change
 
     def _widen(self, steps: int) -> None:
-        """Let a row hold as many steps as one event covers: ranks cut their steps at different places."""
+        """Widen rows to as many steps as one event covers: ranks begin their events at different steps."""
         old, self._width = self._width, 1 << (steps - 1).bit_length()
         rows, self._open = self._open, {}
         shift = 0 if old > 1 else 1  # rows of one step are counted from 1
-        self._closed = (self._closed - shift + 1) * old // self._width - 1  # the newest row that is wholly drawn
+        self._completed = (self._completed - shift + 1) * old // self._width - 1  # the newest row that is wholly drawn
         for key, row in rows.items():
             wide = self._open.setdefault((key - shift) * old // self._width, {})
             for rank, event in row.items():
-                wide[rank] = _joined(wide[rank], event) if rank in wide else event
+                wide[rank] = _merged(wide[rank], event) if rank in wide else event
 
     def _rewind(self, key: int) -> None:
-        """Forget what a restarted run does again."""
+        """Drop the steps that a restarted run does again."""
         first = key if self._width == 1 else key * self._width + 1
         for pyramid in self._pyramids.values():
             pyramid.truncate(first)
         self._frames.truncate(first)
         self._open.clear()
-        self._closed = key - 1
+        self._completed = key - 1
 
-    def _close_until(self, key: int) -> None:
-        """Draw the rows up to one; rows were opened in order, or nearly so."""
+    def _complete_until(self, key: int) -> None:
+        """Complete the rows up to one; rows are opened about in order."""
         while self._open and (first := next(iter(self._open))) <= key:
-            self._close(first)
+            self._complete_row(first)
         if key in self._open:
-            self._close(key)
+            self._complete_row(key)
 
-    def _close(self, key: int) -> None:
-        """Take bands and lateness of one row; one that was overtaken is not drawn any more."""
+    def _complete_row(self, key: int) -> None:
+        """Compute bands and lateness of one row, unless a later one is complete."""
         row = self._open.pop(key)
-        if key <= self._closed or not row:
+        if key <= self._completed or not row:
             return
         ranks = range(self.world_size)
         try:
@@ -246,20 +241,22 @@ class Series:
             events = [row.get(rank) for rank in ranks]
         step = max(event.step for event in row.values())
         blocks = [event for event in row.values() if type(event) is DownsampledBlock]
-        loss = self._take("loss", step, [None if e is None else e.loss for e in events], blocks)
-        sync = self._take("sync_exposed_ms", step, [None if e is None else e.sync_exposed_ms for e in events], blocks)
-        duration = self._take("step_ms", step, [None if e is None else e.step_ms for e in events], blocks)
+        loss = self._add_band("loss", step, [None if e is None else e.loss for e in events], blocks)
+        sync = self._add_band(
+            "sync_exposed_ms", step, [None if e is None else e.sync_exposed_ms for e in events], blocks
+        )
+        duration = self._add_band("step_ms", step, [None if e is None else e.step_ms for e in events], blocks)
         late: array[float] | None = None
         if sync is not None and len(row) == self.world_size > 1:
             longest = self.latest["sync_exposed_ms"].high
             late = array("f", [longest - value for value in sync])
         first = key if self._width == 1 else key * self._width + 1
         self._frames.append(Frame(first, step, (loss, sync, duration, late)))
-        self._closed = key
-        self._closed_time = max(event.time for event in row.values())
+        self._completed = key
+        self._completed_time = max(event.time for event in row.values())
         self.version += 1
 
-    def _take(
+    def _add_band(
         self, metric: BandMetric, step: int, found: list[float | None], blocks: list[DownsampledBlock]
     ) -> array[float] | None:
         """Add one point to a metric's band; return the ranks' values, None where no rank has one."""
@@ -303,15 +300,15 @@ def smooth(values: list[float], amount: float) -> list[float]:
     return out
 
 
-def _interpolate(values: list[float], before: int, here: int, value: float) -> None:
-    """Fill the columns between two points on the straight line that joins them."""
+def interpolate(values: list[float], before: int, here: int, value: float) -> None:
+    """Fill the columns between ``before`` and ``here``, which has ``value``, linearly."""
     start, length = values[before], here - before
     for column in range(before + 1, here):
         values[column] = start + (value - start) * (column - before) / length
 
 
-def _joined(earlier: Step, later: Step) -> Step:
-    """Return one event for two of a rank in the same row: means over their steps, of what was measured."""
+def _merged(earlier: Step, later: Step) -> Step:
+    """Merge two events of a rank in one row: means over their steps, of what was measured."""
     steps = earlier.steps + later.steps
     joined = DownsampledBlock(
         time=later.time, rank=later.rank, step=later.step, epoch=later.epoch, steps=steps, samples=later.samples,

@@ -1,4 +1,4 @@
-"""One run as a row of a list: its state, progress and losses."""
+"""Summarizes runs for lists: state, progress and loss of each."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any
 
 from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, last_step
 
-LONGEST_NAME = 60
-"""Characters that a recipe's name takes in the list."""
-KEYS = (
+MAX_NAME_CHARS = 60
+"""Keeps a row of the list on one line of a wide terminal."""
+SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "started", "ended", "duration_s", "exit_code", "message",
     "run_dir",
 )  # fmt: skip
-"""What ``describe`` gives."""
+"""Keys of a summary, as ``gputrain runs --json`` prints them."""
 UNREADABLE = "unreadable"
-"""State of a run of which nothing can be told."""
+"""State of a run whose directory cannot be read."""
 
 
-def describe_all(runs: Sequence[Run], unreadable: Sequence[UnreadableRun], *, now: float) -> list[dict[str, Any]]:
-    """What is listed of all runs, those last that cannot be read."""
-    return [*(describe(run, now=now) for run in runs), *map(describe_unreadable, unreadable)]
+def summarize_runs(runs: Sequence[Run], unreadable: Sequence[UnreadableRun], *, now: float) -> list[dict[str, Any]]:
+    """Return the summaries of all runs, unreadable ones last."""
+    return [*(summarize(run, now=now) for run in runs), *map(summarize_unreadable, unreadable)]
 
 
-def describe_unreadable(run: UnreadableRun) -> dict[str, Any]:
-    """What is listed of a run that cannot be read: its name, its folder and why."""
-    told = dict.fromkeys(KEYS)
-    return told | {"id": run.id, "state": UNREADABLE, "message": run.problem, "run_dir": str(run.dir.path)}
+def summarize_unreadable(run: UnreadableRun) -> dict[str, Any]:
+    """Return the summary of an unreadable run: its id, its directory and the reason."""
+    entry = dict.fromkeys(SUMMARY_KEYS)
+    return entry | {"id": run.id, "state": UNREADABLE, "message": run.problem, "run_dir": str(run.dir.path)}
 
 
-def describe(run: Run, *, now: float) -> dict[str, Any]:
-    """What is listed of a run; a value that is not known is None."""
+def summarize(run: Run, *, now: float) -> dict[str, Any]:
+    """Return the summary of a run; unknown values are None."""
     status = run.status
     step, loss = status.step, status.loss
-    if status.status not in ENDED:  # nobody has summed it up yet: rank 0 stands for all
+    if status.status not in ENDED:  # the status is written at the end only: rank 0 stands for all ranks
         newest = last_step(run.dir)
         step, loss = (step, loss) if newest is None else (newest.step, newest.loss)
     over = run.state != status.status or status.status in ENDED

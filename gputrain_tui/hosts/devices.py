@@ -1,4 +1,4 @@
-"""Pure: which devices a node's ranks get, from what the recipe asks for and what the machine has."""
+"""Pure: allocates devices to the ranks of each node, by the recipe and the machines' inventories."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Device = int | str
 """A GPU by index or UUID, or ``cpu``."""
 
 
-class LackingError(RequestError):
-    """A machine does not have the devices that a node asks for: the recipe may be right elsewhere, or later."""
+class DeviceUnavailableError(RequestError):
+    """A machine lacks the devices that a node asks for now; the recipe itself is valid."""
 
-    def __init__(self, where: str, told: str) -> None:
-        """Keep place and sentence.
+    def __init__(self, where: str, reason: str) -> None:
+        """Keep location and reason.
 
         Args:
             where: ``FILE:LINE: KEY``.
-            told: what is asked for and what there is, without the place.
+            reason: what is asked for and what there is, without the location.
         """
-        super().__init__(f"{where} {told}")
+        super().__init__(f"{where} {reason}")
         self.where = where
-        self.told = told
+        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class NodeDevices:
     """The devices of one node."""
 
     devices: tuple[Device, ...]
     """One per rank, in the order of the local ranks."""
     visible: tuple[Device, ...] = ()
-    """What CUDA_VISIBLE_DEVICES must say, in PCI order; empty: leave it alone."""
+    """Value of CUDA_VISIBLE_DEVICES, in PCI order; empty: leave the variable alone."""
     shared: bool = False
     """Whether two ranks use one GPU."""
 
@@ -48,188 +48,196 @@ class Share:
         return "cpu" in self.devices
 
 
-class Devices:
-    """Hands out the devices of all nodes, each GPU once."""
+class DeviceAllocator:
+    """Allocates the devices of all nodes, each GPU once unless sharing is allowed."""
 
     def __init__(self, inventories: Mapping[str, Inventory], *, share: bool, cuda_visible_devices: str | None) -> None:
         """Start with nothing taken.
 
         Args:
-            inventories: what is known of each machine, by the name that ``take`` gets.
+            inventories: by machine, as ``allocate`` is given it.
             share: allow two ranks on one GPU.
             cuda_visible_devices: what the environment allows on this machine, ``localhost``.
         """
         self._inventories = inventories
         self._share = share
         self._cuda_visible_devices = cuda_visible_devices
-        self._taken: dict[str, list[Device]] = {}
+        self._allocated: dict[str, list[Device]] = {}
 
-    def take(self, machine: str, shown: str, node: Node, *, where: str) -> Share:
-        """Return the devices of a node.
+    def allocate(self, machine: str, shown: str, node: Node, *, where: str) -> NodeDevices:
+        """Allocate the devices of a node.
 
         Args:
             machine: which machine it is; nodes on one machine have one name.
-            shown: the machine as messages name it.
+            shown: the machine's name in messages.
             node: what the recipe asks for.
-            where: the place in the recipe, for messages.
+            where: the location in the recipe, for messages.
 
         Raises:
-            LackingError: the machine does not have what the node asks for.
-            RequestError: it cannot be known, or the recipe contradicts itself.
+            DeviceUnavailableError: the machine does not have what the node asks for.
+            RequestError: the GPUs are not known, or the recipe contradicts itself.
         """
         if node.cpu_ranks is not None:
-            return Share(devices=("cpu",) * node.cpu_ranks)
+            return NodeDevices(devices=("cpu",) * node.cpu_ranks)
         inventory = self._inventories.get(machine)
-        taken = self._taken.setdefault(machine, [])
+        allocated = self._allocated.setdefault(machine, [])
         if inventory is None:
-            share = self._trusted(taken, shown, node, where)
+            share = self._from_recipe(allocated, shown, node, where)
         else:
-            has = self._usable(machine, shown, inventory)
-            share = self._known(taken, has, shown, node, where, inventory)
+            gpus = self._usable(machine, shown, inventory)
+            share = self._from_inventory(allocated, gpus, shown, node, where, inventory)
         if not share.cpu:
-            taken += share.devices
+            allocated += share.devices
         return share
 
-    def _trusted(self, taken: Sequence[Device], shown: str, node: Node, where: str) -> Share:
-        """Devices of a machine that nobody looked at: a count or a list is believed."""
+    def _from_recipe(self, allocated: Sequence[Device], shown: str, node: Node, where: str) -> NodeDevices:
+        """Return devices on a machine without inventory: a count or a list is believed."""
         if isinstance(node.gpus, tuple):
-            self._refuse_twice(node.gpus, taken, shown, where)
+            self._refuse_twice(node.gpus, allocated, shown, where)
             order = sorted(node.gpus) if all(isinstance(item, int) for item in node.gpus) else node.gpus
-            return Share(devices=tuple(order), visible=_once(order), shared=len(set(order)) < len(order))
+            return NodeDevices(devices=tuple(order), visible=_distinct(order), shared=len(set(order)) < len(order))
         if isinstance(node.gpus, int):
-            first = 0 if self._share else len(taken)
+            first = 0 if self._share else len(allocated)
             devices = tuple(range(first, first + node.gpus))
-            if any(isinstance(item, str) for item in taken):
+            if any(isinstance(item, str) for item in allocated):
                 raise RequestError(
                     f"{where} is a count, but another node of {shown} names its GPUs by UUID; name them here too"
                 )
-            free = [index for index in range(len(taken) + node.gpus) if index not in taken]
+            free = [index for index in range(len(allocated) + node.gpus) if index not in allocated]
             if not self._share:
                 devices = tuple(free[: node.gpus])
-            return Share(devices=devices, visible=devices if taken else ())
+            return NodeDevices(devices=devices, visible=devices if allocated else ())
         asked = f'"{node.gpus}"' if node.gpus is not None else "not a count"
         raise RequestError(
             f"{where} is {asked}, which needs to know the GPUs of {shown}: give a count or a list of device ids"
         )
 
-    def _known(
-        self, taken: Sequence[Device], has: Sequence[Gpu], shown: str, node: Node, where: str, inventory: Inventory
-    ) -> Share:
-        """Devices of a machine whose inventory is at hand."""
-        left = [gpu for gpu in has if gpu.uuid not in taken]
+    def _from_inventory(
+        self,
+        allocated: Sequence[Device],
+        gpus: Sequence[Gpu],
+        shown: str,
+        node: Node,
+        where: str,
+        inventory: Inventory,
+    ) -> NodeDevices:
+        """Return devices on a machine whose inventory is known."""
+        left = [gpu for gpu in gpus if gpu.uuid not in allocated]
         if isinstance(node.gpus, tuple):
-            chosen = self._listed(node.gpus, has, shown, where, inventory)
-            self._refuse_twice(chosen, taken, shown, where)
-            return Share(devices=chosen, visible=_once(chosen), shared=len(set(chosen)) < len(chosen))
+            chosen = self._find_listed(node.gpus, gpus, shown, where, inventory)
+            self._refuse_twice(chosen, allocated, shown, where)
+            return NodeDevices(devices=chosen, visible=_distinct(chosen), shared=len(set(chosen)) < len(chosen))
         if node.gpus == "free":
-            from gputrain_tui.hosts.inventory import is_free  # at run time only where it is asked for
+            from gputrain_tui.hosts.inventory import is_free  # imported only when needed: starting a run is fast
 
             free = [gpu for gpu in left if is_free(gpu)]
             if not free:
-                busy = f"all {_gpus(len(has))} are in use (see `gputrain gpus`)" if has else "it has none"
-                raise LackingError(where, f'is "free", but {shown} has no free GPU: {busy}')
-            return _of(free)
+                busy = f"all {_gpu_count(len(gpus))} are in use (see `gputrain gpus`)" if gpus else "it has none"
+                raise DeviceUnavailableError(where, f'is "free", but {shown} has no free GPU: {busy}')
+            return _whole_gpus(free)
         if node.gpus == "all":
             if not left:
-                raise LackingError(
-                    where, f'is "all", but {shown} has {_no_gpu(has, inventory)}; use cpu_ranks for CPUs'
+                raise DeviceUnavailableError(
+                    where, f'is "all", but {shown} has {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs'
                 )
-            return _of(left)
-        if node.gpus is None and not has:
-            return Share(devices=("cpu",) * (node.ranks or 1))
+            return _whole_gpus(left)
+        if node.gpus is None and not gpus:
+            return NodeDevices(devices=("cpu",) * (node.ranks or 1))
         if node.gpus is None and node.ranks is None:
-            return _of(left)
+            return _whole_gpus(left)
         count = node.gpus if node.gpus is not None else node.ranks
         assert isinstance(count, int)
         if count <= len(left):
-            return _of(left[:count])
-        if not has:
-            raise LackingError(
+            return _whole_gpus(left[:count])
+        if not gpus:
+            raise DeviceUnavailableError(
                 where,
-                f"asks for {_gpus(count)}, but {shown} has {_no_gpu(has, inventory)}; use cpu_ranks for CPUs",
+                f"asks for {_gpu_count(count)}, but {shown} has {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs",
             )
         if not self._share:
             others = (
-                f", {len(has) - len(left)} of them taken by other nodes of the recipe" if len(left) < len(has) else ""
+                f", {len(gpus) - len(left)} of them taken by other nodes of the recipe" if len(left) < len(gpus) else ""
             )
-            raise LackingError(
+            raise DeviceUnavailableError(
                 where,
-                f"asks for {_gpus(count)}, but {shown} has {len(has)}{others}; "
+                f"asks for {_gpu_count(count)}, but {shown} has {len(gpus)}{others}; "
                 "train.share_devices = true puts several ranks on one GPU",
             )
-        uuids = [gpu.uuid for gpu in has]
-        return Share(
+        uuids = [gpu.uuid for gpu in gpus]
+        return NodeDevices(
             devices=tuple(uuids[index % len(uuids)] for index in range(count)), visible=tuple(uuids), shared=True
         )
 
     def _usable(self, machine: str, shown: str, inventory: Inventory) -> list[Gpu]:
-        """The GPUs that take work and that the environment of this machine allows, in PCI order."""
+        """Return the GPUs that take work and that CUDA_VISIBLE_DEVICES of this machine allows, in PCI order."""
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.pci_bus_id, gpu.index))
         gpus = [gpu for gpu in gpus if not gpu.mig and not gpu.prohibited]
         if machine != "localhost" or self._cuda_visible_devices is None:
             return gpus
         allowed = [word.strip() for word in self._cuda_visible_devices.split(",") if word.strip()]
-        return [gpu for gpu in gpus if any(_names(word, gpu) for word in allowed)]
+        return [gpu for gpu in gpus if any(_matches(word, gpu) for word in allowed)]
 
-    def _listed(
-        self, ids: Sequence[Device], has: Sequence[Gpu], shown: str, where: str, inventory: Inventory
+    def _find_listed(
+        self, ids: Sequence[Device], gpus: Sequence[Gpu], shown: str, where: str, inventory: Inventory
     ) -> tuple[Device, ...]:
-        """Find listed GPUs, in the order of the machine: local ranks do not depend on how the list is written."""
+        """Return the listed GPUs in PCI order, so that local ranks do not depend on the order of the list."""
         found: list[tuple[str, Device]] = []
         for item in ids:
             if isinstance(item, str) and item.startswith("MIG-"):
                 found.append(("~", item))  # an instance, which the inventory does not list: after the whole GPUs
                 continue
-            gpu = next((gpu for gpu in has if _names(str(item), gpu)), None)
+            gpu = next((gpu for gpu in gpus if _matches(str(item), gpu)), None)
             if gpu is None:
-                raise LackingError(where, f"names GPU {item}, but {self._why_not(item, has, shown, inventory)}")
+                raise DeviceUnavailableError(
+                    where, f"names GPU {item}, but {self._why_not(item, gpus, shown, inventory)}"
+                )
             found.append((f"{gpu.pci_bus_id}/{gpu.index:04}", gpu.uuid))
         return tuple(device for _, device in sorted(found, key=lambda entry: entry[0]))
 
-    def _why_not(self, item: Device, has: Sequence[Gpu], shown: str, inventory: Inventory) -> str:
-        there = next((gpu for gpu in inventory.gpus if _names(str(item), gpu)), None)
+    def _why_not(self, item: Device, gpus: Sequence[Gpu], shown: str, inventory: Inventory) -> str:
+        there = next((gpu for gpu in inventory.gpus if _matches(str(item), gpu)), None)
         if there is not None and there.mig:
             return f"that GPU of {shown} is split into MIG instances: name an instance by its UUID"
         if there is not None and there.prohibited:
             return f"that GPU of {shown} is in compute mode prohibited"
         if there is not None:
             return f"CUDA_VISIBLE_DEVICES={self._cuda_visible_devices} hides it here"
-        if not has:
-            return f"{shown} has {_no_gpu(has, inventory)}"
-        return f"{shown} has {', '.join(str(gpu.index) for gpu in has)}"
+        if not gpus:
+            return f"{shown} has {_no_gpu(gpus, inventory)}"
+        return f"{shown} has {', '.join(str(gpu.index) for gpu in gpus)}"
 
-    def _refuse_twice(self, devices: Sequence[Device], taken: Sequence[Device], shown: str, where: str) -> None:
+    def _refuse_twice(self, devices: Sequence[Device], allocated: Sequence[Device], shown: str, where: str) -> None:
         if self._share:
             return
         for index, device in enumerate(devices):
             if device in devices[:index]:
                 raise RequestError(f"{where} names GPU {device} twice; train.share_devices = true allows it")
-            if device in taken:
+            if device in allocated:
                 raise RequestError(
                     f"{where} names GPU {device} of {shown}, which another node of the recipe uses; "
                     "train.share_devices = true allows it"
                 )
 
 
-def _of(gpus: Sequence[Gpu]) -> Share:
+def _whole_gpus(gpus: Sequence[Gpu]) -> NodeDevices:
     uuids = tuple(gpu.uuid or gpu.index for gpu in gpus)
-    return Share(devices=uuids, visible=uuids)
+    return NodeDevices(devices=uuids, visible=uuids)
 
 
-def _once(devices: Sequence[Device]) -> tuple[Device, ...]:
+def _distinct(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(dict.fromkeys(devices))
 
 
-def _names(word: str, gpu: Gpu) -> bool:
-    """Whether an entry of CUDA_VISIBLE_DEVICES, an index or the start of a UUID, means this GPU."""
+def _matches(word: str, gpu: Gpu) -> bool:
+    """Whether an index or the beginning of a UUID, as in CUDA_VISIBLE_DEVICES, selects this GPU."""
     return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
 
 
-def _gpus(count: int) -> str:
+def _gpu_count(count: int) -> str:
     return f"{count} GPU{'s' if count != 1 else ''}"
 
 
-def _no_gpu(has: Sequence[Gpu], inventory: Inventory) -> str:
-    if inventory.gpus and not has:
+def _no_gpu(gpus: Sequence[Gpu], inventory: Inventory) -> str:
+    if inventory.gpus and not gpus:
         return "no GPU that this command may use (CUDA_VISIBLE_DEVICES, MIG or compute mode)"
-    return "no GPU left" if has else "no GPU"
+    return "no GPU left" if gpus else "no GPU"

@@ -1,4 +1,4 @@
-"""Pure: which host names and addresses mean the machine that reads the recipe."""
+"""Pure: tells host names and addresses of this machine, which reads the recipe, from those of others."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from trainer.host.addresses import is_loopback
 
 THIS_MACHINE = "localhost"
-"""How plans and inventories name the machine that reads the recipe."""
+"""Name in plans and inventories of the machine that reads the recipe."""
 DEFAULT_PORT = 29600
-"""Where the ranks of several nodes meet unless the recipe says otherwise: below the ports that Linux hands out, and
+"""Port of the rendezvous of several nodes unless the recipe gives one: below the ports that Linux hands out, and
 neither torchrun's 29400 nor torch's 29500, which other programs use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalFacts:
-    """What the plan needs to know of the machine that reads the recipe."""
+    """Facts about this machine that a plan depends on."""
 
     names: frozenset[str] = frozenset()
     """Its host names and addresses, in lower case."""
@@ -33,7 +33,7 @@ class LocalFacts:
 
 
 def address_of(host: str) -> str:
-    """Return what of ``user@host``, ``[address]`` or ``ssh://user@host:port`` other nodes connect to."""
+    """Return the host or address in ``user@host``, ``[address]`` or ``ssh://user@host:port``."""
     if host.startswith("ssh://"):
         host = re.sub(r":\d+$", "", host.removeprefix("ssh://"))
     return host.rpartition("@")[2].strip("[]")
@@ -44,8 +44,9 @@ def is_local(host: str | None, local: LocalFacts) -> bool:
     if host is None or is_loopback(address_of(host)):
         return True
     name = address_of(host).lower()
-    return name in local.names or (not _is_address(name) and name.split(".")[0] in local.names)
+    return name in local.names or (not is_address(name) and name.split(".")[0] in local.names)
 
 
-def _is_address(name: str) -> bool:
+def is_address(name: str) -> bool:
+    """Whether a host is given by an IPv4 or IPv6 address."""
     return ":" in name or re.fullmatch(r"[\d.]+", name) is not None

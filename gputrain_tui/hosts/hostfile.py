@@ -1,4 +1,4 @@
-"""Hosts as people list them for MPI, Horovod and DeepSpeed, one a line; what is wrong names file and line."""
+"""Reads hostfiles in the formats of MPI, Horovod and DeepSpeed: one host a line."""
 
 from __future__ import annotations
 
@@ -9,55 +9,57 @@ from pathlib import Path
 from gputrain_tui.recipe.model import Gpus, Node, RecipeError, parse_gpus
 from trainer.contract.errors import RequestError, nearest, quoted
 
-MOST_BYTES = 1 << 20
-"""Of a file: forty thousand hosts with their settings."""
+MAX_HOSTFILE_BYTES = 1 << 20
+"""Room for forty thousand hosts; a larger file was named by mistake and is not read."""
+MAX_SLOTS = 4096
+"""Beyond the cores of any machine, so that a larger number is a typing error."""
 KEYS = ("slots", "max_slots", "gpus", "port")
 HOST = re.compile(r"(?P<host>(?:[\w.+-]+@)?(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w][\w.-]*))(?::(?P<slots>.*))?")
-ADDRESS_6 = re.compile(r"(?:[\w.+-]+@)?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(?:%[\w.-]+)?")
+IPV6_ADDRESS = re.compile(r"(?:[\w.+-]+@)?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(?:%[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostLine:
-    """One host of a list."""
+class HostEntry:
+    """One host of a hostfile or a ``--hosts`` list."""
 
     host: str
     """As ssh and a recipe take it: ``gpu1``, ``ada@gpu1``, ``[fd00::1]``, ``ssh://gpu1:2222``."""
     slots: int | None = None
-    """Ranks."""
+    """Number of ranks."""
     gpus: Gpus | None = None
-    """Like a node's in a recipe."""
+    """As for a node of a recipe."""
 
     @property
     def node(self) -> Node:
-        """The node that a recipe would have for it; it asks for nothing in particular where the line says nothing."""
+        """The node of a recipe for this host; without ranks where the line gives none."""
         return Node(host=self.host, gpus=self.gpus, ranks=self.slots)
 
 
-def read_hostfile(path: Path) -> tuple[HostLine, ...]:
-    """Read a file of hosts.
+def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
+    """Read a hostfile.
 
     Raises:
         RequestError: it cannot be read, names no host, or a line is wrong.
     """
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_HOSTFILE_BYTES + 1)
         text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise RequestError(f"{path} cannot be read: {reason}; name a file with one host a line") from None
-    if len(content) > MOST_BYTES:
-        raise RequestError(f"{path} is longer than {MOST_BYTES >> 20} MiB; name a file with one host a line")
+    if len(content) > MAX_HOSTFILE_BYTES:
+        raise RequestError(f"{path} is longer than {MAX_HOSTFILE_BYTES >> 20} MiB; name a file with one host a line")
     return parse_hosts(text, name=str(path))
 
 
-def parse_hosts(text: str, *, name: str) -> tuple[HostLine, ...]:
-    """Read lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``.
+def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
+    """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``.
 
     Raises:
         RequestError: no host is named, or a line is wrong.
     """
-    found: dict[str, tuple[int, HostLine]] = {}
+    found: dict[str, tuple[int, HostEntry]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -73,13 +75,13 @@ def parse_hosts(text: str, *, name: str) -> tuple[HostLine, ...]:
     return tuple(entry for _, entry in found.values())
 
 
-def parse_list(text: str, *, name: str = "--hosts") -> tuple[HostLine, ...]:
-    """Read hosts with commas between them, as ``--hosts`` takes them.
+def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...]:
+    """Parse a comma-separated list of hosts, as in ``--hosts``.
 
     Raises:
-        RequestError: one of them is none.
+        RequestError: a word is no host, or there is none.
     """
-    found: dict[str, HostLine] = {}
+    found: dict[str, HostEntry] = {}
     for word in text.split(","):
         if word.strip():
             entry = _line([word.strip()], name)
@@ -89,7 +91,7 @@ def parse_list(text: str, *, name: str = "--hosts") -> tuple[HostLine, ...]:
     return tuple(found.values())
 
 
-def _line(words: list[str], where: str) -> HostLine:
+def _line(words: list[str], where: str) -> HostEntry:
     word, *settings = words
     port: int | None = None
     slots: int | None = None
@@ -100,7 +102,7 @@ def _line(words: list[str], where: str) -> HostLine:
         host, colon, number = (f"{host}]", colon, number) if colon else host.partition(":")
         port = _number(number, where, "port", 65535) if colon else None
         match = HOST.fullmatch(host)
-    elif ADDRESS_6.fullmatch(word):
+    elif IPV6_ADDRESS.fullmatch(word):
         user, at, address = word.rpartition("@")
         match = HOST.fullmatch(f"{user}{at}[{address}]")
     else:
@@ -108,7 +110,7 @@ def _line(words: list[str], where: str) -> HostLine:
     if match is None:
         raise RequestError(f"{where}: {quoted(word)} is no host; write a name, an address, user@host or [address]")
     if match["slots"] is not None:
-        slots = _number(match["slots"], where, f"what follows {match['host']}:, the number of slots,", 4096)
+        slots = _number(match["slots"], where, f"what follows {match['host']}:, the number of slots,", MAX_SLOTS)
     for setting in settings:
         key, equals, value = setting.partition("=")
         key = key.lower().replace("-", "_")
@@ -118,13 +120,13 @@ def _line(words: list[str], where: str) -> HostLine:
         if key == "port":
             port = _number(value, where, "port", 65535)
         elif key == "slots":
-            slots = _number(value, where, "slots", 4096)
+            slots = _number(value, where, "slots", MAX_SLOTS)
         elif key == "gpus":
             gpus = _gpus(value, where)
     if slots is not None and gpus is not None:
         raise RequestError(f"{where}: {match['host']} has slots and gpus; keep one of them")
     host = match["host"] if port is None else f"ssh://{match['host']}:{port}"
-    return HostLine(host=host, slots=slots, gpus=gpus)
+    return HostEntry(host=host, slots=slots, gpus=gpus)
 
 
 def _gpus(value: str, where: str) -> Gpus:

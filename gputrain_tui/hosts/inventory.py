@@ -1,4 +1,4 @@
-"""Takes the inventory of a machine: GPUs and who uses them, cores, memory, load, network addresses.
+"""Takes the inventory of a machine: GPUs and their processes, cores, memory, load, network addresses.
 
 It runs also where nothing of gputrain is installed: ``inventory_program.py`` carries it there with the files of
 ``trainer.host`` that it imports, and all of them need Python 3.10 and the standard library. Hence frozen dataclasses,
@@ -26,11 +26,11 @@ from trainer.host.processes import owner_and_name
 MIB = 1 << 20
 
 FREE_BELOW_BYTES = 500 * MIB
-"""A GPU that nobody uses still holds this much for the driver and a display."""
+"""An idle GPU still holds this much memory for the driver and a display."""
 FREE_BELOW_SHARE = 0.05
 """The same for large GPUs, as a share of their memory."""
 FREE_BELOW_PERCENT = 10.0
-"""A busier GPU works for somebody whom this machine does not show, in a container or a virtual machine."""
+"""A busier GPU runs a process that this machine cannot see, in a container or a virtual machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """Look at this machine."""
+    """Read the inventory of this machine."""
     driver, cuda, gpus, note = _gpus()
     return Inventory(
         host=socket.gethostname(),
@@ -122,10 +122,10 @@ def to_json(inventory: Inventory) -> str:
 
 
 def why_busy(gpu: Gpu) -> str:
-    """Say why a GPU is not free to be taken, or return an empty string when it is.
+    """Return why a GPU is not free; empty when it is.
 
     Free means: no compute process, less memory in use than ``max(500 MiB, 5 %)``, and less than 10 % utilisation. A
-    GPU that answers neither for its processes nor for its memory is not taken for free.
+    GPU that reports neither its processes nor its memory is not free.
     """
     if gpu.mig:
         return "split into MIG instances"

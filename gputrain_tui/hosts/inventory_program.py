@@ -1,4 +1,4 @@
-"""Packs the inventory as one program for a remote interpreter, so that nothing is installed there."""
+"""Packs the inventory into one program for a remote ``python3 -``, so that nothing has to be installed there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULES = (
     "trainer.host.processes",
     "gputrain_tui.hosts.inventory",
 )
-"""In the order in which they need each other; standard library only."""
+"""In import order; they use the standard library only."""
 
 BOOTSTRAP = """\
 import sys, types
@@ -34,7 +34,7 @@ module.main(sys.argv[1:])
 
 @cache
 def inventory_program() -> bytes:
-    """Return what ``python3 -`` is to read; its words are what it prints before the JSON, on the same line."""
+    """Return the program's source; its arguments are the marker to print before the JSON, on the same line."""
     sources = []
     for name in MODULES:
         package, _, rest = name.partition(".")

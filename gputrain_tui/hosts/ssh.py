@@ -1,7 +1,7 @@
-"""One connection per host over the system's ``ssh``, kept open for a minute and shared by all that is asked there.
+"""Runs commands on hosts by the system's ``ssh``, over one shared connection per host.
 
-It never asks for a password: what needs one fails with a line that says so. ``GPUTRAIN_SSH`` is the command, ``ssh``
-where it is not set, with options of its own such as ``ssh -F lab/ssh_config``; these win over the options here.
+It never asks for a password: a host that needs one is a failure. ``GPUTRAIN_SSH`` is the command, by default ``ssh``,
+and may have options such as ``ssh -F lab/ssh_config``, which override those here.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import IO, Literal
 
 from trainer.contract.errors import RequestError
 
-CONNECT_S = 5
-"""For the connection, the server's greeting and the exchange of keys."""
+CONNECT_TIMEOUT_S = 5
+"""Includes the server's banner and the key exchange; a host that is up needs less than one second."""
 PERSIST_S = 60
-"""How long a connection waits for the next question."""
-LOOK_S = 0.2
-"""Time between two looks at how much a host has said as errors."""
-LONGEST_FOLDER = 40
-"""Bytes of the folder of the sockets: ssh adds up to 66, and a socket's path ends at 108."""
+"""ControlPersist: the console refreshes its hosts more often, so that it connects once."""
+OUTPUT_CHECK_S = 0.2
+"""Interval at which the size of standard error, a file, is checked."""
+MAX_FOLDER_BYTES = 40
+"""Of the path of the sockets' folder: ssh adds up to 66, and a socket's path has at most 108."""
 
 OPTIONS = (
     "BatchMode=yes",
-    f"ConnectTimeout={CONNECT_S}",
+    f"ConnectTimeout={CONNECT_TIMEOUT_S}",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
     "ControlMaster=auto",
@@ -47,24 +47,24 @@ OPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a command on a host said."""
+class CommandResult:
+    """Exit code and output of a command on a host."""
 
     code: int
     """255 where ssh itself failed."""
     stdout: bytes = b""
     stderr: str = ""
-    late: bool = False
-    """Whether it was ended because its time was over."""
-    flooded: bool = False
-    """Whether it was ended because it said more than somebody listens to."""
+    timed_out: bool = False
+    """Whether it was killed at the time limit."""
+    too_long: bool = False
+    """Whether it was killed because its output exceeded the limit."""
 
 
 class Ssh:
-    """Runs commands on hosts."""
+    """Runs commands on hosts, also from several threads."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Take the command of the environment.
+        """Read the command of the environment.
 
         Raises:
             RequestError: ``GPUTRAIN_SSH`` is no command, or there is no safe place for the sockets.
@@ -76,151 +76,135 @@ class Ssh:
                 f"GPUTRAIN_SSH is {environ['GPUTRAIN_SSH']!r}: {error}; write it as in a shell"
             ) from None
         self._folder = socket_folder(environ)
-        self._going: set[subprocess.Popen[bytes]] = set()
+        self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def words(self, host: str, *command: str) -> list[str]:
-        """Return the command line that runs a command on a host, for a process that its caller keeps.
+    def command_line(self, host: str, *command: str) -> list[str]:
+        """Return the ssh command line that runs a command on a host, for a process of the caller.
 
         Args:
             host: a name, ``user@host`` or ``ssh://user@host:port``.
-            command: words that mean the same in every shell.
+            command: words that no shell changes.
         """
         options = [word for option in (*OPTIONS, f"ControlPath={self._socket(host)}") for word in ("-o", option)]
-        return [*self._command, *options, "-T", "-x", "--", bare(host), *command]
+        return [*self._command, *options, "-T", "-x", "--", ssh_destination(host), *command]
 
     def _socket(self, host: str) -> str:
-        # Another command, or another name of one machine, may mean another key: it gets a connection of its own.
+        # The command and the host's name may select another key, so each pair has a connection of its own.
         name = hashlib.sha256("\0".join((*self._command, host)).encode()).hexdigest()[:8]
         return f"{self._folder}/{name}-%C"
 
-    def call(self, host: str, *command: str, stdin: bytes = b"", limit_s: float, most_bytes: int) -> Answer:
-        """Run a command on a host to its end, or for so many seconds, or bytes of what it says.
+    def run(self, host: str, *command: str, stdin: bytes = b"", timeout_s: float, max_bytes: int) -> CommandResult:
+        """Run a command on a host until it ends, a time limit, or a limit of the bytes that it prints.
 
         Raises:
             RequestError: there is no such program as ``ssh`` here.
         """
-        # The connection that stays may hold standard error open, so it is a file and nobody waits for its end.
-        with os.fdopen(os.memfd_create("question"), "wb") as asked, tempfile.TemporaryFile() as said:
-            asked.write(stdin)
-            asked.seek(0)
+        # The persistent connection may hold standard error open: a file has no end to wait for.
+        with os.fdopen(os.memfd_create("ssh-stdin"), "wb") as stdin_file, tempfile.TemporaryFile() as output:
+            stdin_file.write(stdin)
+            stdin_file.seek(0)
             try:
                 process = subprocess.Popen(
-                    self.words(host, *command),
-                    stdin=asked,
+                    self.command_line(host, *command),
+                    stdin=stdin_file,
                     stdout=subprocess.PIPE,
-                    stderr=said,
-                    start_new_session=True,  # no terminal to ask a password at, and no Ctrl-C either
+                    stderr=output,
+                    start_new_session=True,  # no terminal to ask for a password, and no Ctrl-C
                 )
             except OSError as error:
                 raise RequestError(f"{self._command[0]} cannot be run: {error.strerror}") from None
             with self._lock:
-                self._going.add(process)
+                self._running.add(process)
                 closed = self._closed
             if closed:
-                end(process)
+                kill_session(process)
             try:
-                stdout, ended = listen(process, said, limit_s=limit_s, most_bytes=most_bytes)
+                stdout, ended = read_output(process, output, timeout_s=timeout_s, max_bytes=max_bytes)
                 if process.returncode is None:
-                    end(process)
+                    kill_session(process)
                     process.wait()
-            except BaseException:  # Ctrl-C, too: no ssh is left behind; it goes on
-                end(process)
+            except BaseException:  # also Ctrl-C: no ssh is left behind
+                kill_session(process)
                 process.wait()
                 raise
             finally:
                 with self._lock:
-                    self._going.discard(process)
-            said.seek(0)
-            stderr = said.read(1 << 16).decode("utf-8", "replace")
-        return Answer(
+                    self._running.discard(process)
+            output.seek(0)
+            stderr = output.read(1 << 16).decode("utf-8", "replace")
+        return CommandResult(
             code=process.returncode,
             stdout=stdout,
             stderr=stderr,
-            late=ended == "late",
-            flooded=ended == "flooded",
+            timed_out=ended == "timed_out",
+            too_long=ended == "too_long",
         )
-
-    @property
-    def going(self) -> int:
-        """How many hosts are being asked."""
-        return len(self._going)
 
     def close(self) -> None:
-        """End what is being asked; nobody waits for a host that does not answer."""
+        """Kill all running commands, so that no caller waits for a host that does not answer."""
         with self._lock:
             self._closed = True
-            going = list(self._going)
-        for process in going:
-            end(process)
-
-    def hang_up(self, host: str) -> None:
-        """Close the connection to a host now, instead of after its minute."""
-        subprocess.run(
-            [*self._command, "-o", f"ControlPath={self._socket(host)}", "-O", "exit", "--", bare(host)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=CONNECT_S,
-            check=False,  # there may be none
-        )
+            running = list(self._running)
+        for process in running:
+            kill_session(process)
 
 
-def listen(
-    process: subprocess.Popen[bytes], stderr: IO[bytes], *, limit_s: float, most_bytes: int
-) -> tuple[bytes, Literal["over", "late", "flooded"]]:
-    """Return what a process says, and why nobody listens any longer: it has ended, or said too much, or took too long.
+def read_output(
+    process: subprocess.Popen[bytes], stderr: IO[bytes], *, timeout_s: float, max_bytes: int
+) -> tuple[bytes, Literal["ended", "timed_out", "too_long"]]:
+    """Read what a process prints; return it, and why reading ended: the process, its output limit or its time limit.
 
     Args:
         process: its standard output is a pipe.
         stderr: the file that is its standard error.
-        limit_s: how long to listen.
-        most_bytes: how much it may say.
+        timeout_s: how long to read.
+        max_bytes: limit of both outputs together.
     """
     assert process.stdout is not None
-    until = time.monotonic() + limit_s
-    said = bytearray()
+    until = time.monotonic() + timeout_s
+    output = bytearray()
     with process.stdout as pipe:
         while True:
             left = until - time.monotonic()
             if left <= 0:
-                return bytes(said), "late"
-            ready, _, _ = select.select([pipe], [], [], min(left, LOOK_S))
-            part = os.read(pipe.fileno(), 1 << 16) if ready else b""
-            said += part
-            if len(said) + os.fstat(stderr.fileno()).st_size > most_bytes:
-                return bytes(said), "flooded"
-            if ready and not part:
+                return bytes(output), "timed_out"
+            ready, _, _ = select.select([pipe], [], [], min(left, OUTPUT_CHECK_S))
+            chunk = os.read(pipe.fileno(), 1 << 16) if ready else b""
+            output += chunk
+            if len(output) + os.fstat(stderr.fileno()).st_size > max_bytes:
+                return bytes(output), "too_long"
+            if ready and not chunk:
                 break
     try:
         process.wait(max(until - time.monotonic(), 0))
     except subprocess.TimeoutExpired:
-        return bytes(said), "late"
-    return bytes(said), "over"
+        return bytes(output), "timed_out"
+    return bytes(output), "ended"
 
 
-def bare(host: str) -> str:
-    """Return a host as ssh takes it: an address of version 6 without the brackets that it has elsewhere."""
+def ssh_destination(host: str) -> str:
+    """Return a host as ssh takes it: an IPv6 address without brackets."""
     user, at, name = host.rpartition("@")
     return f"{user}{at}{name.strip('[]')}" if not host.startswith("ssh://") else host
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End ssh and what it started to connect, such as a proxy command."""
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill ssh and its children, such as a proxy command."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def socket_folder(environ: Mapping[str, str]) -> Path:
-    """Return a folder that only this person can enter, with a short name.
+    """Return a folder with a short path that only this user can enter, and create it if needed.
 
     Raises:
-        RequestError: it cannot be made, or somebody else holds the place.
+        RequestError: it cannot be made, or belongs to another user.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     folder = Path(runtime) / "gputrain-ssh"
-    if not Path(runtime).is_dir() or not runtime or len(bytes(folder)) > LONGEST_FOLDER:
+    if not Path(runtime).is_dir() or not runtime or len(bytes(folder)) > MAX_FOLDER_BYTES:
         folder = Path(f"/tmp/gputrain-ssh-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Pure: explains in one line why a host could not be asked, and what to do about it."""
+"""Pure: turns a failure of ssh, or of the inventory on a host, into one line with its remedy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 
 from gputrain_tui.tables import printable
 
-LONGEST = 160
-"""Characters of a line that ssh or the host said itself."""
+MAX_LINE_CHARS = 160
+"""Of a quoted line of ssh or the host: it shares a table's row with other columns."""
 
 SSH_FAILED = 255
-"""What ssh exits with when the connection fails; anything else is the exit code of the command."""
+"""Exit code of ssh when the connection fails; any other is the remote command's."""
 
 REASONS = (
     (r"could not resolve hostname", "no such host: neither DNS nor ~/.ssh/config knows the name"),
@@ -25,25 +25,25 @@ REASONS = (
     (r"connection (closed|reset)|kex_exchange_identification|broken pipe", "it closed the connection"),
     (r"bad configuration option|can't open user config", "ssh does not take its configuration: {line}"),
 )
-"""What ssh says, in any case of letters, and what that means; the first that matches."""
+"""Patterns of ssh's messages, in any case → explanation; the first match counts."""
 
 OLD_PYTHON = "its python3 is {version}, but 3.10 or newer is needed"
 
 
-def why_not(host: str, code: int, stderr: str) -> str:
-    """Say why ssh, or the command that it was to run, failed.
+def explain_failure(host: str, code: int, stderr: str) -> str:
+    """Explain in one line why ssh or the remote inventory failed.
 
     Args:
         host: as the person names it.
-        code: of ssh.
-        stderr: what ssh and the host said.
+        code: exit code of ssh.
+        stderr: of ssh and the host.
     """
     lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
-    last = _short(lines[-1]) if lines else ""
+    last = _shortened(lines[-1]) if lines else ""
     if code == SSH_FAILED:
         for pattern, reason in REASONS:
             if found := next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), None):
-                return reason.format(host=printable(host), line=_short(found))
+                return reason.format(host=printable(host), line=_shortened(found))
         return last or "ssh failed and does not say why"
     if code == 127 or "python3: command not found" in stderr:
         return "there is no python3"
@@ -52,6 +52,6 @@ def why_not(host: str, code: int, stderr: str) -> str:
     return f"its inventory failed: {last}" if last else f"its inventory failed with exit code {code}"
 
 
-def _short(line: str) -> str:
+def _shortened(line: str) -> str:
     line = printable(line)
-    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
+    return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 1] + "…"

@@ -1,10 +1,9 @@
-"""Asks many hosts for their inventories; one that does not answer becomes a line beside its name."""
+"""Queries the inventories of many hosts over ssh; one that does not answer becomes a line beside its name."""
 
 from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -15,61 +14,58 @@ import msgspec
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.inventory_program import inventory_program
 from gputrain_tui.hosts.ssh import Ssh
-from gputrain_tui.hosts.ssh_failure import why_not
+from gputrain_tui.hosts.ssh_failure import explain_failure
 from trainer.contract.errors import RequestError
 
-AT_ONCE = 16
-"""Hosts that are asked at the same time."""
-LIMIT_S = 12.0
-"""For one host, from the connection to its last word."""
-LONGEST_ANSWER = 1 << 22
-"""Bytes."""
-LONGEST_TEXT = 1000
-"""Characters of one text in it."""
-MOST_BITS = 63
-"""Of one integer in it."""
+MAX_PARALLEL_HOSTS = 16
+"""Each costs an ssh process and a thread here; more hosts wait for their turn."""
+HOST_TIMEOUT_S = 12.0
+"""For one host, from connecting to the end of its answer; most answer within a second."""
+MAX_ANSWER_BYTES = 1 << 22
+"""An inventory has a few KiB; a host that prints forever is given up."""
+MAX_TEXT_CHARS = 1000
+"""Of one text in an inventory: names are short, and tables must stay readable."""
+MAX_INT_BITS = 63
+"""Of one integer in an inventory: byte counts fit, and arithmetic stays fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """What one host said, or why it said nothing."""
+    """The inventory of one host, or why there is none."""
 
     host: str
-    """As the person names it."""
+    """As the user wrote it."""
     inventory: Inventory | None = None
     problem: str = ""
     """One line; empty with an inventory."""
-    took_s: float = 0.0
 
 
-def ask_host(host: str, ssh: Ssh, *, limit_s: float = LIMIT_S) -> HostReport:
-    """Ask one host for its inventory."""
-    begin = time.monotonic()
-    # Start-up files may print, and so may what greets a login: only what follows this word counts.
-    frame = f"gputrain-{secrets.token_hex(8)}:"
+def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> HostReport:
+    """Run the inventory program on one host."""
+    # Start-up files and login banners may print as well: only what follows this marker counts.
+    marker = f"gputrain-{secrets.token_hex(8)}:"
     try:
-        answer = ssh.call(
-            host, "python3", "-", frame, stdin=inventory_program(), limit_s=limit_s, most_bytes=LONGEST_ANSWER
+        result = ssh.run(
+            host, "python3", "-", marker, stdin=inventory_program(), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES
         )
     except RequestError as error:
         return HostReport(host=host, problem=str(error))
-    took = time.monotonic() - begin
     found, problem = None, ""
-    if answer.late:
-        problem = f"it did not answer within {limit_s:g} s"
-    elif answer.flooded:
-        problem = f"it says more than {LONGEST_ANSWER >> 20} MiB, and no inventory"
-    elif answer.code != 0:
-        problem = why_not(host, answer.code, answer.stderr)
+    if result.timed_out:
+        problem = f"it did not answer within {timeout_s:g} s"
+    elif result.too_long:
+        problem = f"it says more than {MAX_ANSWER_BYTES >> 20} MiB, and no inventory"
+    elif result.code != 0:
+        problem = explain_failure(host, result.code, result.stderr)
     else:
-        found = framed(answer.stdout, frame)
+        found = extract_inventory(result.stdout, marker)
         problem = "" if found is not None else "what it answered is no inventory"
-    return HostReport(host=host, inventory=found, problem=problem, took_s=took)
+    return HostReport(host=host, inventory=found, problem=problem)
 
 
-def framed(stdout: bytes, frame: str) -> Inventory | None:
-    """Find the inventory between whatever else was printed."""
-    _, found, rest = stdout.rpartition(frame.encode())
+def extract_inventory(stdout: bytes, marker: str) -> Inventory | None:
+    """Return the inventory behind the marker; None where there is none that can be read."""
+    _, found, rest = stdout.rpartition(marker.encode())
     if not found:
         return None
     try:
@@ -80,16 +76,16 @@ def framed(stdout: bytes, frame: str) -> Inventory | None:
 
 
 def _is_bounded(value: Any) -> bool:
-    """Whether numbers can be computed with and texts be put into a table, whatever a host may answer."""
+    """Whether all texts and integers of an untrusted answer are short enough for tables and arithmetic."""
     if isinstance(value, dict | list | tuple):
         return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
     if isinstance(value, str):
-        return len(value) <= LONGEST_TEXT
-    return not isinstance(value, int) or value.bit_length() <= MOST_BITS
+        return len(value) <= MAX_TEXT_CHARS
+    return not isinstance(value, int) or value.bit_length() <= MAX_INT_BITS
 
 
 class HostSurvey:
-    """Asks one host after the other, or several at once from threads, over connections that are opened when needed."""
+    """Queries hosts for the console, from several threads, over connections that are opened when needed."""
 
     def __init__(self) -> None:
         self._ssh: Ssh | None = None
@@ -97,7 +93,7 @@ class HostSurvey:
         self._lock = threading.Lock()
 
     def __call__(self, host: str) -> HostReport:
-        """Ask one host."""
+        """Query one host."""
         try:
             with self._lock:
                 if self._ssh is None:
@@ -107,20 +103,24 @@ class HostSurvey:
                     ssh.close()
         except RequestError as error:
             return HostReport(host=host, problem=str(error))
-        return ask_host(host, ssh)
+        return query_host(host, ssh)
 
     def close(self) -> None:
-        """End what is being asked."""
+        """Kill all running queries."""
         with self._lock:
             self._closed = True
             if self._ssh is not None:
                 self._ssh.close()
 
 
-def ask_hosts(
-    hosts: Iterable[str], *, limit_s: float = LIMIT_S, one: Callable[..., HostReport] = ask_host, ssh: Ssh | None = None
+def query_hosts(
+    hosts: Iterable[str],
+    *,
+    timeout_s: float = HOST_TIMEOUT_S,
+    query: Callable[..., HostReport] = query_host,
+    ssh: Ssh | None = None,
 ) -> list[HostReport]:
-    """Ask hosts side by side; return their sightings in the same order.
+    """Query hosts in parallel; return their reports in the same order.
 
     Raises:
         RequestError: ssh cannot be used here at all.
@@ -129,9 +129,9 @@ def ask_hosts(
     if not names:
         return []
     connections = ssh or Ssh()
-    with ThreadPoolExecutor(min(AT_ONCE, len(names)), thread_name_prefix="ask") as pool:
+    with ThreadPoolExecutor(min(MAX_PARALLEL_HOSTS, len(names)), thread_name_prefix="ask") as pool:
         try:
-            return list(pool.map(lambda host: one(host, connections, limit_s=limit_s), names))
-        except BaseException:  # Ctrl-C, too; it goes on
-            connections.close()  # or the threads would be waited for
+            return list(pool.map(lambda host: query(host, connections, timeout_s=timeout_s), names))
+        except BaseException:  # also Ctrl-C
+            connections.close()  # leaving the pool waits for its threads
             raise

@@ -63,9 +63,9 @@ def inventories_for(
     if not away:
         return inventories
     if ask is None:
-        from gputrain_tui.hosts.survey import ask_hosts
+        from gputrain_tui.hosts.survey import query_hosts
 
-        ask = ask_hosts
+        ask = query_hosts
     answers = {found.host: found for found in ask(list(dict.fromkeys(str(node.host) for node in away.values())))}
     for index, node in away.items():
         found = answers[str(node.host)]

@@ -9,7 +9,7 @@ import msgspec
 
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.plan.planner import Plan, with_flags
-from gputrain_tui.recipe.source import MOST_BYTES as RECIPE_BYTES
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url

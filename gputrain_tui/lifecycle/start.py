@@ -130,14 +130,14 @@ def planned(recipe: Recipe) -> Planned:
         NotReadyError: a machine does not have the devices.
         RequestError: the recipe contradicts itself.
     """
-    from gputrain_tui.hosts.devices import LackingError
+    from gputrain_tui.hosts.devices import DeviceUnavailableError
 
     facts, remarks = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
     inventories = inventories_for(recipe, facts, remark=remarks.append)
     try:
         found = plan(recipe, inventories, local=facts)
-    except LackingError as error:
-        what, _, fix = error.told.partition("; ")
+    except DeviceUnavailableError as error:
+        what, _, fix = error.reason.partition("; ")
         key = error.where.rpartition(" ")[2]
         raise NotReadyError(
             [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]

@@ -1,1 +1,1 @@
-"""Pure: a recipe and inventories become one command per node."""
+"""Pure: plans a run, one command per node, from a recipe and inventories."""

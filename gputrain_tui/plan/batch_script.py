@@ -1,4 +1,4 @@
-"""A plan as a batch script for Slurm: pure text, one step of one task for each node.
+"""Pure: formats a plan as a batch script for Slurm, with one step of one task for each node.
 
 Steps are started one by one because their GPU counts may differ; a plan whose nodes have no names that Slurm knows
 takes its nodes from the allocation instead.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gputrain_tui.hosts.host_names import address_of
+from gputrain_tui.hosts.host_names import address_of, is_address
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from trainer.contract.errors import RequestError, printable
@@ -17,23 +17,23 @@ from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host.addresses import is_loopback
 
 MASTER = "MASTER_ADDR="
-SET_BY_SLURM = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's decision."""
 
 
 def script(plan: Plan, *, name: str) -> str:
-    """Return the text of a script for ``sbatch``.
+    """Return a script for ``sbatch``.
 
     Args:
-        plan: the plan; its interpreter, folder and data must be there on every node.
-        name: names the job.
+        plan: the plan; its interpreter, working directory and data must exist on every node.
+        name: of the job.
 
     Raises:
         RequestError: nodes without Slurm names that need different numbers of GPUs.
     """
     counts = [_gpus(node) for node in plan.nodes]
     hosts = [address_of(node.host) for node in plan.nodes]
-    nameless = [host for host in hosts if is_loopback(host) or _is_address(host)]
+    nameless = [host for host in hosts if is_loopback(host) or is_address(host)]
     named = not nameless
     if len(set(hosts)) < len(hosts) and named:
         raise RequestError("--sbatch needs a machine per node, but two nodes of the recipe have the same host")
@@ -90,7 +90,7 @@ def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
         if gpus:
             # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
             step += f" --gpus={gpus}"
-        env = {key: value for key, value in node.env.items() if key not in SET_BY_SLURM}
+        env = {key: value for key, value in node.env.items() if key not in SLURM_VARIABLES}
         words = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
         lines.append(f"# node {node.node}: ranks {node.ranks[0]} to {node.ranks[-1]} of {plan.world_size}")
         lines.append(f"{step} {_command(words, plan, named)} &")
@@ -99,7 +99,7 @@ def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
 
 
 def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
-    """Join words for the shell; without names, the first node of the allocation is where the ranks meet."""
+    """Join words for the shell; without node names, rank 0's address becomes the first node of the allocation."""
     if named or len(plan.nodes) == 1:
         return shell_joined(words)
     first = address_of(plan.nodes[0].host)
@@ -117,10 +117,6 @@ def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
 
 def _gpus(node: PlannedNode) -> int:
     return 0 if "cpu" in node.devices else len(set(node.devices))
-
-
-def _is_address(host: str) -> bool:
-    return ":" in host or re.fullmatch(r"[\d.]+", host) is not None
 
 
 def _job_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What would go wrong with a run, found before anything starts: each result with the key it concerns and its fix.
+"""Finds what would make a run fail before anything starts: each result has the recipe's key and a fix.
 
 ``collect_facts`` reads this machine in a few milliseconds, ``run_checks`` is pure; ``gputrain check``, ``gputrain run``
 and the console's form show the same results.

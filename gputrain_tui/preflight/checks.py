@@ -1,6 +1,6 @@
-"""Pure: checks a plan against machines as they are, each with its result and its fix.
+"""Pure: checks a plan against the facts of its machines; each result has its fix.
 
-A check that cannot be judged says nothing: better silent than wrong.
+A check whose facts are missing gives no result rather than a guess.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.facts import Folder, MissingInput, PreflightFacts
-from gputrain_tui.preflight.result import CheckResult, Status
+from gputrain_tui.preflight.result import CheckResult, CheckStatus
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
@@ -28,34 +28,34 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 CPU_RANK_BYTES = 90 * MIB
-"""What a rank on the CPU holds for itself while it trains a small model: 92 MiB measured, torch 2.13 from the fork
-server. Others hold more, so that less memory than this is worth a warning."""
-RECORD_BYTES = 4 * MIB
-"""Less room than this takes no record of a run."""
+"""Private memory of a CPU rank with a small model: 92 MiB measured, torch 2.13 from the fork server. Other models need
+more, so less memory than this is worth a warning."""
+MIN_RECORD_BYTES = 4 * MIB
+"""A run's record does not fit into less free space."""
 RECORD_FILES = 24
-"""Files and folders of a run without those of its ranks."""
-FILES_OF_RANK = 4
-"""Its events, their digest, its log and a temporary file."""
-SCARCE_BYTES = GIB
-"""Less room than this is used up by a few checkpoints."""
+"""Files and folders of a run directory besides those of its ranks."""
+RECORD_FILES_PER_RANK = 4
+"""Events, downsampled record, log and a temporary file."""
+LOW_DISK_BYTES = GIB
+"""A few checkpoints use up less free space than this."""
 SHM_PER_WORKER_BYTES = 64 * MIB
-"""What a data loader's worker may have in flight: two batches of some tens of MiB."""
+"""Batches that a data loading process has in flight: two of some tens of MiB."""
 SHM_PER_GPU_BYTES = 32 * MIB
-"""What NCCL takes of shared memory for a rank that reaches its neighbours through it."""
-FILES_PER_RANK = 16
-"""Pipes and sockets that a rank costs its parent process and itself at most, measured: 11 to 29 in all."""
-FILES_FOR_ITSELF = 64
-"""What a process has open besides."""
+"""Buffers of NCCL's shared-memory transport for one rank."""
+OPEN_FILES_PER_RANK = 16
+"""Pipes and sockets of a rank in the node agent and in itself: 11 to 29 in all, measured."""
+BASE_OPEN_FILES = 64
+"""Open files of a node agent without ranks."""
 
 
 def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: LocalFacts) -> list[CheckResult]:
-    """Say of every check how it went.
+    """Run all checks.
 
     Args:
-        recipe: what was asked for.
-        plan: what it would start.
-        facts: what is known of this machine, and the inventories of others.
-        local: which nodes are this machine.
+        recipe: the recipe.
+        plan: its plan.
+        facts: of this machine, and the inventories of others.
+        local: names and addresses of this machine.
 
     Returns:
         The results in the order of a recipe: what to train, where, with what.
@@ -70,13 +70,13 @@ def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: Loca
         *_shared_memory(recipe, plan, facts, here),
         *_open_files(recipe, facts, here),
         *_folders(recipe, plan, facts),
-        *_others(plan, facts, local),
+        *_unchecked_hosts(plan, facts, local),
     ]
-    return [_placed(result, recipe) for result in found]
+    return [_with_location(result, recipe) for result in found]
 
 
-def _placed(result: CheckResult, recipe: Recipe) -> CheckResult:
-    """Return a result with the place of its key in the recipe's text."""
+def _with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
+    """Return a result with the location of its key in the recipe."""
     if not result.key:
         return result
     parts: list[str | int] = []
@@ -93,24 +93,26 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) 
         return
     task = recipe.train.task
     if recipe.script is not None:
-        yield _wrong("script", facts.script) or CheckResult(
+        yield _missing_result("script", facts.script) or CheckResult(
             status="ok", check="script", what=f"{recipe.script.script} is there and is Python", key="train.script"
         )
     elif task in BUILT_IN:
         yield CheckResult(status="ok", check="task", what=f"{task} is built in", key="train.task")
     else:
         yield CheckResult(status="ok", check="task", what=f"{task} is found", key="train.task")
-    if facts.data_seen:
-        yield _wrong("data", facts.data) or CheckResult(status="ok", check="data", what="all of it can be read")
+    if facts.data_checked:
+        yield _missing_result("data", facts.data) or CheckResult(
+            status="ok", check="data", what="all of it can be read"
+        )
     elif recipe.script is None:
         yield CheckResult(status="note", check="data", what="the task's own ranks look for its data")
     if recipe.train.resume:
-        yield _wrong("resume", facts.resume) or CheckResult(
+        yield _missing_result("resume", facts.resume) or CheckResult(
             status="ok", check="resume", what=f"{recipe.train.resume} is there", key="train.resume"
         )
 
 
-def _wrong(check: str, wrong: MissingInput | None) -> CheckResult | None:
+def _missing_result(check: str, wrong: MissingInput | None) -> CheckResult | None:
     if wrong is None:
         return None
     return CheckResult(status="error", check=check, what=wrong.what, fix=wrong.fix, key=wrong.key)
@@ -157,7 +159,7 @@ def _rendezvous_file(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckRes
 
 
 def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
-    """The GPUs of every node whose machine was asked."""
+    """Check the GPUs of every node whose inventory is known."""
     for node in plan.nodes:
         machine = THIS_MACHINE if is_local(node.host, local) else node.host
         inventory = facts.inventories.get(machine)
@@ -182,7 +184,7 @@ def _gpus_of(node: PlannedNode, inventory: Inventory) -> list[Gpu]:
 
 
 def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]:
-    from gputrain_tui.hosts.inventory import why_busy  # at run time only where ranks use GPUs
+    from gputrain_tui.hosts.inventory import why_busy  # imported only when ranks use GPUs: starting a run is fast
 
     why = why_busy(gpu)
     if not why:
@@ -203,7 +205,7 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]
             host=host,
         )
         return
-    status: Status = "error" if gpu.mig or gpu.prohibited else "warning"
+    status: CheckStatus = "error" if gpu.mig or gpu.prohibited else "warning"
     fix = "name an instance by its UUID" if gpu.mig else 'gpus = "free" takes others'
     state = f"is {why}" if gpu.mig else f"cannot be used: {why}" if gpu.prohibited else f"is not free: {why}"
     yield CheckResult(status=status, check="GPUs", what=f"GPU {gpu.index} {state}", fix=fix, key=key, host=host)
@@ -240,7 +242,7 @@ def _major(version: str) -> int:
 
 
 def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
-    """Whether all ranks can be here, and memory and cores for those that run on the CPU."""
+    """Check resource limits for all ranks of this machine, memory and cores for those on the CPU."""
     all_here = sum(len(node.ranks) for node in here)
     rank_bytes = RANK_BYTES if recipe.script is None else SCRIPT_BYTES
     if facts.limits is not None and (refusal := facts.limits.refusal(all_here, rank_bytes=rank_bytes)):
@@ -252,25 +254,25 @@ def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
     if not ranks:
         return
     key = _ranks_key(recipe, max(on_cpu, key=lambda node: len(node.ranks)))
-    said = f"{ranks} CPU rank{'s' * (ranks != 1)}"
+    ranks_text = f"{ranks} CPU rank{'s' * (ranks != 1)}"
     total, available = facts.memory_total_bytes, facts.memory_available_bytes
     need = ranks * (CPU_RANK_BYTES if recipe.script is None else SCRIPT_BYTES)
     if available is not None and need > available:
         yield CheckResult(
             status="warning",
             check="memory",
-            what=f"{said} need {size(need)} or more, but {size(available)} of {size(total)} are available",
+            what=f"{ranks_text} need {size(need)} or more, but {size(available)} of {size(total)} are available",
             fix="use fewer ranks, or end what holds the memory",
             key=key,
         )
     elif available is not None:
-        yield CheckResult(status="ok", check="memory", what=f"{size(available)} available for {said}")
+        yield CheckResult(status="ok", check="memory", what=f"{size(available)} available for {ranks_text}")
     if facts.cores is not None and ranks > facts.cores:
         cores = f"{facts.cores} core{'s' * (facts.cores != 1)}"
-        what = f"{said} share {cores}: each step takes longer than with {facts.cores}"
+        what = f"{ranks_text} share {cores}: each step takes longer than with {facts.cores}"
         yield CheckResult(status="note", check="cores", what=what, key=key)
     elif facts.cores is not None:
-        yield CheckResult(status="ok", check="cores", what=f"{facts.cores} for {said}")
+        yield CheckResult(status="ok", check="cores", what=f"{facts.cores} for {ranks_text}")
 
 
 def _shared_memory(
@@ -299,7 +301,7 @@ def _open_files(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
     ranks = max((len(node.ranks) for node in here), default=0)
     if facts.open_files is None or not ranks:
         return
-    need = FILES_FOR_ITSELF + ranks * FILES_PER_RANK + 4 * recipe.train.num_workers
+    need = BASE_OPEN_FILES + ranks * OPEN_FILES_PER_RANK + 4 * recipe.train.num_workers
     if facts.open_files >= need:
         yield CheckResult(status="ok", check="open files", what=f"{facts.open_files} per process")
         return
@@ -324,13 +326,15 @@ def _folders(recipe: Recipe, plan: Plan, facts: PreflightFacts) -> Iterator[Chec
     if home.problem:
         what = f"cannot make a run directory in {home.path}: {home.problem}"
         yield CheckResult(status="error", check="run folder", what=what, fix=elsewhere)
-    elif home.free_files is not None and home.free_files < (need := RECORD_FILES + FILES_OF_RANK * plan.world_size):
+    elif home.free_files is not None and home.free_files < (
+        need := RECORD_FILES + RECORD_FILES_PER_RANK * plan.world_size
+    ):
         what = f"the file system of {home.path} takes {home.free_files} more files, but this run needs about {need}"
         yield CheckResult(status="error", check="run folder", what=what, fix=f"delete files, or {elsewhere}")
-    elif home.free_bytes is not None and home.free_bytes < RECORD_BYTES:
+    elif home.free_bytes is not None and home.free_bytes < MIN_RECORD_BYTES:
         what = f"the disk of {home.path} is full: {size(home.free_bytes)} free"
         yield CheckResult(status="error", check="run folder", what=what, fix=f"make room, or {elsewhere}")
-    elif home.free_bytes is not None and home.free_bytes < SCARCE_BYTES:
+    elif home.free_bytes is not None and home.free_bytes < LOW_DISK_BYTES:
         what = f"only {size(home.free_bytes)} free for records and checkpoints in {home.path}"
         yield CheckResult(status="warning", check="run folder", what=what, fix=f"make room, or {elsewhere}")
     else:
@@ -344,15 +348,15 @@ def _save_dir(recipe: Recipe, folder: Folder) -> Iterator[CheckResult]:
         what = f"no checkpoint can be written: {folder.problem}"
         yield CheckResult(status="error", check=check, what=what, fix="name a folder that takes files", key=key)
         return
-    if folder.free_bytes is not None and folder.free_bytes < RECORD_BYTES:
+    if folder.free_bytes is not None and folder.free_bytes < MIN_RECORD_BYTES:
         what = f"the disk of {folder.path} is full: {size(folder.free_bytes)} free"
         yield CheckResult(status="error", check=check, what=what, fix="make room, or name another folder", key=key)
         return
-    scarce = folder.free_bytes is not None and folder.free_bytes < SCARCE_BYTES
+    scarce = folder.free_bytes is not None and folder.free_bytes < LOW_DISK_BYTES
     if scarce:
         what = f"only {size(folder.free_bytes)} free for checkpoints"
         yield CheckResult(status="warning", check=check, what=what, fix="make room, or name another folder", key=key)
-    taken = folder.checkpoints and not _same(recipe.train.resume, folder.path)
+    taken = folder.checkpoints and not _resumes_from(recipe.train.resume, folder.path)
     if taken:
         # The trainer keeps the newest few of a folder, whoever wrote them.
         files = f"{folder.checkpoints} checkpoint{'s' * (folder.checkpoints != 1)}"
@@ -364,16 +368,16 @@ def _save_dir(recipe: Recipe, folder: Folder) -> Iterator[CheckResult]:
         yield CheckResult(status="ok", check=check, what=f"{folder.path}{limits}", key=key)
 
 
-def _same(resume: str | None, folder: str) -> bool:
-    """Whether a training continues from a folder, or from a file in it."""
+def _resumes_from(resume: str | None, folder: str) -> bool:
+    """Whether a training resumes from a folder, or from a file in it."""
     return resume is not None and (resume.rstrip("/") == folder.rstrip("/") or resume.rpartition("/")[0] == folder)
 
 
 # --- other machines --------------------------------------------------------------------------------------------------
 
 
-def _others(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
-    """Machines that nobody asked are believed to have what the recipe says, which is worth saying."""
+def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
+    """Note the hosts without inventory, for which the plan believes the recipe."""
     unknown = dict.fromkeys(
         node.host for node in plan.nodes if not is_local(node.host, local) and node.host not in facts.inventories
     )
@@ -385,7 +389,7 @@ def _others(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[Ch
 
 
 def _ranks_key(recipe: Recipe, node: PlannedNode) -> str:
-    """Return the key by which a node says how many ranks it has."""
+    """Return the recipe key that sets the number of a node's ranks."""
     asked = recipe.cluster.nodes[node.node]
     name = next((name for name in ("gpus", "cpu_ranks", "ranks") if getattr(asked, name) is not None), "gpus")
     return dotted(("cluster", "nodes", node.node, name))

@@ -1,6 +1,6 @@
 """Collects the preflight's facts of this machine: files, the port, memory and limits, in milliseconds.
 
-Nothing is imported that the start of a run does not need anyway: figures come from ``/proc`` and the file system.
+Imports only what starting a run needs anyway, so that the preflight does not slow it down.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ CHECKPOINTS = "step_*.pt"
 def collect_facts(
     recipe: Recipe, plan: Plan, local: LocalFacts, *, inventories: Mapping[str, Inventory]
 ) -> PreflightFacts:
-    """Look at this machine as far as a plan concerns it.
+    """Collect the facts of this machine that concern a plan.
 
     Args:
-        recipe: what was asked for.
-        plan: what it would start.
-        local: which nodes are this machine.
-        inventories: machines that were asked already, by host, ``localhost`` for this one.
+        recipe: the recipe.
+        plan: its plan.
+        local: names and addresses of this machine.
+        inventories: of machines that were queried, by host, ``localhost`` for this one.
     """
     here = [node for node in plan.nodes if is_local(node.host, local)]
     if not here:
@@ -58,7 +58,7 @@ def collect_facts(
     save_dir = recipe.train.save_dir
     return PreflightFacts(
         data=_data(recipe),
-        data_seen=recipe.train.task in BUILT_IN,
+        data_checked=recipe.train.task in BUILT_IN,
         script=_script(recipe),
         resume=_resume(recipe),
         port=port,
@@ -97,13 +97,13 @@ def _refused(options: Any) -> str:
         check_data(options)
     except RequestError as error:
         return str(error)
-    except OSError as error:  # a folder on the way that this person cannot enter, a name that is too long
+    except OSError as error:  # a parent folder without permission, a name that is too long
         return f"{error.filename} cannot be read: {error.strerror}; see its rights"
     return ""
 
 
 def _blamed(options: Any, message: str) -> str:
-    """Return the option whose data is refused: the optional one without which the refusal goes away, else the first."""
+    """Return the option whose data is refused: the optional one whose removal changes the refusal, else the first."""
     fields = msgspec.structs.fields(options)
     for field in fields:
         if field.default is None and getattr(options, field.name) is not None:
@@ -114,7 +114,7 @@ def _blamed(options: Any, message: str) -> str:
 
 
 def _script(recipe: Recipe) -> MissingInput | None:
-    """Say why a script cannot run; every node of a run sees it under the same path."""
+    """Return the script where it cannot run; all nodes have it under the same path."""
     if recipe.script is None:
         return None
     path = Path(recipe.script.script)
@@ -152,7 +152,7 @@ def _resume(recipe: Recipe) -> MissingInput | None:
 
 
 def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
-    """Look at the file or the port at which the ranks of a plan meet, where that is on this machine."""
+    """Return the facts of the rendezvous file or port, where it is on this machine."""
     url = parse_rendezvous_url(plan.init_method or "")
     if url is None:
         return None, None
@@ -173,7 +173,7 @@ def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | No
 
 
 def _is_ours(host: str) -> bool:
-    """Whether this machine has an address; a name is believed, for asking a name server may take seconds."""
+    """Whether this machine has an address; True for a name, because a name server may take seconds."""
     address = address_of(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -210,7 +210,7 @@ def _rendezvous_file(path: Path) -> RendezvousFile:
 
 
 def _folder(path: Path, *, count: bool = False) -> Folder:
-    """Look whether something can be written below a folder, which need not exist yet."""
+    """Return the facts of a folder that need not exist yet."""
     path = expanded(path)
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())

@@ -1,4 +1,4 @@
-"""The preflight's facts of a machine: plain values, so that checking them needs no machine."""
+"""Facts that the preflight checks need, as plain values: checks are tested without the machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     problem: str = ""
-    """Why nothing can be written there; empty when something can."""
+    """Why it cannot be written; empty when it can."""
     free_bytes: int | None = None
-    """Room that an ordinary user has on its file system; None when it does not say."""
+    """Free for ordinary users on its file system; None where that is not reported."""
     free_files: int | None = None
-    """How many more files its file system takes; None when it does not say."""
+    """Free inodes of its file system; None where they are not reported."""
     checkpoints: int = 0
-    """How many checkpoints lie in it."""
+    """Number of checkpoints in it."""
 
 
 class Port(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,15 +34,15 @@ class Port(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["free", "busy", "root"]
     """``root``: only the superuser may listen on it."""
     holder: str = ""
-    """Who listens on a busy one."""
+    """The process that listens on a busy one."""
     address: str = ""
-    """What the ranks connect to."""
+    """Host that the ranks connect to."""
     ours: bool = True
-    """Whether that is an address of this machine."""
+    """Whether ``address`` is one of this machine."""
 
 
 class RendezvousFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The file at which the ranks meet."""
+    """The rendezvous file of a ``file://`` init method."""
 
     path: str
     problem: str = ""
@@ -53,15 +53,15 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
     """The torch that the ranks of this machine import."""
 
     version: str = ""
-    """Empty when there is none."""
+    """Empty when torch is not installed."""
     cuda: str | None = None
     """CUDA version for which it was built; None for a build without."""
     hip: str | None = None
-    """The same of ROCm."""
+    """Likewise the ROCm version."""
 
 
 class MissingInput(msgspec.Struct, frozen=True, kw_only=True):
-    """A key that names something which is not there, and what to say about it."""
+    """A file or folder of a recipe's key that cannot be used."""
 
     key: str
     what: str
@@ -69,30 +69,30 @@ class MissingInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """This machine, as far as a recipe concerns it; None and empty mean: not looked at, or it does not say."""
+    """Facts about this machine; None and empty mean not collected or not known."""
 
     data: MissingInput | None = None
-    """Why the task's data cannot be read."""
-    data_seen: bool = False
-    """Whether the data was looked for: a user's own task is asked by its ranks."""
+    """The task's data, where it cannot be read."""
+    data_checked: bool = False
+    """Whether the data was looked for: that of a user's own task is read by its ranks only."""
     script: MissingInput | None = None
     resume: MissingInput | None = None
     port: Port | None = None
     rendezvous: RendezvousFile | None = None
     home: Folder | None = None
-    """Where runs are recorded."""
+    """Folder of the run directories."""
     save_dir: Folder | None = None
     shm_free_bytes: int | None = None
-    """Room in ``/dev/shm``."""
+    """Free in ``/dev/shm``."""
     limits: ResourceLimits | None = None
-    """How many ranks the kernel's limits allow."""
+    """Limits of processes and memory."""
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     cores: int | None = None
-    """That this process may use."""
+    """CPU cores that this process may use."""
     open_files: int | None = None
-    """How many files a process may have open; None for any number."""
+    """Soft limit of open files per process; None for unlimited."""
     torch: Torch | None = None
-    """Looked at only where ranks use GPUs."""
+    """Read only when ranks use GPUs."""
     inventories: Mapping[str, Inventory] = msgspec.field(default_factory=dict)
-    """Of machines that were asked, by host as the recipe names it, ``localhost`` for this one."""
+    """By host as in the recipe, ``localhost`` for this machine."""

@@ -10,43 +10,43 @@ import msgspec
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import RequestError
 
-Status = Literal["ok", "note", "warning", "error"]
+CheckStatus = Literal["ok", "note", "warning", "error"]
 """An error keeps a run from starting; a warning and a note do not."""
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """One check."""
 
-    status: Status
+    status: CheckStatus
     check: str
-    """What was looked at, in a word or two: ``data``, ``port``."""
+    """Subject of the check, in a word or two: ``data``, ``port``."""
     what: str
-    """What was found."""
+    """Observation, one line."""
     fix: str = ""
-    """What to do about it; empty where nothing needs doing."""
+    """Remedy; empty where none is needed."""
     key: str = ""
-    """The recipe's key that it concerns, as ``--set`` names it; empty for none."""
+    """The recipe's key, as ``--set`` takes it; empty for none."""
     where: str = ""
     """``FILE:LINE: KEY``; empty for no key."""
     host: str = ""
-    """The machine, where it is not this one."""
+    """The machine; empty for this one."""
 
     @property
     def line(self) -> str:
-        """Where, what and the fix in one line."""
-        told = f"{self.what}; {self.fix}" if self.fix else self.what
-        return f"{self.where}: {told}" if self.where else told
+        """Location, observation and fix in one line."""
+        text = f"{self.what}; {self.fix}" if self.fix else self.what
+        return f"{self.where}: {text}" if self.where else text
 
 
 class NotReadyError(RequestError):
-    """The recipe is right, but the machine is not ready for it; exit code 3."""
+    """The recipe is valid, but the machines are not ready for it; exit code 3."""
 
     def __init__(self, results: Sequence[CheckResult], *, plan: Plan | None = None) -> None:
-        """Keep what was found.
+        """Keep the results.
 
         Args:
-            results: of all checks; one of them is an error.
-            plan: what would start; None where the machine does not have it.
+            results: of all checks; at least one is an error.
+            plan: of the run; None where the devices are missing.
         """
         self.results = tuple(results)
         self.plan = plan
@@ -56,17 +56,17 @@ class NotReadyError(RequestError):
 
 
 def errors(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
-    """Return what keeps a run from starting."""
+    """Return the results that keep a run from starting."""
     return tuple(result for result in results if result.status == "error")
 
 
 def warnings(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
-    """Return what may go wrong later."""
+    """Return the results about failures that may come later."""
     return tuple(result for result in results if result.status == "warning")
 
 
 def summary(results: Sequence[CheckResult]) -> str:
-    """Say in a few words how it stands: ``2 errors, 1 warning``, or ``ready``."""
+    """Return the counts in words: ``2 errors, 1 warning``, or ``ready``."""
     counts = [(len(errors(results)), "error"), (len(warnings(results)), "warning")]
-    said = [f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count]
-    return ", ".join(said) if said else "ready"
+    parts = [f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count]
+    return ", ".join(parts) if parts else "ready"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PLACES = (
+CANDIDATES = (
     Path(__file__).with_name("demo.toml"),
     Path(__file__).parents[2] / "recipes" / "demo.toml",
 )
@@ -13,4 +13,4 @@ PLACES = (
 
 def recipe_path() -> Path:
     """Return the recipe that the console offers on its first start."""
-    return next((place for place in PLACES if place.is_file()), PLACES[0])
+    return next((place for place in CANDIDATES if place.is_file()), CANDIDATES[0])

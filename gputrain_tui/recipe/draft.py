@@ -1,17 +1,16 @@
-"""A recipe while somebody edits it: fields with their values, changes that are not saved, and what is wrong where.
+"""The form's model of a recipe: its fields, unsaved changes and validation messages.
 
-A change is what ``--set`` says, so a form, the command line and a file are checked by the same functions. Pure: the
-options of a user's own task are told to it, because asking for them takes a process.
+A change is a ``--set`` setting, so a form, the command line and a file are checked by the same functions. Pure: the
+schema of a user's own task is passed in, because getting it takes a process.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script, whole_number
@@ -22,31 +21,22 @@ from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed, Training
 from trainer.contract.schema import Option, check, describe
 
-if TYPE_CHECKING:
-    pass
-
 NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
-SAID_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
+MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
 """The first key that a message names."""
 
 
 @dataclass(frozen=True)
-class Remark:
-    """What stands beside a field besides its help."""
+class FieldMessage:
+    """A message shown beside a field instead of its help."""
 
     text: str
     status: Literal["note", "warning", "error"] = "error"
 
 
-@cache
-def _options(schema: Hashable) -> list[Option]:
-    assert isinstance(schema, type)
-    return describe(schema)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One thing that a recipe can say."""
+    """One key of a recipe as a form shows it."""
 
     key: str
     """As ``--set`` names it: ``train.lr``, ``cluster.nodes[0].gpus``."""
@@ -54,11 +44,11 @@ class Field:
     """Heading in a form."""
     option: Option
     value: Any
-    """What the recipe says, as it is written; the default where it says nothing."""
+    """As written in the recipe; the default where the key is absent."""
     written: bool
-    """Whether the recipe says it."""
+    """Whether the recipe has the key."""
     changed: bool
-    """Whether that is not saved yet."""
+    """Whether the value is not saved yet."""
 
     @property
     def name(self) -> str:
@@ -67,12 +57,12 @@ class Field:
 
     @property
     def text(self) -> str:
-        """The value as a person writes it; empty for none."""
-        return shown(self.value)
+        """The value as text for an input; empty for None."""
+        return value_text(self.value)
 
     @property
     def values(self) -> tuple[str, ...]:
-        """What it can be, where that is a choice."""
+        """The choices; empty where any value of the kind is allowed."""
         if self.key == "train.task":
             return tuple(BUILT_IN)
         if self.option.kind == "bool":
@@ -80,8 +70,8 @@ class Field:
         return tuple(map(str, self.option.choices))
 
 
-def shown(value: Any) -> str:
-    """Return a value as a person writes it."""
+def value_text(value: Any) -> str:
+    """Return a value as text that ``--set`` or a form parses back; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -89,19 +79,19 @@ def shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         if any(isinstance(item, str) and set(item) & set(', []"') for item in value):
             return json.dumps(list(value))
-        return ", ".join(map(shown, value))
+        return ", ".join(map(value_text, value))
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 class Draft:
-    """A recipe's text and the changes to it."""
+    """A recipe's text with its unsaved changes."""
 
     def __init__(self, text: str, *, name: str) -> None:
         """Begin with a recipe as it is.
 
         Args:
             text: TOML or JSON.
-            name: what messages call it: the file.
+            name: the file, for messages.
 
         Raises:
             RecipeError: the text is neither.
@@ -112,12 +102,12 @@ class Draft:
         """Values by key, not saved yet."""
         self._source = parse(text, name=name)
         self._schemas: dict[str, type[Any]] = {}
-        """Of users' own tasks, as far as they were asked."""
+        """By task, of users' own tasks."""
 
     @property
     def settings(self) -> list[str]:
         """The changes as ``--set`` takes them."""
-        return [f"{key}={_toml(value)}" for key, value in self.changes.items()]
+        return [f"{key}={_inline_toml(value)}" for key, value in self.changes.items()]
 
     @property
     def data(self) -> dict[str, Any]:
@@ -131,8 +121,8 @@ class Draft:
         task = train.get("task", "") if isinstance(train, dict) else ""
         return task if isinstance(task, str) else ""
 
-    def learn(self, task: str, schema: type[Any]) -> None:
-        """Take in the options of a user's own task."""
+    def add_task_schema(self, task: str, schema: type[Any]) -> None:
+        """Add the options of a user's own task."""
         self._schemas[task] = schema
 
     # Fields
@@ -144,10 +134,10 @@ class Draft:
         found = [self._field(data, "name", "Recipe", name)]
         found += self._task_fields(data)
         found += self._node_fields(data)
-        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in _options(ClusterOptions)]
-        launch = {option.name: option for option in _options(Distributed)}
+        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in describe(ClusterOptions)]
+        launch = {option.name: option for option in describe(Distributed)}
         found += [self._field(data, f"train.{name}", "Cluster", launch[name]) for name in LAUNCH_OPTIONS]
-        for option in _options(Training):
+        for option in describe(Training):
             if option.name != "task":
                 found.append(self._field(data, f"train.{option.name}", option.group, option))
         return found
@@ -167,21 +157,21 @@ class Draft:
         )
 
     def _task_fields(self, data: Any) -> list[Field]:
-        task = next(option for option in _options(Training) if option.name == "task")
+        task = next(option for option in describe(Training) if option.name == "task")
         found = [self._field(data, "train.task", "Task", task)]
         train = data.get("train")
         if isinstance(train, dict) and "script" in train:
-            return [self._field(data, f"train.{option.name}", "Script", option) for option in _options(Script)]
+            return [self._field(data, f"train.{option.name}", "Script", option) for option in describe(Script)]
         schema: Any = self._task_schema()
         if schema is not None:
-            found += [self._field(data, f"task.{option.name}", "Task", option) for option in _options(schema)]
+            found += [self._field(data, f"task.{option.name}", "Task", option) for option in describe(schema)]
         return found
 
     def _task_schema(self) -> type[Any] | None:
         return task_schema(self.task) if self.task in BUILT_IN else self._schemas.get(self.task)
 
     def _node_fields(self, data: Any) -> list[Field]:
-        options = {option.name: option for option in _options(Node)}
+        options = {option.name: option for option in describe(Node)}
         saved = self.nodes(self._source.data)
         found = []
         for index, node in enumerate(self.nodes(data)):
@@ -211,7 +201,7 @@ class Draft:
     # Changes
 
     def set(self, key: str, text: str) -> None:
-        """Let a field say what a person typed, which is not checked here; nothing typed means the default."""
+        """Set a field to typed text, unchecked; empty text resets it to the default."""
         if not text:
             self.reset(key)
             self.reset(key)
@@ -227,11 +217,11 @@ class Draft:
                 entry.pop(other, None)
         entry.pop(node[2], None)
         if text:
-            entry[node[2]] = _plain(node[2], text)
+            entry[node[2]] = _node_value(node[2], text)
         self.changes["cluster.nodes"] = nodes
 
     def settings_with(self, key: str, text: str) -> list[str]:
-        """Return the changes as they would be with one more, which is not made; ``text`` is not empty."""
+        """Return ``settings`` as they would be after ``set(key, text)``, without making the change."""
         before = dict(self.changes)
         try:
             self.set(key, text)
@@ -240,7 +230,7 @@ class Draft:
             self.changes = before
 
     def reset(self, key: str) -> None:
-        """Take a change back; where there is none, let the recipe not say it, which means the default."""
+        """Undo the change of a key; without one, remove the key from the recipe, which means the default."""
         node = NODE_KEY.fullmatch(key)
         if node is not None:
             nodes = self.nodes()
@@ -289,19 +279,19 @@ class Draft:
         self.changes["cluster.nodes"] = nodes
         return True
 
-    def take_gpus(self, index: int, gpus: Sequence[int]) -> None:
-        """Let a node use these GPUs."""
+    def set_gpus(self, index: int, gpus: Sequence[int]) -> None:
+        """Set the GPUs of a node."""
         nodes = self.nodes()
         nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS}
         nodes[index]["gpus"] = list(gpus)
         self.changes["cluster.nodes"] = nodes
 
-    def take_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Let the run have these nodes and no others."""
+    def set_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all nodes."""
         self.changes["cluster.nodes"] = [dict(node) for node in nodes]
 
-    def saved(self, text: str, *, name: str) -> None:
-        """Go on from a text that was saved."""
+    def mark_saved(self, text: str, *, name: str) -> None:
+        """Continue from a saved text, without changes."""
         self.text, self.name = text, name
         self._source = parse(text, name=name)
         self.changes.clear()
@@ -309,13 +299,13 @@ class Draft:
     # What is wrong
 
     def problem(self, field: Field, text: str) -> str:
-        """Return what is wrong with a value for a field, on its own; empty when it may be."""
+        """Return the error of a value for a field, checked on its own; empty when it is valid."""
         node = NODE_KEY.fullmatch(field.key)
         try:
             if node is not None and not text:
                 return ""
             if field.name == "gpus" and node is not None:
-                recipes.parse_gpus(_plain("gpus", text), where=field.name)
+                recipes.parse_gpus(_node_value("gpus", text), where=field.name)
             else:
                 check(self._schema(field), {field.option.name: text}, where=lambda name: name)
         except RequestError as error:
@@ -336,30 +326,30 @@ class Draft:
             return Distributed
         if field.group == "Script":
             return Script
-        return Training if table == "train" else _Named
+        return Training if table == "train" else _NameOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Named:
-    """The only key at the top of a recipe."""
+class _NameOption:
+    """Schema of the only option at the top level of a recipe."""
 
     name: str = ""
 
 
-def key_of(message: str) -> str:
-    """Return the key that a message is about; empty when it names none."""
-    match = SAID_KEY.search(message)
+def message_key(message: str) -> str:
+    """Return the first recipe key in a message; empty when there is none."""
+    match = MESSAGE_KEY.search(message)
     return match[1] if match else ""
 
 
-def without_place(message: str) -> str:
-    """Return a message without the file, line and key that it begins with: for a place beside the field."""
-    key = key_of(message)
+def strip_location(message: str) -> str:
+    """Return a message without its ``FILE:LINE: key``, to show beside the field."""
+    key = message_key(message)
     return message.partition(key)[2].strip() if key else message
 
 
-def field_of(fields: Sequence[Field], key: str) -> Field | None:
-    """Return the field of a key: itself, or the first below it."""
+def find_field(fields: Sequence[Field], key: str) -> Field | None:
+    """Return the field of a key, or of the first key below it."""
     exact = next((field for field in fields if field.key == key), None)
     if exact is not None or not key:
         return exact
@@ -367,8 +357,8 @@ def field_of(fields: Sequence[Field], key: str) -> Field | None:
     return next(below, None)
 
 
-def _plain(name: str, text: str) -> Any:
-    """Return what a node's field says: a number or a list where it looks like one."""
+def _node_value(name: str, text: str) -> Any:
+    """Parse the text of a node's field: a number or a list where it looks like one."""
     text = text.strip()
     number = whole_number(text)
     if number is not None and name != "host":
@@ -380,14 +370,14 @@ def _plain(name: str, text: str) -> Any:
     return text
 
 
-def _toml(value: Any) -> str:
+def _inline_toml(value: Any) -> str:
     """Write a value as TOML on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=True)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(_inline_toml, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_inline_toml(item)}" for key, item in value.items()) + "}"
     return str(value)

@@ -1,4 +1,4 @@
-"""Which recipes there are: of the folder one is in, and of one's own."""
+"""Lists the recipes of a working folder and of the user's configuration folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from gputrain_tui.recipe.model import TABLES
-from gputrain_tui.recipe.source import MOST_BYTES
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES, TOP_LEVEL_KEYS
 
-MOST_FILES = 200
-"""Files that are looked into, per folder."""
+MAX_FILES_PER_FOLDER = 200
+"""Keeps the list fast in a folder of thousands of TOML files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,42 +23,42 @@ class RecipeFile:
     group: str
     """``recipes/``, ``this folder`` or ``yours``."""
     name: str
-    """As the recipe calls itself; the file's name when it does not."""
+    """The recipe's ``name``; the file's without suffix where it has none."""
 
 
 def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
-    """Return the recipes of a folder, of its ``recipes/`` and of a person's configuration folder."""
+    """Return the recipes of a folder, of its ``recipes/`` and of the user's configuration folder ``own``."""
     places = (("recipes/", folder / "recipes"), ("this folder", folder), ("yours", own / "recipes"))
     return [
         RecipeFile(path=path, group=group, name=name)
         for group, place in places
-        for path in _tomls(place)
+        for path in _toml_files(place)
         if (name := recipe_name(path)) is not None
     ]
 
 
-def _tomls(folder: Path) -> Iterable[Path]:
+def _toml_files(folder: Path) -> Iterable[Path]:
     try:
-        return sorted(islice(folder.glob("*.toml"), MOST_FILES))
+        return sorted(islice(folder.glob("*.toml"), MAX_FILES_PER_FOLDER))
     except OSError:
         return []
 
 
 def recipe_name(path: Path) -> str | None:
-    """Return a recipe's name; None for a file that is none, such as ``pyproject.toml``."""
+    """Return a recipe's name; None for other TOML files, such as ``pyproject.toml``."""
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
-            return None  # opening a pipe would wait for somebody who writes into it
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_RECIPE_BYTES:
+            return None  # opening a pipe would block until a writer comes
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return None
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError):
-        # A recipe with a slip is shown, and what is wrong with it when it is opened.
+        # A recipe with a syntax error is listed; opening it shows the error.
         return path.stem if "[train]" in text else None
-    if not isinstance(data.get("train"), dict) or not set(data) <= set(TABLES):
+    if not isinstance(data.get("train"), dict) or not set(data) <= set(TOP_LEVEL_KEYS):
         return None
     name = data.get("name")
     return name if isinstance(name, str) else path.stem

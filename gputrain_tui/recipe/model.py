@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from gputrain_tui.recipe.pytext import is_pytext, translate
-from gputrain_tui.recipe.source import Key, RecipeError, Source, override, parse, read
+from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source, override, parse, read
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
@@ -43,7 +43,7 @@ LAUNCH_OPTIONS = ("distributed_timeout", "join_timeout", "stop_grace", "start_me
 """Options of ``trainer.contract.options.Distributed`` that a person chooses; the others are computed from
 ``[cluster]``."""
 
-COMPUTED = {
+COMPUTED_FLAGS = {
     "distributed_init_method": "set cluster.init_method",
     "distributed_backend": "set cluster.backend",
     "distributed_port": "set cluster.port",
@@ -51,22 +51,19 @@ COMPUTED = {
     "device_id": "list the device ids in gpus of a node in [[cluster.nodes]]",
     "cpu": "set cpu_ranks of a node in [[cluster.nodes]]",
 }
-"""Flags that ``[train]`` does not hold, and what says the same in a recipe."""
+"""Flags that the plan computes, and the key of a recipe that stands for each."""
 
-TABLES = ("name", "cluster", "train", "task")
-"""What a recipe holds at its top level."""
-
-LONGEST_NAME = 100
-"""Characters of a name: more makes lists of runs unreadable."""
+MAX_NAME_CHARS = 100
+"""More makes lists of runs unreadable."""
 
 RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
-"""What says how many ranks a node has; one of them."""
+"""Keys of a node of which exactly one gives the number of its ranks."""
 
-MOST_RANKS = 1024
-"""Ranks on one machine: more than the cores or GPUs of any, so a larger number is a slip of the finger."""
+MAX_RANKS_PER_NODE = 1024
+"""More than the cores or GPUs of any machine, so that a larger number is a typing error."""
 
-UUID_STARTS = ("GPU-", "MIG-")
-"""How the driver begins the UUID of a device."""
+UUID_PREFIXES = ("GPU-", "MIG-")
+"""Of the driver's UUIDs, for a whole GPU and for a MIG instance."""
 UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/_-]*")
 """A UUID or its beginning, also of an instance as older drivers name it: ``MIG-GPU-…/1/0``."""
 
@@ -85,11 +82,13 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         | None
     ) = None
     cpu_ranks: (
-        Annotated[int, Meta(ge=1, le=MOST_RANKS, description="ranks on the CPU, with gloo, instead of GPUs")] | None
+        Annotated[int, Meta(ge=1, le=MAX_RANKS_PER_NODE, description="ranks on the CPU, with gloo, instead of GPUs")]
+        | None
     ) = None
     ranks: (
         Annotated[
-            int, Meta(ge=1, le=MOST_RANKS, description="ranks on GPUs where the machine has any, else on its CPU")
+            int,
+            Meta(ge=1, le=MAX_RANKS_PER_NODE, description="ranks on GPUs where the machine has any, else on its CPU"),
         ]
         | None
     ) = None
@@ -142,18 +141,18 @@ class Recipe:
     """Only ``LAUNCH_OPTIONS`` differ from their defaults."""
     script: Script | None
     task_options: Mapping[str, Any]
-    """The ``[task]`` table: the options that the recipe names, as the task's schema types them."""
+    """The ``[task]`` table: the options that the recipe gives, as the task's schema types them."""
     source: str
     """The file as the person named it, or ``stdin``."""
     text: str
-    """The recipe as it was written, comments and all."""
+    """The recipe as it was written, comments included."""
     notes: tuple[str, ...]
-    """What was understood but has no effect here, a line each."""
+    """One line for each key that was understood and has no effect here."""
     origin: Source
-    """Where each key stands, for messages."""
+    """The line of each key, for messages."""
 
     def where(self, *key: str | int) -> str:
-        """Return ``FILE:LINE: key`` for a message about a key."""
+        """Return the location ``FILE:LINE: key`` of a key, for messages."""
         return self.origin.where(key)
 
 
@@ -178,7 +177,7 @@ def load(source: str, *, overrides: Sequence[str] = (), stdin: IO[str] | None = 
 
 
 def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Check a recipe that is at hand as text; ``name`` is what messages call it.
+    """Check the text of a recipe; messages call it ``name``.
 
     Raises:
         RecipeError: the recipe says something impossible.
@@ -196,8 +195,8 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     data, keys = override(source.data, overrides)
     source = replace(source, data=data, overridden=source.overridden | keys)
     for key in data:
-        if key not in TABLES:
-            raise RecipeError(f"{source.where((key,))} is not known{_belongs(key)}")
+        if key not in TOP_LEVEL_KEYS:
+            raise RecipeError(f"{source.where((key,))} is not known{_table_hint(key)}")
     _refuse_unusable(source, data, ())
     train, launch, script = _train(source)
     return Recipe(
@@ -214,17 +213,17 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     )
 
 
-def _belongs(key: str) -> str:
-    """Say which table a stray key belongs to, or which known key it resembles."""
+def _table_hint(key: str) -> str:
+    """Return the table that an unknown key belongs to, or the known key that it resembles, as the end of a message."""
     if key in {option.name for option in train_options()}:
         return "; it belongs in [train]"
     if key in CLUSTER_KEYS:
         return "; it belongs in [cluster]"
-    return nearest(key, TABLES) or f"; known are {', '.join(TABLES)}"
+    return nearest(key, TOP_LEVEL_KEYS) or f"; known are {', '.join(TOP_LEVEL_KEYS)}"
 
 
 def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
-    """Refuse what no option takes and no command line can carry."""
+    """Raise for values that no option takes or no command line can carry: infinities, NUL and surrogate characters."""
     if isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
     if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
@@ -236,11 +235,11 @@ def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
 
 
 def _name(source: Source) -> str:
-    name = source.data.get("name", source.default_name[:LONGEST_NAME])
+    name = source.data.get("name", source.default_name[:MAX_NAME_CHARS])
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise RecipeError(f"{source.where(('name',))} is {quoted(name)}, but must be one line of text")
-    if len(name) > LONGEST_NAME:
-        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {LONGEST_NAME} fit a list")
+    if len(name) > MAX_NAME_CHARS:
+        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {MAX_NAME_CHARS} fit a list")
     return name.strip()
 
 
@@ -318,10 +317,10 @@ def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
 
 
 def parse_gpus(value: Any, *, where: str) -> Gpus:
-    """Read what a person may write for ``gpus``: ``4``, ``[0, 2]``, ``"all"``, ``"free"``, also as text from a form.
+    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``, also as text from a form.
 
     Raises:
-        RecipeError: anything else, no GPU at all, or one twice.
+        RecipeError: anything else.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -329,13 +328,13 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
             return "all" if text == "all" else "free"
         if (count := whole_number(text)) is not None:
             value = count
-        elif "," in text or text.startswith("[") or text.startswith(UUID_STARTS):
+        elif "," in text or text.startswith("[") or text.startswith(UUID_PREFIXES):
             words = (word.strip(" \"'") for word in text.strip("[]").split(","))
             ids = ((word, whole_number(word)) for word in words if word)
             value = [word if index is None else index for word, index in ids]
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        if value > MOST_RANKS:
-            raise RecipeError(f"{where} is {value}, but one machine has at most {MOST_RANKS} ranks")
+        if value > MAX_RANKS_PER_NODE:
+            raise RecipeError(f"{where} is {value}, but one machine has at most {MAX_RANKS_PER_NODE} ranks")
         return value
     if isinstance(value, list) and value and all(_is_device(item) for item in value):
         return tuple(value)
@@ -348,7 +347,7 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
 
 
 def whole_number(text: str) -> int | None:
-    """Read a number of as many digits as a count, an index or a port can have; None when it is none."""
+    """Parse a count, an index or a port of at most nine digits; None for any other text."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
@@ -361,26 +360,26 @@ def _is_device(item: Any) -> bool:
 def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
     table = _table(source, "train")
     known = {option.name for option in train_options()}
-    of_script = {option.name for option in describe(Script)}
+    script_names = {option.name for option in describe(Script)}
     for key in table:
         where = source.where(("train", key))
         if key in known:
             continue
-        if key in COMPUTED:
-            raise RecipeError(f"{where} is computed; {COMPUTED[key]}")
+        if key in COMPUTED_FLAGS:
+            raise RecipeError(f"{where} is computed; {COMPUTED_FLAGS[key]}")
         if key in Distributed.__struct_fields__:
             raise RecipeError(f"{where} is computed for every node; remove it")
-        raise RecipeError(f"{where} is not known{_belongs_in_task(source, key) or nearest(key, known)}")
-    own = known - of_script - set(LAUNCH_OPTIONS)
-    train = _check(Training, {key: table[key] for key in table if key in own}, source, "train")
+        raise RecipeError(f"{where} is not known{_task_table_hint(source, key) or nearest(key, known)}")
+    task_names = known - script_names - set(LAUNCH_OPTIONS)
+    train = _check(Training, {key: table[key] for key in table if key in task_names}, source, "train")
     launch = _check(Distributed, {key: table[key] for key in table if key in LAUNCH_OPTIONS}, source, "train")
     script: Script | None = None
-    if of_script & set(table):
-        script = _check(Script, {key: table[key] for key in table if key in of_script}, source, "train")
+    if script_names & set(table):
+        script = _check(Script, {key: table[key] for key in table if key in script_names}, source, "train")
     if script is not None and train.task:
         raise RecipeError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
     if script is not None:
-        _refuse_options_of_tasks(source, own)
+        _refuse_task_options(source, task_names)
     if script is None and not train.task:
         from trainer.contract.builtin_tasks import BUILT_IN
 
@@ -389,19 +388,19 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
     return train, launch, script
 
 
-def _refuse_options_of_tasks(source: Source, own: set[str]) -> None:
-    """A script brings its own loop: what ``[train]`` says of batches and optimizers would reach nobody."""
+def _refuse_task_options(source: Source, task_names: set[str]) -> None:
+    """Raise for options of the training loop: a script brings its own loop and would never see them."""
     for key in source.data["train"]:
         if key == "resume":
             raise RecipeError(f"{source.where(('train', key))} is for tasks: a script resumes by its own train.args")
-        if key in own and key != "task":
+        if key in task_names and key != "task":
             raise RecipeError(
                 f"{source.where(('train', key))} is for tasks, but train.script runs a script; use train.args"
             )
 
 
-def _belongs_in_task(source: Source, key: str) -> str:
-    """Say so when a key of ``[train]`` is an option of the built-in task."""
+def _task_table_hint(source: Source, key: str) -> str:
+    """Return the hint to use ``[task]`` when a key of ``[train]`` is an option of the built-in task."""
     from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 
     task = source.data["train"].get("task")

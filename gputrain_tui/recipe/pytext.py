@@ -1,6 +1,6 @@
-"""PyText's JSON configuration as a recipe: its wrapper, its world size, and its document classification task.
+"""Translates PyText's JSON configuration: its wrapper, its world size and its document classification task.
 
-Whatever would change the training and has no counterpart here is refused by name, so that nothing is ignored unseen.
+Whatever would change the training and has no counterpart here is refused by name, so that nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gputrain_tui.recipe.source import Key, RecipeError, Source
+from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source
 from trainer.contract.errors import nearest, quoted
 
-OWN_TABLES = ("name", "cluster", "train", "task")
-
-TASKS = ("DocClassificationTask", "DocumentClassificationTask")
-"""PyText's names for the task that ``docnn`` does."""
+DOC_CLASSIFICATION_TASKS = ("DocClassificationTask", "DocumentClassificationTask")
+"""PyText's names of the task ``docnn``."""
 
 OPTIMIZERS = {"Adam": "adam", "AdamW": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}
 
@@ -23,7 +21,7 @@ CLASS_NAMES = {
     *("Data", "TSVDataSource", "Batcher", "PoolingBatcher", "DocModel", "DocNNRepresentation"),
     *("Trainer", "TaskTrainer", *OPTIMIZERS),
 }
-"""Keys that only name the class of what they hold, as newer versions of PyText write it."""
+"""Keys that newer versions of PyText put around a table to give its class."""
 
 DEFAULTS: dict[Key, Any] = {
     ("train", "batch_size"): 16,
@@ -34,17 +32,17 @@ DEFAULTS: dict[Key, Any] = {
     ("train", "seed"): 0,
     ("train", "best_metric"): "accuracy",
 }
-"""What PyText does where its configuration says nothing."""
+"""PyText's own defaults, where they differ from the trainer's."""
 
-COLUMNS = {
+COLUMN_FORMATS = {
     ("text", "doc_label"): "text_label",
     ("text", "label"): "text_label",
     ("doc_label", "text"): "label_text",
     ("label", "text"): "label_text",
 }
-"""Columns of a TSV file that ``docnn`` reads, and its name for them."""
+"""PyText's columns of a TSV file → ``docnn``'s name of the format."""
 
-RULES: dict[Key, Key] = {
+KEY_MAP: dict[Key, Key] = {
     ("data_handler", "train_path"): ("task", "train_path"),
     ("data_handler", "eval_path"): ("task", "eval_path"),
     ("data_handler", "test_path"): ("task", "test_path"),
@@ -74,9 +72,9 @@ RULES: dict[Key, Key] = {
     ("model", "representation", "cnn", "kernel_num"): ("task", "kernel_num"),
     ("model", "representation", "cnn", "kernel_sizes"): ("task", "kernel_sizes"),
 }
-"""Path within PyText's task, without class names, and the recipe key that says the same."""
+"""Path within PyText's task, without class names → the recipe's key."""
 
-WITHOUT_EFFECT = {
+IGNORED_KEYS = {
     "version": "every version's keys are read alike",
     "use_tensorboard": "`gputrain export` writes TensorBoard from the record",
     "gpu_streams_for_distributed_training": "the gradients' reduction has a stream of its own",
@@ -84,15 +82,15 @@ WITHOUT_EFFECT = {
     "modules_save_dir": "checkpoints hold the whole model",
     "report_eval_results": "every validation is in the record",
 }
-"""Keys beside the task that change nothing here, and why."""
+"""Keys beside the task that are accepted without effect, and why."""
 
 
 def is_pytext(data: Mapping[str, Any]) -> bool:
-    """Whether a recipe has PyText's wrapper, or its keys without the wrapper, which PyText reads as well."""
+    """Whether a recipe is a PyText configuration, with or without its ``config`` wrapper."""
     if "config" in data or "distributed_world_size" in data or "use_cuda_if_available" in data:
         return True
     task = data.get("task")
-    return isinstance(task, dict) and _class_of(task) is not None and "train" not in data
+    return isinstance(task, dict) and _task_class(task) is not None and "train" not in data
 
 
 def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
@@ -114,7 +112,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     notes: list[str] = []
     own: dict[str, Any] = {}
     task = config.get("task")
-    named = _class_of(task) if isinstance(task, dict) else None
+    named = _task_class(task) if isinstance(task, dict) else None
     for key, value in config.items():
         written = (*prefix, key)
         where = source.where(written)
@@ -122,7 +120,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
             continue
         if key == "task" and named is not None:
             _doc_classification(source, named, value[named], (*written, named), values, origins)
-        elif key in OWN_TABLES:
+        elif key in TOP_LEVEL_KEYS:
             if key != "name" and not isinstance(value, dict):
                 raise RecipeError(f"{where} is {quoted(value)}, but must be a table")
             own[key] = value
@@ -135,19 +133,19 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
                 raise RecipeError(f"{where} is {quoted(value)}, but must be true or false")
             values[("train", "precision")] = "fp16" if value else "fp32"
             origins[("train", "precision")] = written
-        elif key in WITHOUT_EFFECT:
-            notes.append(f"{where} has no effect: {WITHOUT_EFFECT[key]}")
+        elif key in IGNORED_KEYS:
+            notes.append(f"{where} has no effect: {IGNORED_KEYS[key]}")
         elif value not in (None, False, "", [], {}):
-            known = [*OWN_TABLES, *WITHOUT_EFFECT, "distributed_world_size", "use_cuda_if_available", "random_seed"]
+            known = [*TOP_LEVEL_KEYS, *IGNORED_KEYS, "distributed_world_size", "use_cuda_if_available", "random_seed"]
             raise RecipeError(f"{where} is not understood{nearest(key, known)}")
-    _nodes(source, config, prefix, own, values, origins, by_class=named is not None)
+    _add_node(source, config, prefix, own, values, origins, by_class=named is not None)
     data = {key: dict(value) if isinstance(value, dict) else value for key, value in own.items()}
     for path, value in values.items():
-        _put(data, path, value)
+        _set_path(data, path, value)
     return replace(source, data=data, origins=origins), tuple(notes)
 
 
-def _nodes(
+def _add_node(
     source: Source,
     config: Mapping[str, Any],
     prefix: Key,
@@ -181,10 +179,10 @@ def _nodes(
 def _doc_classification(
     source: Source, name: str, table: Any, written: Key, values: dict[Key, Any], origins: dict[Key, Key]
 ) -> None:
-    if name not in TASKS:
+    if name not in DOC_CLASSIFICATION_TASKS:
         raise RecipeError(
-            f"{source.where(written)} has no counterpart here{nearest(name, TASKS)}; "
-            f"of PyText's tasks {TASKS[0]} is understood, as docnn"
+            f"{source.where(written)} has no counterpart here{nearest(name, DOC_CLASSIFICATION_TASKS)}; "
+            f"of PyText's tasks {DOC_CLASSIFICATION_TASKS[0]} is understood, as docnn"
         )
     if not isinstance(table, dict):
         raise RecipeError(f"{source.where(written)} is {quoted(table)}, but must be a table")
@@ -199,22 +197,22 @@ def _doc_classification(
         plain = tuple(part for part in path if part not in CLASS_NAMES)
         if value is None or value == {}:
             continue
-        target = RULES.get(plain)
+        target = KEY_MAP.get(plain)
         if target is None:
-            known = [".".join(map(str, rule)) for rule in RULES]
+            known = [".".join(map(str, rule)) for rule in KEY_MAP]
             raise RecipeError(f"{where} is not understood{nearest('.'.join(map(str, plain)), known)}")
         if target == ("task", "format"):
             columns = tuple(value) if isinstance(value, list) else (value,)
-            if not all(isinstance(column, str) for column in columns) or columns not in COLUMNS:
+            if not all(isinstance(column, str) for column in columns) or columns not in COLUMN_FORMATS:
                 raise RecipeError(f'{where} is {quoted(value)}, but must be ["text", "doc_label"] in either order')
-            value = COLUMNS[columns]
+            value = COLUMN_FORMATS[columns]
         if target == ("train", "optimizer") and isinstance(value, str):
             value = value.lower()
         values[target], origins[target] = value, place
 
 
-def _class_of(task: Mapping[str, Any]) -> str | None:
-    """Return the class that a PyText task names: its only key, written as classes are."""
+def _task_class(task: Mapping[str, Any]) -> str | None:
+    """Return the class of a PyText task: its only key, if that is capitalised."""
     if len(task) != 1:
         return None
     name, table = next(iter(task.items()))
@@ -236,7 +234,7 @@ def _paths(value: Any, path: Key) -> Iterator[Key]:
             yield from _paths(item, (*path, part))
 
 
-def _put(data: dict[str, Any], path: Key, value: Any) -> None:
+def _set_path(data: dict[str, Any], path: Key, value: Any) -> None:
     node: Any = data
     for part in path[:-1]:
         node = node.setdefault(part, {})

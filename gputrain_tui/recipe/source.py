@@ -1,10 +1,11 @@
-"""A recipe's text before it is checked: its values, where each key stands, and what ``--set`` changed.
+"""Parses a recipe's text into unchecked values, with the line of each key, and applies ``--set``.
 
 ``tomllib`` and ``json`` forget positions, so a small scanner finds the line of every key in text that they accepted.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import tomllib
@@ -19,18 +20,19 @@ from trainer.contract.errors import RequestError, nearest, quoted
 Key = tuple[str | int, ...]
 """Path of a value: table names and list positions."""
 
+TOP_LEVEL_KEYS = ("name", "cluster", "train", "task")
+
 STDIN = "stdin"
-"""How messages name a recipe that was read from standard input."""
+"""Name of standard input in messages."""
 
-MOST_BYTES = 1 << 20
-"""A larger file is no recipe."""
+MAX_RECIPE_BYTES = 1 << 20
+"""Recipes have a few KiB; a larger file was named by mistake and is not read."""
 
-MOST_DEPTH = 32
-"""Tables and lists within each other; a recipe has five."""
+MAX_DEPTH = 32
+"""Tables and lists within each other; a recipe has five, and functions here recurse."""
 
-
-MOST_BITS = 1000
-"""Of an integer: a much larger one becomes no floating-point number, and no text either."""
+MAX_INT_BITS = 1000
+"""A larger integer fits no ``float``, and Python refuses to print one of more than 4,300 digits."""
 
 TOO_MANY_DIGITS = "holds a number with more digits than a number can have"
 
@@ -59,11 +61,11 @@ class Source:
     overridden: frozenset[Key] = frozenset()
     """Keys that come from ``--set``."""
     origins: Mapping[Key, Key] = field(default_factory=dict)
-    """Where a key that was translated stands in the text."""
+    """The key in the text from which a key of the values was translated."""
 
     @property
     def default_name(self) -> str:
-        """What a recipe without a name is called."""
+        """Name of a recipe that gives none: the file's, without suffix."""
         return "recipe" if self.name == STDIN else Path(self.name).stem
 
     @cached_property
@@ -72,7 +74,7 @@ class Source:
         return key_lines(self.text, self.format)
 
     def where(self, key: Key) -> str:
-        """Return ``FILE:LINE: key`` for a message, or ``--set key`` when the command line said it."""
+        """Return the location of a key for messages: ``FILE:LINE: key`` or ``--set key``."""
         written = self.origins.get(key, key)
         for path in (key, written):
             if any(path[:length] in self.overridden for length in range(1, len(path) + 1)):
@@ -95,38 +97,38 @@ def read(source: str, *, stdin: IO[str] | None = None) -> Source:
     if source == "-":
         if stdin is None:
             raise RecipeError("the recipe is '-', but there is no standard input to read it from")
-        return parse(_decoded(_bytes_of(stdin), STDIN), name=STDIN)
+        return parse(_decode(_read_stdin(stdin), STDIN), name=STDIN)
     if not source:
         raise RecipeError("the recipe's name is empty; it is a TOML or JSON file, or - for standard input")
     path = Path(source)
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_RECIPE_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{source}: there is no such file{_neighbour(path)}") from None
+        raise RecipeError(f"{source}: there is no such file{_similar_file(path)}") from None
     except OSError as error:
         raise RecipeError(f"{source} cannot be read: {error.strerror}") from None
-    return parse(_decoded(content, source), name=source)
+    return parse(_decode(content, source), name=source)
 
 
-def _bytes_of(stdin: IO[str]) -> bytes:
-    """Read standard input as it is: a recipe is UTF-8 also where the locale is not."""
+def _read_stdin(stdin: IO[str]) -> bytes:
+    """Read bytes, because a recipe is UTF-8 also where the locale is not."""
     binary = getattr(stdin, "buffer", None)
-    content = stdin.read(MOST_BYTES + 1) if binary is None else binary.read(MOST_BYTES + 1)
+    content = stdin.read(MAX_RECIPE_BYTES + 1) if binary is None else binary.read(MAX_RECIPE_BYTES + 1)
     return content if isinstance(content, bytes) else str(content).encode("utf-8", "surrogateescape")
 
 
-def _decoded(content: bytes, name: str) -> str:
-    if len(content) > MOST_BYTES:
-        raise RecipeError(f"{name} is longer than {MOST_BYTES >> 20} MiB, so it is no recipe")
+def _decode(content: bytes, name: str) -> str:
+    if len(content) > MAX_RECIPE_BYTES:
+        raise RecipeError(f"{name} is longer than {MAX_RECIPE_BYTES >> 20} MiB, so it is no recipe")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{name} is not UTF-8 text (byte {error.start})") from None
 
 
-def _neighbour(path: Path) -> str:
-    """Name the recipe beside ``path`` that it resembles."""
+def _similar_file(path: Path) -> str:
+    """Return the recipe of the same folder whose name is most like a missing file's, as the end of a message."""
     try:
         found = {entry.name for entry in path.parent.iterdir() if entry.suffix in (".toml", ".json")}
     except OSError:
@@ -158,9 +160,9 @@ def parse(text: str, *, name: str) -> Source:
 
 
 def is_too_deep(data: Any) -> bool:
-    """Whether values stand within more tables and lists than what walks over them later can follow."""
+    """Whether tables and lists are nested more deeply than recursive functions can follow."""
     level = [data]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         within = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
         level = [item for item in within if isinstance(item, dict | list)]
         if not level:
@@ -169,10 +171,10 @@ def is_too_deep(data: Any) -> bool:
 
 
 def holds_huge_number(value: Any) -> bool:
-    """Whether a number has more digits than Python writes out; TOML's hexadecimal ones can."""
+    """Whether an integer exceeds ``MAX_INT_BITS``, as TOML's hexadecimal ones can."""
     if isinstance(value, dict | list):
         return any(map(holds_huge_number, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and value.bit_length() > MOST_BITS
+    return isinstance(value, int) and value.bit_length() > MAX_INT_BITS
 
 
 def _toml(text: str, name: str) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _toml(text: str, name: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         if text.lstrip()[:1] == "[" and _is_json(text):
-            _json(text, name)  # says that a list is no recipe
+            _json(text, name)  # raises the better message: a list is no recipe
         message, line = str(error), ""
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
             message, line = match[1], f"{match[2] or text.rstrip().count(chr(10)) + 1}:"
@@ -197,8 +199,8 @@ def _is_json(text: str) -> bool:
 
 def _json(text: str, name: str) -> dict[str, Any]:
     try:
-        data = json.loads(text, object_pairs_hook=_object)
-    except _TwiceError as error:
+        data = json.loads(text, object_pairs_hook=_unique_keys)
+    except _DuplicateKeyError as error:
         found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
         # The same key in other tables is no mistake; then the line is not known.
         line = f":{text.count(chr(10), 0, found[1]) + 1}" if len(found) == 2 else ""
@@ -206,28 +208,28 @@ def _json(text: str, name: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{name}: a recipe in JSON is an object in braces, but this is {_kind(data)}")
+        raise RecipeError(f"{name}: a recipe in JSON is an object in braces, but this is {_json_type(data)}")
     return data
 
 
-class _TwiceError(ValueError):
-    """A JSON object says a key twice, of which ``json`` would silently take the last."""
+class _DuplicateKeyError(ValueError):
+    """A JSON object has a key twice; ``json`` alone would silently keep the last value."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
         self.key = key
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for index, key in enumerate(keys) if key in keys[:index]))
+        raise _DuplicateKeyError(next(key for index, key in enumerate(keys) if key in keys[:index]))
     return found
 
 
-def _kind(data: Any) -> str:
-    """Name what a JSON text holds, as a person calls it."""
+def _json_type(data: Any) -> str:
+    """Return the type of a JSON value in words."""
     if data is None or isinstance(data, bool):
         return json.dumps(data)
     return "a list" if isinstance(data, list) else "a text" if isinstance(data, str) else "a number"
@@ -246,12 +248,12 @@ _TOKEN = re.compile(
 
 
 class _Scanner:
-    """Walks over the tokens of valid TOML or JSON and notes the line of every key."""
+    """Records the line of every key in valid TOML or JSON."""
 
     def __init__(self, text: str) -> None:
         self.lines: dict[Key, int] = {}
         self.tokens: list[tuple[str, str, int]] = []
-        self.at = 0
+        self.position = 0
         line = 1
         for match in _TOKEN.finditer(text):
             kind = match.lastgroup or ""
@@ -261,44 +263,44 @@ class _Scanner:
         self.tokens.append(("end", "", line))
 
     def peek(self) -> str:
-        kind, text, _ = self.tokens[self.at]
+        kind, text, _ = self.tokens[self.position]
         return text if kind in ("mark", "newline", "end") else kind
 
     def skip(self, *marks: str) -> None:
         while self.peek() in marks:
-            self.at += 1
+            self.position += 1
 
     def key(self, table: Key) -> tuple[Key, int]:
-        """Read ``a."b".c`` and return the path within ``table`` and its line."""
-        line = self.tokens[self.at][2]
+        """Consume ``a."b".c``; return its path within ``table`` and its line."""
+        line = self.tokens[self.position][2]
         parts: list[str] = []
         while self.peek() in ("bare", "quoted", "."):
-            kind, text, _ = self.tokens[self.at]
+            kind, text, _ = self.tokens[self.position]
             if kind == "quoted":
                 parts.append(_unquoted(text))
             elif kind == "bare":
                 parts.append(text)
-            self.at += 1
+            self.position += 1
         path = (*table, *parts)
         for length in range(len(table) + 1, len(path) + 1):
             self.lines.setdefault(path[:length], line)
         return path, line
 
     def value(self, path: Key) -> None:
-        """Pass over a value, noting the keys inside it."""
+        """Consume a value and record the keys inside it."""
         mark = self.peek()
         if mark == "[":
-            self.at += 1
+            self.position += 1
             index = 0
             self.skip("\n", ",")
             while self.peek() not in ("]", ""):
-                self.lines[(*path, index)] = self.tokens[self.at][2]
+                self.lines[(*path, index)] = self.tokens[self.position][2]
                 self.value((*path, index))
                 index += 1
                 self.skip("\n", ",")
-            self.at += 1
+            self.position += 1
         elif mark == "{":
-            self.at += 1
+            self.position += 1
             self.skip("\n", ",")
             while self.peek() not in ("}", ""):
                 inner, _ = self.key(path)
@@ -307,10 +309,10 @@ class _Scanner:
                 self.skip("\n")
                 self.value(inner)
                 self.skip("\n", ",")
-            self.at += 1
+            self.position += 1
         else:
             while self.peek() not in (",", "]", "}", "\n", ""):
-                self.at += 1
+                self.position += 1
 
     def toml(self) -> None:
         table: Key = ()
@@ -320,7 +322,7 @@ class _Scanner:
             if self.peek() == "":
                 break
             if self.peek() == "[":
-                self.at += 1
+                self.position += 1
                 several = self.peek() == "["
                 self.skip("[")
                 header, line = self._header(counts, several)
@@ -336,7 +338,7 @@ class _Scanner:
                 self.value(path)
 
     def _header(self, counts: Mapping[Key, int], several: bool) -> tuple[Key, int]:
-        """Read a table's header; a name that is a list of tables means its latest entry."""
+        """Consume a table's header; the name of a list of tables means its latest entry."""
         noted = dict(self.lines)
         names, line = self.key(())
         self.lines = noted
@@ -372,20 +374,20 @@ def key_lines(text: str, format: Literal["toml", "json"]) -> dict[Key, int]:
 def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str, Any], frozenset[Key]]:
     """Return the values with ``KEY=VALUE`` settings applied, and the keys that they set.
 
-    A value is TOML; what is not valid TOML is text, so that bare words need no quotes.
+    A value is TOML, or else text, so that bare words need no quotes.
 
     Raises:
         RecipeError: a setting without ``=``, or a key inside something that is not a table.
     """
-    result = _copied(data)
+    result = copy.deepcopy(dict(data))
     keys: set[Key] = set()
     for setting in settings:
         name, equals, text = setting.partition("=")
         parts = [part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", name.strip()).split(".")]
         if not equals or not all(parts):
             raise RecipeError(f"--set {setting} is not KEY=VALUE, such as --set train.lr=0.5")
-        value = _set_value(text.strip(), name.strip())
-        if len(parts) > MOST_DEPTH or is_too_deep([value]):
+        value = _parse_setting(text.strip(), name.strip())
+        if len(parts) > MAX_DEPTH or is_too_deep([value]):
             raise RecipeError(f"--set {parts[0]}: is nested too deeply to be a recipe")
         if holds_huge_number(value):
             raise RecipeError(f"--set {name.strip()}: {TOO_MANY_DIGITS}")
@@ -417,7 +419,7 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
     return key
 
 
-def _set_value(text: str, name: str) -> Any:
+def _parse_setting(text: str, name: str) -> Any:
     if "\n" in text:
         return text
     try:
@@ -429,9 +431,3 @@ def _set_value(text: str, name: str) -> Any:
     except ValueError:
         raise RecipeError(f"--set {name}: {TOO_MANY_DIGITS}") from None
     return value if isinstance(value, bool | int | float | str | list | dict) else text
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value

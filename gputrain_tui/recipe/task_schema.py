@@ -1,4 +1,4 @@
-"""The options of a task without torch: declared beside a built-in task, asked of a user's own task once.
+"""Returns the option schema of a task without importing torch.
 
 A user's task is a class in a file that imports torch, so a short-lived process describes it; the answer is kept by
 file and modification time.
@@ -23,12 +23,12 @@ from trainer.contract.errors import RequestError, nearest
 from trainer.contract.home_folder import expanded
 from trainer.contract.schema import Option
 
-DESCRIBE_SECONDS = 120.0
-"""How long a task may take to import before it counts as broken."""
+DESCRIBE_TIMEOUT_S = 120.0
+"""Importing torch and a task takes seconds; after two minutes it hangs."""
 
 
-class Described(msgspec.Struct, kw_only=True):
-    """What is kept of a user's task."""
+class TaskDescription(msgspec.Struct, kw_only=True):
+    """A cache entry for a user's task."""
 
     mtime_ns: int
     """Modification time of the task's file."""
@@ -51,11 +51,11 @@ def task_schema(task: str) -> type[Any]:
     if ":" not in task:
         guess = nearest(task, BUILT_IN) or f"; built in are {', '.join(BUILT_IN)}"
         raise RequestError(f"there is no such task{guess}; your own is module:Class or path.py:Class")
-    return schema_of(_described(task))
+    return build_schema(_task_options(task))
 
 
-def schema_of(options: Sequence[Option]) -> type[Any]:
-    """Build a schema from a description of it."""
+def build_schema(options: Sequence[Option]) -> type[Any]:
+    """Build a schema class that has these options."""
     fields: list[Any] = [
         (option.name, _type(option)) if option.required else (option.name, _type(option), _default(option))
         for option in options
@@ -78,7 +78,7 @@ def _type(option: Option) -> Any:
             bounds["gt" if option.exclusive_minimum else "ge"] = item(option.minimum)
         if option.maximum is not None:
             bounds["lt" if option.exclusive_maximum else "le"] = item(option.maximum)
-    told: dict[str, Any] = {
+    meta: dict[str, Any] = {
         "description": option.help,
         "extra": {"group": option.group, "aliases": list(option.aliases)},
     }
@@ -88,34 +88,34 @@ def _type(option: Option) -> Any:
     if option.kind == "list":
         lengths: dict[str, Any] = {"min_length": option.min_items or None, "max_length": option.max_items}
         one = annotated[item, Meta(**bounds)] if bounds else item
-        whole = annotated[many[one, ...], Meta(**told, **{key: value for key, value in lengths.items() if value})]
+        whole = annotated[many[one, ...], Meta(**meta, **{key: value for key, value in lengths.items() if value})]
     else:
-        whole = annotated[item, Meta(**told, **bounds)]
+        whole = annotated[item, Meta(**meta, **bounds)]
     return whole | None if option.optional else whole
 
 
-def _described(task: str) -> list[Option]:
+def _task_options(task: str) -> list[Option]:
     file = task_file(task)
     if file is None:
-        return _ask(task)
+        return _describe_in_subprocess(task)
     import hashlib  # loads OpenSSL, which a built-in task does without
 
     mtime_ns = file.stat().st_mtime_ns
     digest = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
-    kept = cache_folder() / "tasks" / f"{digest}.json"
+    cached = cache_folder() / "tasks" / f"{digest}.json"
     try:
-        known = msgspec.json.decode(kept.read_bytes(), type=Described)
+        known = msgspec.json.decode(cached.read_bytes(), type=TaskDescription)
         if known.mtime_ns == mtime_ns:
             return known.options
     except (OSError, msgspec.DecodeError):
-        pass  # never asked, or kept by another version: ask again
-    options = _ask(task)
-    _keep(kept, Described(mtime_ns=mtime_ns, options=options))
+        pass  # not cached, or by another version
+    options = _describe_in_subprocess(task)
+    _write_cache(cached, TaskDescription(mtime_ns=mtime_ns, options=options))
     return options
 
 
-def _keep(path: Path, described: Described) -> None:
-    """Keep a description; a cache that cannot be written only costs asking again."""
+def _write_cache(path: Path, described: TaskDescription) -> None:
+    """Write a cache entry; a failure only costs another import."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.urandom(4).hex()}.tmp")
@@ -141,17 +141,17 @@ def task_file(task: str) -> Path | None:
     return None
 
 
-def _ask(task: str) -> list[Option]:
-    """Let a short-lived process import the task and describe its options."""
+def _describe_in_subprocess(task: str) -> list[Option]:
+    """Run ``python -m trainer --describe-task``, which imports the task."""
     words = [sys.executable, "-m", "trainer", "--describe-task", task]
     try:
-        answer = subprocess.run(words, capture_output=True, timeout=DESCRIBE_SECONDS, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(words, capture_output=True, timeout=DESCRIBE_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise RequestError(f"it took longer than {DESCRIBE_SECONDS:.0f} s to import") from None
+        raise RequestError(f"it took longer than {DESCRIBE_TIMEOUT_S:.0f} s to import") from None
     if answer.returncode != 0:
-        said = answer.stderr.decode(errors="replace").strip().splitlines()
+        lines = answer.stderr.decode(errors="replace").strip().splitlines()
         raise RequestError(
-            said[-1].removeprefix("trainer: ") if said else f"describing it ended with exit code {answer.returncode}"
+            lines[-1].removeprefix("trainer: ") if lines else f"describing it ended with exit code {answer.returncode}"
         )
     try:
         return msgspec.json.decode(answer.stdout, type=list[Option])

@@ -1,4 +1,4 @@
-"""A recipe as TOML that a person can go on editing: comments, order and spelling stay where they were."""
+"""Writes a recipe as TOML and preserves the comments, order and spelling of its text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.contract.options import Distributed, Training
 
 
 def dump_toml(recipe: Recipe) -> str:
-    """Return the recipe as TOML that loads to the same recipe, with the comments of its text where it was TOML."""
-    wanted = contents(recipe)
+    """Return TOML that loads to the same recipe, with the comments of its text if that is TOML."""
+    wanted = _explicit_values(recipe)
     if recipe.origin.format == "json":
         return tomlkit.dumps(_document(wanted))
     written = tomllib.loads(recipe.text)
-    spelled = _spelled(wanted, written, recipe)
+    spelled = _with_written_spelling(wanted, written, recipe)
     if spelled == written:
         return recipe.text
     document = tomlkit.parse(recipe.text)
@@ -28,10 +28,10 @@ def dump_toml(recipe: Recipe) -> str:
     return tomlkit.dumps(document)
 
 
-def contents(recipe: Recipe) -> dict[str, Any]:
-    """Return what a recipe says beyond the defaults, as TOML values."""
-    train = _differing(recipe.train, Training)
-    launch = _differing(recipe.launch, Distributed)
+def _explicit_values(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of a recipe that differ from the defaults."""
+    train = _non_defaults(recipe.train, Training)
+    launch = _non_defaults(recipe.launch, Distributed)
     cluster = {key: getattr(recipe.cluster, key) for key in CLUSTER_KEYS if key != "nodes"}
     default = type(recipe.cluster)()
     cluster = {key: value for key, value in cluster.items() if value != getattr(default, key)}
@@ -46,21 +46,21 @@ def contents(recipe: Recipe) -> dict[str, Any]:
     return {"name": recipe.name, **{key: table for key, table in tables.items() if table}}
 
 
-def _differing(options: Any, schema: type[Any]) -> dict[str, Any]:
+def _non_defaults(options: Any, schema: type[Any]) -> dict[str, Any]:
     default = schema()
     names = [name for name in schema.__struct_fields__ if schema is Training or name in LAUNCH_OPTIONS]
     found = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
     plain: dict[str, Any] = msgspec.to_builtins(found)
-    return {name: _one(value) for name, value in plain.items() if value is not None}
+    return {name: _unwrap_single(value) for name, value in plain.items() if value is not None}
 
 
-def _one(value: Any) -> Any:
-    """A list of one is written as its item, which means the same."""
+def _unwrap_single(value: Any) -> Any:
+    """Return the item of a list of one, which a recipe takes for the list."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
-def _spelled(wanted: Mapping[str, Any], written: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return the wanted values as they are written already, where that means the same."""
+def _with_written_spelling(wanted: Mapping[str, Any], written: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the wanted values, each in the spelling of the text where that means the same."""
     result: dict[str, Any] = {}
     if "name" in written or recipe.name != recipe.origin.default_name:
         result["name"] = wanted["name"]
@@ -68,18 +68,18 @@ def _spelled(wanted: Mapping[str, Any], written: Mapping[str, Any], recipe: Reci
         before = written.get(table, {})
         after = dict(wanted.get(table, {}))
         for key, value in before.items():
-            now = _now(recipe, table, key)
-            if _same(value, now):
+            now = _current_value(recipe, table, key)
+            if _means_same(value, now):
                 after[key] = value
             elif now is not None and key not in after:
-                after[key] = _one(now) if table == "train" else now
+                after[key] = _unwrap_single(now) if table == "train" else now
         if table in written or after:
             result[table] = after
     return result
 
 
-def _now(recipe: Recipe, table: str, key: str) -> Any:
-    """Return what a key of the text means in the recipe as it is now, defaults included."""
+def _current_value(recipe: Recipe, table: str, key: str) -> Any:
+    """Return the recipe's value of a key, defaults included."""
     if table == "task":
         return recipe.task_options.get(key)
     if table == "cluster":
@@ -93,14 +93,16 @@ def _now(recipe: Recipe, table: str, key: str) -> Any:
     return msgspec.to_builtins(value)
 
 
-def _same(written: Any, now: Any) -> bool:
-    """Whether a written value means ``now``: a scalar stands for a list of one, ``"32,8"`` for its items."""
+def _means_same(written: Any, now: Any) -> bool:
+    """Whether a written value means ``now``; a scalar stands for a list of one."""
     if written == now:
         return type(written) is not bool or written is now
     if isinstance(now, list | tuple) and not isinstance(written, list):
-        return len(now) == 1 and _same(written, now[0])
+        return len(now) == 1 and _means_same(written, now[0])
     if isinstance(now, list | tuple) and isinstance(written, list):
-        return len(now) == len(written) and all(_same(one, other) for one, other in zip(written, now, strict=True))
+        return len(now) == len(written) and all(
+            _means_same(one, other) for one, other in zip(written, now, strict=True)
+        )
     return False
 
 
@@ -111,7 +113,7 @@ def _document(values: Mapping[str, Any]) -> tomlkit.TOMLDocument:
 
 
 def _update(container: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Change a container of tomlkit so that it holds exactly ``values``, touching only what differs."""
+    """Change a tomlkit container to hold exactly ``values``; what is equal keeps its text."""
     for key in [key for key in container if key not in values]:
         del container[key]
     for key, value in values.items():
@@ -121,21 +123,21 @@ def _update(container: MutableMapping[str, Any], values: Mapping[str, Any]) -> N
                 before = tomlkit.table()
                 container[key] = before
             _update(container[key], value)
-        elif _is_tables(value):
-            if isinstance(before, list) and len(before) == len(value) and _is_tables(before):
+        elif _is_array_of_tables(value):
+            if isinstance(before, list) and len(before) == len(value) and _is_array_of_tables(before):
                 for table, new in zip(before, value, strict=True):
                     _update(table, new)
             else:
-                container[key] = _tables(value)
+                container[key] = _array_of_tables(value)
         elif before is None or tomlkit.item(value).unwrap() != tomlkit.item(before).unwrap():
             container[key] = value
 
 
-def _is_tables(value: Any) -> bool:
+def _is_array_of_tables(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
-def _tables(rows: list[dict[str, Any]]) -> items.AoT:
+def _array_of_tables(rows: list[dict[str, Any]]) -> items.AoT:
     tables = tomlkit.aot()
     for row in rows:
         table = tomlkit.table()

@@ -1,8 +1,8 @@
-"""Everything a view shows about a run, folded from its events; no I/O, no clock, bounded memory.
+"""The state of a run, folded from its events; no I/O, no clock, bounded memory.
 
-``run`` is the fold, ``rank`` what it keeps per rank, ``totals`` the running sums behind every mean, ``synchronisation``
-what the ranks' waits for each other tell, ``pace`` what the time left is told from, ``replicas`` whether
-the ranks hold the same model.
+``run`` is the fold, ``rank`` the state of one rank, ``totals`` the running sums behind means, ``synchronisation`` the
+measures from the ranks' waits for each other, ``pace`` the step rate for the time left, ``desync`` the comparison of
+the ranks' models.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares the ranks' checksums step by step as they come in."""
+"""Compares the checksums of the ranks' models, step by step."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import NamedTuple
 from trainer.contract.record import Checksum
 
 OPEN_CHECKS = 8
-"""Steps with checksums of some ranks that are kept until the others' come."""
+"""Steps kept while the checksums of some ranks are missing."""
 
 
 class ModelDifference(NamedTuple):
-    """What sets some ranks apart."""
+    """Ranks whose model differs from the majority's at a step."""
 
     step: int
     what: str
     """``parameters`` or ``buffers``."""
     ranks: tuple[int, ...]
-    """Those that hold other ones than the most do, ascending; of two equal parts the one without the lowest rank."""
+    """The minority, ascending; of two equal parts the one without the lowest rank."""
 
 
 class DesyncState:
-    """Compares checksums of the same step."""
+    """The newest comparison of all ranks' checksums."""
 
     def __init__(self) -> None:
         self.equal: bool | None = None
-        """Whether all ranks held equal parameters and buffers when all had last told; None while that never was."""
+        """Whether all ranks had equal parameters and buffers at the last comparison; None before the first."""
         self.difference: ModelDifference | None = None
-        """What differed then."""
+        """The difference at that comparison."""
         self._open: dict[int, dict[int, Checksum]] = {}
         """By step and rank."""
 
-    def note(self, checksum: Checksum, world_size: int) -> None:
-        """Take up what a rank holds after a step."""
-        told = self._open.setdefault(checksum.step, {})
-        told[checksum.rank] = checksum
-        if len(told) >= world_size:
+    def add(self, checksum: Checksum, world_size: int) -> None:
+        """Add a rank's checksum."""
+        checksums = self._open.setdefault(checksum.step, {})
+        checksums[checksum.rank] = checksum
+        if len(checksums) >= world_size:
             self._open = {step: ranks for step, ranks in self._open.items() if step > checksum.step}
-            self.difference = _model_difference(checksum.step, told)
+            self.difference = _model_difference(checksum.step, checksums)
             self.equal = self.difference is None
         elif len(self._open) > OPEN_CHECKS:
             del self._open[min(self._open)]
 
-    def forget(self, rank: int) -> None:
-        """Drop what waits of a rank that begins anew, and may come to the same steps once more."""
-        for told in self._open.values():
-            told.pop(rank, None)
+    def drop_rank(self, rank: int) -> None:
+        """Drop the pending checksums of a restarted rank, which may repeat the same steps."""
+        for checksums in self._open.values():
+            checksums.pop(rank, None)
 
 
-def _model_difference(step: int, told: Mapping[int, Checksum]) -> ModelDifference | None:
+def _model_difference(step: int, checksums: Mapping[int, Checksum]) -> ModelDifference | None:
     for what in ("parameters", "buffers"):
-        values = {rank: getattr(told[rank], what) for rank in sorted(told)}
+        values = {rank: getattr(checksums[rank], what) for rank in sorted(checksums)}
         (common, count), *_ = Counter(values.values()).most_common(1)
         if count < len(values):
             return ModelDifference(step, what, tuple(rank for rank, value in values.items() if value != common))

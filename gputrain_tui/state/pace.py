@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 
-MARKS = 60
-"""Marks of (time, step), at least a second apart."""
+MAX_MARKS = 60
+"""At least a second apart: the pace is that of about the last minute."""
 
 
 class Pace:
-    """Marks of about the last minute."""
+    """Step rate of about the last minute."""
 
     def __init__(self) -> None:
-        self.marks: deque[tuple[float, int]] = deque(maxlen=MARKS)
-        """Unix seconds and optimizer steps that were done then."""
+        self.marks: deque[tuple[float, int]] = deque(maxlen=MAX_MARKS)
+        """Unix seconds, and optimizer steps done by then."""
 
     def note(self, time: float, step: int) -> None:
-        """Note that a step was done."""
+        """Record the end of a step."""
         marks = self.marks
         if not marks or time - marks[-1][0] >= 1.0:
             marks.append((time, step))
 
-    def begin_anew(self) -> None:
-        """Forget what was before a restart."""
+    def reset(self) -> None:
+        """Drop all marks, as after a restart."""
         self.marks.clear()
 
     @property

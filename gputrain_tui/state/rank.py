@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from gputrain_tui.state.totals import NOTHING, Totals
+from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.record import Doing, Failure, Step
 
 WINDOW = 50
@@ -15,9 +15,10 @@ MEMORY_SAMPLES = 600
 
 
 class RankView:
-    """One rank as it was last heard of."""
+    """Latest known state of one rank."""
 
     __slots__ = (
+        "bucket_step",
         "device",
         "doing",
         "entered",
@@ -30,7 +31,6 @@ class RankView:
         "last",
         "lateness",
         "local_rank",
-        "marks",
         "message",
         "node",
         "outcome",
@@ -38,19 +38,19 @@ class RankView:
         "process",
         "rank",
         "rss_bytes",
-        "sampled",
         "started_at",
         "state",
         "steps",
         "time",
         "totals",
-        "turns",
+        "totals_window",
+        "validation_turns",
     )
 
     def __init__(self, rank: int, history: int = 0) -> None:
         self.rank = rank
         self.state: str | None = None
-        """Last state it entered; None before it was spawned."""
+        """State of its last ``rank_state``; None before it was spawned."""
         self.node: int | None = None
         self.host: str | None = None
         self.local_rank: int | None = None
@@ -58,34 +58,34 @@ class RankView:
         self.pid: int | None = None
         self.message: str | None = None
         self.failure: Failure | None = None
-        """Why it failed, as it or its node agent tells it."""
+        """Reported by the rank or its node agent."""
         self.outcome: str | None = None
-        """How another rank's failure or the end of the run ended it, as ``outcome`` tells it."""
+        """How it ended because of another rank or the run, as ``rank_outcome`` returns it."""
         self.time: float | None = None
-        """When it was last heard of, Unix seconds."""
+        """Time of its newest event, Unix seconds."""
         self.first_step_time: float | None = None
         """Time of its first step event, Unix seconds."""
         self.last: Step | None = None
         """Its newest step event."""
         self.doing: Doing | None = None
-        """What it is at, while a step takes unusually long or it waits for the others outside of steps."""
+        """Its position within a step that takes unusually long, or outside of steps while it waits for others."""
         self.entered: float | None = None
-        """When it did its last step or entered the stage in which it is, Unix seconds by its own clock."""
-        self.turns = 0
-        """Validations that it has begun and ended since it was last started; odd while it validates."""
+        """When it ended its last step or entered its stage, Unix seconds by its own clock."""
+        self.validation_turns = 0
+        """Begins and ends of validations since it was last started; odd during a validation."""
         self.events = 0
         """Step events seen."""
-        self.totals = NOTHING
+        self.totals = ZERO_TOTALS
         """Over the whole run."""
-        self.marks: deque[Totals] = deque([NOTHING], maxlen=WINDOW + 1)
-        """Totals after each of the last events; the first is where the window begins."""
+        self.totals_window: deque[Totals] = deque([ZERO_TOTALS], maxlen=WINDOW + 1)
+        """Totals after each of the last events; the first is the state before the window."""
         self.lateness: deque[float] = deque(maxlen=WINDOW)
         """How much later than the first rank it was ready to synchronise, ms, per step that all ranks reported."""
         self.steps: deque[Step] = deque(maxlen=history)
-        """Its last step events since it was last started, as many as the run's ``history``."""
+        """Its last ``history`` step events since it was last started."""
         self.started_at = 0
-        """Optimizer steps that were done when it was last started."""
-        self.sampled: Step | None = None
+        """Optimizer steps done when it was last started."""
+        self.bucket_step: Step | None = None
         """Its newest step event with the time of each bucket."""
         watched = MEMORY_SAMPLES if history else 0
         self.rss_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
@@ -104,7 +104,7 @@ class RankView:
 
     @property
     def stage(self) -> str:
-        """What its stay is compared with: its state, its first step, or that it waits for all outside of steps."""
+        """Its state; ``first_step`` before its first step, ``group`` while it waits for others outside of steps."""
         if self.doing is not None and self.doing.part == "group":
             return "group"
         if self.state == "training" and self.last is None:
@@ -112,14 +112,14 @@ class RankView:
         return self.state or "spawned"
 
     @property
-    def standing(self) -> str | None:
-        """What it is shown as: its fate, where it has one, else its state; only what failed by itself is ``failed``."""
+    def display_state(self) -> str | None:
+        """Its outcome, or else its state: only a rank that failed by itself is ``failed``."""
         return self.outcome or self.state
 
     @property
     def recent(self) -> Totals:
         """Sums over the last events."""
-        return self.totals.since(self.marks[0])
+        return self.totals.since(self.totals_window[0])
 
     @property
     def memory_bytes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Tells the rank that failed from those that ended because of it."""
+"""Separates the rank that failed from those that ended because of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RANK_OUTCOMES = (LOST_PEER, STOPPED)
 def rank_outcome(
     rank: int, state: str | None, failure: Failure | None, cause: Failure | None, ended: RunEnded | None
 ) -> str | None:
-    """Return how a rank ended that did not end by itself; None for every other.
+    """Return how a rank ended because of another one or the run; None for every other rank.
 
     Args:
         rank: the rank.
-        state: last state that it entered; None before it was spawned.
-        failure: why it failed, as it or its node agent tells it.
-        cause: what the run failed of; None while nothing has failed.
+        state: its last state; None before it was spawned.
+        failure: its failure, as it or its node agent reported it.
+        cause: root cause of the run's failure; None while nothing has failed.
         ended: how the run ended; None while it goes on.
     """
     if state == "failed":

@@ -1,4 +1,4 @@
-"""The fold: events in, and what a view asks of a run out; no I/O, no clock, bounded memory."""
+"""Folds the events of a run into its state; no I/O, no clock, bounded memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from gputrain_tui.state.rank_outcome import rank_outcome
 from gputrain_tui.state.synchronisation import (
     Lateness,
     bus_bytes_per_s,
-    efficiency,
-    overlap_share,
     sync_share,
     wire_ms,
 )
@@ -41,23 +39,23 @@ from trainer.contract.record import (
 from trainer.contract.record.downsampled import DownsampledBlock
 
 KEPT = 1000
-"""Validations, checkpoints and failures kept."""
+"""Memory bound of each list: a view shows the newest few."""
 
 
 class RunState:
-    """A run as its events tell it. ``apply`` changes it; everything else only looks.
+    """The state of a run, changed by ``apply`` only.
 
-    ``version`` moves with every event, so that a view repaints only when there is something new.
+    ``version`` grows with every event, so that a view repaints only when there is something new.
     """
 
     def __init__(self, *, world_size: int = 0, max_updates: int = 0, max_epochs: int = 0, history: int = 0) -> None:
-        """Begin with nothing heard.
+        """Start without events.
 
         Args:
-            world_size: ranks that are expected.
+            world_size: number of ranks, 0 while it is not known.
             max_updates: optimizer steps after which the training ends, 0: no limit.
             max_epochs: epochs after which it ends, 0: no limit.
-            history: step events kept per rank, for the diagnosis; views do without.
+            history: step events kept per rank: the diagnosis needs them, views do not.
         """
         self.version = 0
         self._history = history
@@ -78,14 +76,14 @@ class RunState:
         """Newest time of any event, Unix seconds."""
         self.ranks: dict[int, RankView] = {rank: RankView(rank, history) for rank in range(world_size)}
         self.joining: Joining | None = None
-        """Newest report of who has joined; None once training began."""
+        """Newest report of the ranks that have joined; None once training began."""
         self.validations: deque[Validation] = deque(maxlen=KEPT)
         self.checkpoints: deque[Checkpoint] = deque(maxlen=KEPT)
         self.failures: deque[Failure] = deque(maxlen=KEPT)
         self.root_cause: Failure | None = None
-        """What the supervisor, or else the earliest failure that is no consequence, says."""
+        """The supervisor's failure, or else the earliest one that is no consequence of another."""
         self.findings: dict[tuple[str, int | None], Finding] = {}
-        """Raised and not cleared, by kind and rank."""
+        """Those raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
         """Every finding as it was raised or cleared."""
         self.desync = DesyncState()
@@ -93,11 +91,8 @@ class RunState:
         self.nodes: dict[int, NodeSample] = {}
         """Newest machine sample per node."""
         self.sample: Sample | None = None
-        self.longest_s: dict[str, float] = {}
-        """The longest stay of any rank in each stage that it has left, and between two steps, where the run keeps a
-        history."""
-        self.lost = 0
-        """Events that the disk did not take."""
+        self.longest_stay_s: dict[str, float] = {}
+        """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self._lateness = Lateness()
         self._pace = Pace()
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -115,23 +110,23 @@ class RunState:
             NodeSample: self._node_sample,
             Finding: self._finding,
             Failure: self._failure,
-            Lost: self._lost,
+            Lost: lambda _: None,  # shown as it comes; the state keeps nothing of it
             RunEnded: self._run_ended,
         }
 
     def apply(self, event: AnyEvent | DownsampledBlock) -> None:
-        """Take in one event, or a block that stands for many."""
+        """Apply one event, or a downsampled block."""
         if event.time > self.time:
             self.time = event.time
         self._handlers[type(event)](event)
         self.version += 1
 
     def apply_all(self, events: Iterable[AnyEvent]) -> None:
-        """Take in several events."""
+        """Apply several events."""
         for event in events:
             self.apply(event)
 
-    # What views ask
+    # Read by views
 
     @property
     def status(self) -> str:
@@ -177,7 +172,7 @@ class RunState:
 
     @property
     def progress(self) -> float | None:
-        """Done share of the training, 0 to 1."""
+        """Share of the training that is done, 0 to 1."""
         total = self.updates_total
         return min(self.step / total, 1.0) if total else None
 
@@ -196,19 +191,19 @@ class RunState:
 
     @property
     def joined(self) -> list[int]:
-        """Ranks that have come through the process group's door."""
+        """Ranks that have joined the process group."""
         here = ("ready", "training", "validating", "saving", "finished")
         done = {rank for rank, view in self.ranks.items() if view.state in here}
         return sorted(done | set(self.joining.joined if self.joining is not None else ()))
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that the others still wait for."""
+        """Ranks that have not joined yet."""
         here = set(self.joined)
         return [rank for rank in sorted(self.ranks) if rank not in here]
 
     def lateness(self) -> dict[int, float]:
-        """Return per rank how much later than the first it is ready to synchronise, ms, over recent steps."""
+        """Return, by rank, how much later than the first it is ready to synchronise, ms, over recent steps."""
         return self._lateness.of(self.ranks)
 
     def slowest(self) -> tuple[int, float] | None:
@@ -225,7 +220,7 @@ class RunState:
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """What the slowest link carries at least while gradients are reduced."""
+        """Lower bound of the slowest link's bandwidth while gradients are reduced."""
         return bus_bytes_per_s(self.ranks.values(), self.world_size)
 
     @property
@@ -233,24 +228,14 @@ class RunState:
         """Share of recent step time spent waiting for the gradient synchronisation, all ranks, 0 to 1."""
         return sync_share(self.ranks.values())
 
-    @property
-    def overlap_share(self) -> float | None:
-        """Share of recent synchronisation that computing hides, all ranks, 0 to 1."""
-        return overlap_share(self.ranks.values())
-
-    @property
-    def efficiency(self) -> float | None:
-        """Live scaling efficiency, 0 to 1: the median rank's own computing as a share of a step."""
-        return efficiency(self.ranks.values())
-
     def last_validation(self, split: str = "valid") -> Validation | None:
         """Return the newest evaluation of a split."""
         return next((v for v in reversed(self.validations) if v.split == split), None)
 
-    # What events change
+    # Changed by events
 
     def rank(self, rank: int) -> RankView:
-        """Return the view of a rank, new when it was not heard of before."""
+        """Return the view of a rank, and create it for a rank without events."""
         view = self.ranks.get(rank)
         if view is None:
             view = self.ranks[rank] = RankView(rank, self._history)
@@ -272,14 +257,14 @@ class RunState:
                 view.started_at = event.step - event.steps
             view.steps.append(event)
         if event.bucket_ms is not None:
-            view.sampled = event
-        if view.time is None or event.time >= view.time:  # how it ended may stand in another file, read earlier
+            view.bucket_step = event
+        if view.time is None or event.time >= view.time:  # its end may be in another file, which was read earlier
             view.time = event.time
             view.state = "training"
             if view.outcome is not None or self.ended is not None:
                 view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         view.totals = totals = view.totals.plus(event)
-        view.marks.append(totals)
+        view.totals_window.append(totals)
         if event.steps > 1:
             view.lateness.clear()
         elif event.sync_exposed_ms is not None:
@@ -290,19 +275,19 @@ class RunState:
     def _doing(self, event: Doing) -> None:
         view = self.rank(event.rank)
         if event.part in ("sync", "group"):  # it has done its own part, and waits for the others
-            self._learn_stay(view, event.time - event.waited_ms / 1e3)
+            self._record_stay(view, event.time - event.waited_ms / 1e3)
         if event.part == "group":
             view.entered = event.time
         view.doing = event
 
     def _leave_stage(self, view: RankView, time: float) -> None:
-        self._learn_stay(view, time)
+        self._record_stay(view, time)
         view.entered = time
 
-    def _learn_stay(self, view: RankView, until: float) -> None:
-        """Learn how long a rank may stay in the stage in which it is."""
-        if view.entered is not None and until - view.entered > self.longest_s.get(view.stage, -1.0):
-            self.longest_s[view.stage] = until - view.entered
+    def _record_stay(self, view: RankView, until: float) -> None:
+        """Record the length of a rank's stay in its stage."""
+        if view.entered is not None and until - view.entered > self.longest_stay_s.get(view.stage, -1.0):
+            self.longest_stay_s[view.stage] = until - view.entered
 
     def _run_started(self, event: RunStarted) -> None:
         self.run, self.recipe, self.run_dir = event.run, event.recipe, event.run_dir
@@ -311,22 +296,22 @@ class RunState:
         self.ended = None
         for rank in range(event.world_size):
             self.rank(rank)
-        self._judge()
+        self._update_outcomes()
 
     def _rank_state(self, event: RankState) -> None:
         view = self.rank(event.rank)
         if event.state == "spawned" and view.last is not None:
-            self._start_again(view)
+            self._restart_rank(view)
         if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
-            return  # the node agent writes into another file, which may be read later
+            return  # the node agent's file may be read later than the rank's
         if event.state in ("spawned", "failed"):
-            view.entered = event.time  # it did not leave the stage before in order
+            view.entered = event.time  # the stay before was interrupted, so it is not recorded
         elif event.state != view.state:
             self._leave_stage(view, event.time)
         if event.state != view.state:
             view.doing = None
-        if (event.state == "validating") != bool(view.turns % 2):
-            view.turns += 1
+        if (event.state == "validating") != bool(view.validation_turns % 2):
+            view.validation_turns += 1
         view.state = event.state
         view.time = event.time
         view.message = event.message
@@ -338,18 +323,18 @@ class RunState:
             if value is not None:
                 setattr(view, name, value)
 
-    def _start_again(self, view: RankView) -> None:
-        """A restarted rank goes back to its last checkpoint: what it has done stays, its windows begin anew."""
-        view.marks.clear()
-        view.marks.append(view.totals)
+    def _restart_rank(self, view: RankView) -> None:
+        """Restart a rank from its last checkpoint: its totals stay, its windows start empty."""
+        view.totals_window.clear()
+        view.totals_window.append(view.totals)
         view.lateness.clear()
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
-        view.sampled = view.doing = None
-        view.turns = 0
-        self.desync.forget(view.rank)
-        self._lateness.begin_anew()
-        self._pace.begin_anew()
+        view.bucket_step = view.doing = None
+        view.validation_turns = 0
+        self.desync.drop_rank(view.rank)
+        self._lateness.reset()
+        self._pace.reset()
 
     def _joining(self, event: Joining) -> None:
         self.joining = event
@@ -359,7 +344,7 @@ class RunState:
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
     def _checksum(self, event: Checksum) -> None:
-        self.desync.note(event, self.world_size)
+        self.desync.add(event, self.world_size)
 
     def _sample(self, event: Sample) -> None:
         self.sample = event
@@ -393,16 +378,13 @@ class RunState:
             view.state, view.time, view.failure = "failed", event.time, event
             view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         if self.root_cause is not before:
-            self._judge()
-
-    def _lost(self, event: Lost) -> None:
-        self.lost += event.events
+            self._update_outcomes()
 
     def _run_ended(self, event: RunEnded) -> None:
         self.ended = event
-        self._judge()
+        self._update_outcomes()
 
-    def _judge(self) -> None:
-        """Tell the ranks that failed by themselves from those that were ended, by what is known now."""
+    def _update_outcomes(self) -> None:
+        """Update the outcome of every rank."""
         for view in self.ranks.values():
             view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)

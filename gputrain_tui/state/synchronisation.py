@@ -1,17 +1,16 @@
-"""Lateness, wire time and overlap, from the ranks' waits for each other.
+"""Lateness and transfer times, from the ranks' waits for each other.
 
-All of it comes from each rank's own clock; none of these measures needs clocks that agree.
+Each wait is measured by one clock, so that clocks need not agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import median
 
 from gputrain_tui.state.rank import RankView
 
 OPEN_STEPS = 64
-"""Steps whose synchronisation times are held until every rank has reported them."""
+"""Steps kept while some rank has not reported its wait."""
 
 
 class Lateness:
@@ -27,7 +26,7 @@ class Lateness:
         """Exposed wait per rank, ms, of the steps that not all ranks have reported."""
 
     def note(self, step: int, rank: int, exposed_ms: float, views: Mapping[int, RankView], world_size: int) -> None:
-        """Note a rank's exposed wait; once all ranks have reported the step, tell their views who was late."""
+        """Record a rank's exposed wait; when all ranks have reported the step, add the lateness of each to its view."""
         waits = self.open_steps.get(step)
         if waits is None:
             if len(self.open_steps) >= OPEN_STEPS:
@@ -40,8 +39,8 @@ class Lateness:
             for r, wait in waits.items():
                 views[r].lateness.append(longest - wait)
 
-    def begin_anew(self) -> None:
-        """Forget the steps before a restart."""
+    def reset(self) -> None:
+        """Drop all open steps, as after a restart."""
         self.open_steps.clear()
 
     def of(self, views: Mapping[int, RankView]) -> dict[int, float]:
@@ -59,23 +58,23 @@ class Lateness:
 def wire_ms(views: Iterable[RankView], world_size: int) -> list[float]:
     """Return the bare transfer time of each gradient bucket, ms: the last rank to arrive waits for no other.
 
-    Empty until every rank has told the times of the same buckets.
+    Empty until every rank has reported the times of the same buckets.
     """
-    times = [view.sampled.bucket_ms for view in views if view.sampled is not None]
-    told = [times_of_rank for times_of_rank in times if times_of_rank is not None]
-    if len(told) < 2 or len(told) < world_size or len({len(each) for each in told}) != 1:
+    times = [view.bucket_step.bucket_ms for view in views if view.bucket_step is not None]
+    known_times = [times_of_rank for times_of_rank in times if times_of_rank is not None]
+    if len(known_times) < 2 or len(known_times) < world_size or len({len(each) for each in known_times}) != 1:
         return []
-    return [min(each) for each in zip(*told, strict=True)]
+    return [min(each) for each in zip(*known_times, strict=True)]
 
 
 def bus_bytes_per_s(views: Iterable[RankView], world_size: int) -> float | None:
-    """Return what the slowest link carries at least while gradients are reduced: ``S / t * 2 (n - 1) / n``.
+    """Return a lower bound of the slowest link's bandwidth while gradients are reduced: ``S / t * 2 (n - 1) / n``.
 
-    S is what a step reduces. t is the shorter of two times that are both too long: what the last rank to arrive saw
-    from its first bucket to the last, and all buckets' bare transfers one after the other.
+    S is the size of the gradients. t is the shorter of two upper bounds: the last rank's time from its first bucket to
+    the last, and the sum of all buckets' bare transfers.
     """
-    known = [view for view in views if view.sampled is not None]
-    steps = [view.sampled for view in known if view.sampled is not None]
+    known = [view for view in views if view.bucket_step is not None]
+    steps = [view.bucket_step for view in known if view.bucket_step is not None]
     wire = wire_ms(known, world_size)
     if not wire or steps[0].sync_bytes is None:
         return None
@@ -89,16 +88,3 @@ def sync_share(views: Iterable[RankView]) -> float | None:
     recent = [view.recent for view in views]
     synced = sum(totals.synced_ms for totals in recent)
     return sum(totals.exposed_ms for totals in recent) / synced if synced > 0 else None
-
-
-def overlap_share(views: Iterable[RankView]) -> float | None:
-    """Return the share of recent synchronisation that computing hides, all ranks, 0 to 1."""
-    recent = [view.recent for view in views]
-    total = sum(totals.sync_ms for totals in recent)
-    return max(0.0, 1 - sum(totals.sync_tail_ms for totals in recent) / total) if total > 0 else None
-
-
-def efficiency(views: Iterable[RankView]) -> float | None:
-    """Return the median rank's own computing as a share of a step, 0 to 1."""
-    shares = [share for view in views if (share := view.recent.compute_share) is not None]
-    return median(shares) if shares else None

@@ -27,7 +27,11 @@ def environ(server: SshServer) -> Iterator[dict[str, str]]:
     yield {"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}
     for line in (server.folder / "ssh_config").read_text().splitlines():
         if line.startswith("Host ") and "*" not in line:
-            Ssh({"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}).hang_up(line.split()[1])
+            connections = Ssh({"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)})
+            command = connections.command_line(line.split()[1])
+            subprocess.run(
+                [*command[: command.index("-T")], "-O", "exit", *command[command.index("--") :]], check=False
+            )
     shutil.rmtree(folder)
 
 

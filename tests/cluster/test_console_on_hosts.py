@@ -13,7 +13,7 @@ from test_other_machines import with_gpus
 
 from gputrain_tui.console.screens.cluster import ClusterScreen
 from gputrain_tui.console.screens.launch import LaunchScreen
-from gputrain_tui.hosts.hostfile import HostLine
+from gputrain_tui.hosts.hostfile import HostEntry
 
 RECIPE = '[[cluster.nodes]]\ncpu_ranks = 2\n\n[train]\ntask = "lm"\nmax_updates = 2\n\n[task]\ndata = "stdlib"\n'
 
@@ -32,7 +32,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, st
 async def test_gpus_chosen_on_another_host_become_the_nodes_of_the_launch(server: SshServer, driver: Path) -> None:
     near, dead = with_gpus(server, driver, "near"), server.host("gone", port=free_port())
     app = quiet_app()
-    app.session.hosts, app.session.hostfile = (HostLine(host=near), HostLine(host=dead)), "hosts"
+    app.session.hosts, app.session.hostfile = (HostEntry(host=near), HostEntry(host=dead)), "hosts"
     async with app.run_test(size=(140, 40)) as pilot:
         await show(pilot, ClusterScreen(clocked=False, runs=list))
         text = seen(app)
@@ -56,7 +56,7 @@ async def test_the_console_is_left_at_once_while_a_host_says_nothing() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         app = quiet_app()
-        app.session.hosts = (HostLine(host=f"ssh://192.0.2.9:{listening.getsockname()[1]}"),)
+        app.session.hosts = (HostEntry(host=f"ssh://192.0.2.9:{listening.getsockname()[1]}"),)
         loop = asyncio.get_running_loop()
         async with app.run_test(size=(120, 40)) as pilot:
             await app.push_screen(ClusterScreen(clocked=False, runs=list))

@@ -20,7 +20,7 @@ from gputrain_tui.console.widgets.gauges import bar
 from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
 from gputrain_tui.console.widgets.machine import draw_machine
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.hostfile import HostLine
+from gputrain_tui.hosts.hostfile import HostEntry
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.survey import HostReport
 from gputrain_tui.plan.planner import Plan, PlannedNode
@@ -118,15 +118,9 @@ def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> N
     running = run_dir(tmp_path, "going", status="running")
     ended = run_dir(tmp_path, "ended")
     node = PlannedNode(
-        node=0,
-        host="localhost",
-        first_rank=0,
-        ranks=[0, 1],
-        devices=[1, "GPU-2"],
-        argv=["trainer"],
-        env={},
+        node=0, host="localhost", first_rank=0, ranks=[0, 1], devices=[1, "GPU-2"], argv=["python"], env={}
     )
-    away = PlannedNode(node=1, host="far", first_rank=2, ranks=[2], devices=[0], argv=["trainer"], env={})
+    away = PlannedNode(node=1, host="far", first_rank=2, ranks=[2], devices=[0], argv=["python"], env={})
     plan = Plan(world_size=3, init_method=None, backend="nccl", launcher="local", nodes=[node, away])
     for run in (running, ended):
         run.dir.plan.write_bytes(msgspec.json.encode(plan))
@@ -321,7 +315,7 @@ def sighted(name: str, *gpus: Gpu) -> HostReport:
 @in_loop
 async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> None:
     app = quiet_app()
-    app.session.hosts = (HostLine(host="gpu1"), HostLine(host="gpu2"), HostLine(host="gpu3"))
+    app.session.hosts = (HostEntry(host="gpu1"), HostEntry(host="gpu2"), HostEntry(host="gpu3"))
     answers = {
         "gpu1": sighted("gpu1", gpu(0, busy=True), gpu(1)),
         "gpu2": sighted("gpu2", gpu(0), gpu(1)),
@@ -343,7 +337,7 @@ async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> 
 @in_loop
 async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledge_stays() -> None:
     app = quiet_app()
-    app.session.hosts = (HostLine(host="slow"), HostLine(host="quick"))
+    app.session.hosts = (HostEntry(host="slow"), HostEntry(host="quick"))
     answer, clock = threading.Event(), [0.0]
     asked: list[str] = []
 
@@ -376,7 +370,7 @@ async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledg
 @in_loop
 async def test_leaving_waits_for_no_host() -> None:
     app = quiet_app()
-    app.session.hosts = (HostLine(host="silent"),)
+    app.session.hosts = (HostEntry(host="silent"),)
     reached, left = threading.Event(), threading.Event()
 
     def ask(name: str) -> HostReport:
@@ -394,7 +388,7 @@ async def test_leaving_waits_for_no_host() -> None:
 
 @in_loop
 async def test_a_console_with_a_hostfile_opens_on_its_machines() -> None:
-    app = GputrainApp(clocked=False, runs=list, hosts=(HostLine(host="127.0.0.1"),), hostfile="hosts")
+    app = GputrainApp(clocked=False, runs=list, hosts=(HostEntry(host="127.0.0.1"),), hostfile="hosts")
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         assert app.place == "cluster"

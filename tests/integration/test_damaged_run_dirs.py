@@ -36,7 +36,7 @@ from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.widgets.run_list import draw_run
 from gputrain_tui.history import replay, runs
 from gputrain_tui.history.runs import RunReader, find, list_all, list_runs
-from gputrain_tui.history.summary import describe_all
+from gputrain_tui.history.summary import summarize_runs
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.record import Step
@@ -232,7 +232,7 @@ def test_a_run_with_an_impossible_number_is_one_dim_line_among_the_others(
 
 def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
     with damaged(template, Damage("status.json", "fifo")) as (home, run):
-        entries = describe_all(*list_all(home / "runs"), now=synthetic.BEGIN)
+        entries = summarize_runs(*list_all(home / "runs"), now=synthetic.BEGIN)
         text = "unreadable: status.json cannot be read: it is no regular file"
         title, whole, line = report(entries, colour=True).splitlines()
         assert line.startswith("\x1b[2m") == line.endswith(f"{text}\x1b[0m") is True
@@ -332,8 +332,8 @@ def test_commands_that_only_read_end_in_order_whatever_a_run_directory_holds(tem
 def test_the_console_shows_a_run_whatever_its_directory_holds(template: Path, damage: Damage, short: Damage) -> None:
     with damaged(template, damage, short) as (home, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPUTRAIN_HOME", str(home))
-        patch.setattr(replay, "WHOLE_BYTES", 0)  # also a short record is shown from its digest where there is one
-        patch.setattr(live_module, "WORTH_BYTES", 0)
+        patch.setattr(replay, "READ_WHOLE_BYTES", 0)  # also a short record is shown from its digest where there is one
+        patch.setattr(live_module, "MIN_PREVIEW_BYTES", 0)
         asyncio.run(_look_at_everything(home))
 
 

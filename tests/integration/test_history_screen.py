@@ -13,7 +13,7 @@ from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.run_list import RunList, draw_run
 from gputrain_tui.history.runs import Run, list_runs
-from gputrain_tui.history.summary import describe
+from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
 
@@ -42,7 +42,7 @@ def history() -> HistoryScreen:
 
 @pytest.mark.parametrize("width", [60, 78, 118, 198])
 def test_a_runs_line_fits(width: int, root: Path) -> None:
-    entry = describe(run_dir(root, "a-name-that-goes-on-and-on-and-on-for-ever"), now=T0)
+    entry = summarize(run_dir(root, "a-name-that-goes-on-and-on-and-on-for-ever"), now=T0)
     assert len(text_of(draw_run(entry, width, number=1, opened=True))) == width
 
 

@@ -16,7 +16,7 @@ from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.readiness import draw_readiness
 from gputrain_tui.history.runs import list_runs
 from gputrain_tui.preflight import CheckResult
-from gputrain_tui.recipe.draft import Draft, Remark
+from gputrain_tui.recipe.draft import Draft, FieldMessage
 
 
 @pytest.fixture(autouse=True)
@@ -73,15 +73,15 @@ def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
         result("error", "", "of no field"),
     ]
     assert remarks_of(fields, found) == {
-        "task.data": Remark("gone; look for it", "error"),
-        "cluster.nodes[0].cpu_ranks": Remark("many", "note"),
+        "task.data": FieldMessage("gone; look for it", "error"),
+        "cluster.nodes[0].cpu_ranks": FieldMessage("many", "note"),
     }
 
 
 @pytest.mark.parametrize(("status", "mark"), [("error", "!"), ("warning", "!"), ("note", " ")])
 def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
     field = next(field for field in Draft(TEXT, name="tiny.toml").fields() if field.key == "task.data")
-    text = text_of(draw_field(field, 100, Remark("gone", status)))  # type: ignore[arg-type]
+    text = text_of(draw_field(field, 100, FieldMessage("gone", status)))  # type: ignore[arg-type]
     assert text[0] == mark
     assert text.rstrip().endswith("gone")
 

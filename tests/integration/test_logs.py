@@ -13,7 +13,7 @@ import pytest
 from gputrain_tui.commands.logs import dressed, follow_logs, prefix, print_logs
 from gputrain_tui.commands.runs import report
 from gputrain_tui.history.runs import Run, create, find, open_run, write_status
-from gputrain_tui.history.summary import describe
+from gputrain_tui.history.summary import summarize
 from trainer.contract.record import EventWriter, Step
 from trainer.host.process_identity import ProcessIdentity, identify
 
@@ -170,7 +170,7 @@ def test_runs_are_described_by_their_status_and_a_running_one_by_its_newest_step
     lost = make(home, status="running", supervisor=gone)
     done = make(home, ended=NOON + 65, step=100, loss=1.25, exit_code=0)
 
-    described = {run.id: describe(run, now=NOON + 3_600) for run in (running, lost, done)}
+    described = {run.id: summarize(run, now=NOON + 3_600) for run in (running, lost, done)}
     keys = ("state", "step", "loss", "duration_s")
     assert [tuple(entry[key] for key in keys) for entry in described.values()] == [
         ("running", 41, 2.5, 3_600.0),
@@ -182,8 +182,8 @@ def test_runs_are_described_by_their_status_and_a_running_one_by_its_newest_step
 
 def test_people_see_the_runs_newest_first(home: Path) -> None:
     entries = [
-        describe(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
-        describe(make(home, "lm", status="failed", ended=NOON + 3_700), now=NOON),
+        summarize(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
+        summarize(make(home, "lm", status="failed", ended=NOON + 3_700), now=NOON),
     ]
     assert [line.split() for line in report(entries).splitlines()] == [
         ["run", "state", "recipe", "ranks", "step", "loss", "started", "took"],

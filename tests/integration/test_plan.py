@@ -456,6 +456,19 @@ SCRIPT = (
 )
 
 
+def test_planning_a_thousand_nodes_costs_less_than_reading_their_recipe() -> None:
+    nodes = remote(*[8] * 1000)
+    reading_s, planning_s = [], []
+    for _ in range(3):
+        begin = time.perf_counter()
+        asked = recipe(*nodes, cluster='init_method = "tcp://10.0.123.1:29600"')
+        read = time.perf_counter()
+        assert plan(asked, {}, local=HERE).world_size == 8000
+        reading_s.append(read - begin)
+        planning_s.append(time.perf_counter() - read)
+    assert min(planning_s) < min(reading_s)
+
+
 def test_a_script_is_planned_like_a_task_with_its_arguments_last() -> None:
     found = with_run_dir(plan(build(SCRIPT, name="r.toml"), {}, local=HERE), "/runs/x")
     (node,) = found.nodes

@@ -76,7 +76,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
     ("facts", "wanted", "status", "key", "words"),
     [
         (
-            PreflightFacts(data_seen=True, data=MissingInput(key="task.data", what="gone")),
+            PreflightFacts(data_checked=True, data=MissingInput(key="task.data", what="gone")),
             None,
             "error",
             "task.data",
@@ -296,7 +296,7 @@ def test_what_is_fine_or_unknown_is_no_reason_to_warn(facts: PreflightFacts, wan
 
 def test_a_place_names_the_file_and_the_line() -> None:
     (found,) = errors(
-        judged(PreflightFacts(data_seen=True, data=MissingInput(key="task.data", what="gone", fix="look for it")))
+        judged(PreflightFacts(data_checked=True, data=MissingInput(key="task.data", what="gone", fix="look for it")))
     )
     assert found.line == "one.toml:9: task.data: gone; look for it"
 

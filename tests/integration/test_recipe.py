@@ -16,7 +16,7 @@ from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
 from gputrain_tui.recipe.pytext import DEFAULTS
 from gputrain_tui.recipe.source import key_lines, override
-from gputrain_tui.recipe.task_schema import schema_of, task_schema
+from gputrain_tui.recipe.task_schema import build_schema, task_schema
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
 from trainer.contract.schema import describe
@@ -507,7 +507,7 @@ def test_every_option_of_train_has_help_for_the_form() -> None:
 def test_a_described_schema_becomes_the_same_schema_again(schema: type[Any]) -> None:
     options = describe(schema)
     encoded = msgspec.json.encode(options)
-    again = schema_of(msgspec.json.decode(encoded, type=list[type(options[0])]))
+    again = build_schema(msgspec.json.decode(encoded, type=list[type(options[0])]))
     assert msgspec.json.decode(msgspec.json.encode(describe(again))) == msgspec.json.decode(encoded)
 
 

@@ -6,7 +6,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ import pytest
 
 from gputrain_tui.history import runs
 from gputrain_tui.history.follow import AppendedFile, Follower
-from gputrain_tui.history.runs import RunReader, Status, create, find, follow, list_runs, run_id, write_status
+from gputrain_tui.history.runs import RunReader, Status, create, find, list_runs, run_id, write_status
 from trainer.contract.errors import RequestError
 from trainer.contract.record import EventWriter, RankState, RunDir, RunEnded, RunStarted, Step, encode_event
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
@@ -320,48 +320,31 @@ def test_the_last_step_is_read_from_the_end_of_a_rank_s_file(tmp_path: Path) -> 
 # --- following -------------------------------------------------------------------------------------------------------
 
 
-def playing(*acts: Callable[[], object]) -> Callable[[float], None]:
-    """A ``sleep`` during which the next act happens instead of time passing."""
-    queue = list(acts)
-
-    def sleep(_: float) -> None:
-        queue.pop(0)()
-
-    return sleep
-
-
-def test_following_sees_the_ranks_writers_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_a_reader_sees_what_the_ranks_writers_append_until_the_run_ends(tmp_path: Path) -> None:
     run = make(tmp_path, status="running").dir
     started = RunStarted(time=NOON, run="x", recipe="demo", world_size=2, run_dir=str(run.path))
-    writers = {rank: EventWriter(run.rank_events(rank), rank=rank) for rank in range(2)}
     own = EventWriter(run.run_events)
     own.write(started)
     own.flush()
+    reader = RunReader(run)
+    assert reader.poll() == [started]
+    for rank in range(2):
+        writer = EventWriter(run.rank_events(rank), rank=rank)
+        writer.write(step(rank, 1, NOON + 1))
+        writer.close()
+    assert reader.poll() == [step(0, 1, NOON + 1), step(1, 1, NOON + 1)]
+    own.write(ended(NOON + 2))
+    own.close()
+    assert reader.poll() == [ended(NOON + 2)]
+    reader.close()
 
-    def work() -> None:
-        for rank, writer in writers.items():
-            writer.write(step(rank, 1, NOON + 1))
-            writer.close()
 
-    def end() -> None:
-        own.write(ended(NOON + 2))
-        own.close()
-
-    batches = list(follow(run, sleep=playing(work, end)))
-    assert batches == [[started], [step(0, 1, NOON + 1), step(1, 1, NOON + 1)], [ended(NOON + 2)]]
-
-
-def test_following_a_run_without_supervisor_ends_when_all_is_read(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_a_run_whose_supervisor_is_dead_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     run = make(tmp_path, status="running", supervisor=identify(sleeper.pid)).dir
-
-    def die() -> None:
-        sleeper.kill()
-        sleeper.wait()
-        append(run, 0, step(0, 1))
-
-    assert list(follow(run, sleep=playing(die))) == [[], [step(0, 1)]]
+    assert not runs.is_over(run)
+    sleeper.kill()
+    sleeper.wait()
+    assert runs.is_over(run)
 
 
 def test_a_status_written_by_a_later_version_can_still_be_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
-from gputrain_tui.history.compare import LossHistory, Points, RecipeDifference, differences, resampled
+from gputrain_tui.history.compare import CurvePoints, LossHistory, RecipeDifference, differences, resampled
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.record import RunStarted, Step, Validation
@@ -65,8 +65,8 @@ def history(steps: int, seconds: float) -> LossHistory:
 def test_a_curve_runs_over_steps_or_over_seconds_since_the_start() -> None:
     found = history(100, 0.5)
     assert (found.last_step, found.last_second, found.loss) == (100, 50.0, 100.0)
-    assert found.second(10) == 5.0
-    assert found.second(10.5) == 5.25
+    assert found.seconds_at(10) == 5.0
+    assert found.seconds_at(10.5) == 5.25
     steps, seconds = found.points(10, over_time=False), found.points(10, over_time=True)
     assert steps.at[0] == pytest.approx(5.95)
     assert [at * 0.5 for at in steps.at] == pytest.approx(seconds.at)
@@ -82,7 +82,7 @@ def test_the_best_validation_is_the_least_loss_of_the_valid_split() -> None:
 
 
 def test_a_shorter_run_ends_before_the_end_of_a_common_axis() -> None:
-    line = resampled(Points(at=[0.0, 5.0], values=[1.0, 2.0]), 20, 10.0)
+    line = resampled(CurvePoints(at=[0.0, 5.0], values=[1.0, 2.0]), 20, 10.0)
     assert line[0] == 1.0
     assert line[10] == 2.0
     assert line[5] == 1.5
@@ -90,7 +90,7 @@ def test_a_shorter_run_ends_before_the_end_of_a_common_axis() -> None:
 
 
 def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
-    line = resampled(Points(at=[80.0, 90.0], values=[1.0, 2.0]), 20, 100.0, first=80.0)
+    line = resampled(CurvePoints(at=[80.0, 90.0], values=[1.0, 2.0]), 20, 100.0, first=80.0)
     assert (line[0], line[10]) == (1.0, 2.0)
     shown = Overlay(lines=[OverlayLine(name="on", values=line, value=2.0)], first=80, last=100, over_time=False)
     labels = text_of(draw_overlay(shown, 60, 8)[-1]).split()
@@ -99,9 +99,9 @@ def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
 
 
 def test_gaps_stay_out_and_no_step_is_an_empty_curve() -> None:
-    assert all(map(isnan, resampled(Points(at=[], values=[]), 4, 10.0)))
-    assert all(map(isnan, resampled(Points(at=[1.0], values=[1.0]), 4, 0.0)))
-    assert LossHistory(2).points(10, over_time=True) == Points(at=(), values=())
+    assert all(map(isnan, resampled(CurvePoints(at=[], values=[]), 4, 10.0)))
+    assert all(map(isnan, resampled(CurvePoints(at=[1.0], values=[1.0]), 4, 0.0)))
+    assert LossHistory(2).points(10, over_time=True) == CurvePoints(at=(), values=())
 
 
 def overlay(*values: list[float], over_time: bool = False) -> Overlay:

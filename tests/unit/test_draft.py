@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.draft import Draft, Field, field_of, key_of, without_place
+from gputrain_tui.recipe.draft import Draft, Field, find_field, message_key, strip_location
 from gputrain_tui.recipe.files import recipe_files
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
@@ -57,7 +57,7 @@ def test_a_change_is_what_set_says_and_keeps_comments() -> None:
     saved = dump_toml(recipe)
     assert "# What it is for." in saved
     assert "# two of them" in saved
-    one.saved(saved, name="two.toml")
+    one.mark_saved(saved, name="two.toml")
     assert not one.changes
     assert field(one, "train.lr").text == "0.5"
 
@@ -139,14 +139,14 @@ def test_a_value_is_checked_as_it_is_typed(key: str, text: str, said: str) -> No
     ],
 )
 def test_a_message_is_put_beside_its_field(message: str, key: str, rest: str) -> None:
-    assert (key_of(message), without_place(message)) == (key, rest)
+    assert (message_key(message), strip_location(message)) == (key, rest)
 
 
 def test_a_message_about_a_table_stands_at_its_first_field() -> None:
-    found = field_of(draft().fields(), "cluster.nodes[0]")
+    found = find_field(draft().fields(), "cluster.nodes[0]")
     assert found is not None
     assert found.key == "cluster.nodes[0].host"
-    assert field_of(draft().fields(), "") is None
+    assert find_field(draft().fields(), "") is None
 
 
 def test_a_script_has_its_own_fields() -> None:

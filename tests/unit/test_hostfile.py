@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.hosts.host_names import address_of
-from gputrain_tui.hosts.hostfile import HostLine, parse_hosts, parse_list, read_hostfile
-from gputrain_tui.hosts.ssh_failure import why_not
+from gputrain_tui.hosts.hostfile import HostEntry, parse_host_list, parse_hosts, read_hostfile
+from gputrain_tui.hosts.ssh_failure import explain_failure
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RequestError
 
@@ -14,25 +14,25 @@ from trainer.contract.errors import RequestError
 @pytest.mark.parametrize(
     ("line", "entry"),
     [
-        ("gpu1", HostLine(host="gpu1")),
-        ("gpu1 slots=4", HostLine(host="gpu1", slots=4)),
-        ("gpu1 slots=4 max-slots=8", HostLine(host="gpu1", slots=4)),
-        ("gpu1:4", HostLine(host="gpu1", slots=4)),
-        ("gpu1 gpus=0,2", HostLine(host="gpu1", gpus=(0, 2))),
-        ("gpu1 gpus=2", HostLine(host="gpu1", gpus=2)),
-        ("gpu1 gpus=[3]", HostLine(host="gpu1", gpus=(3,))),
-        ("gpu1 gpus=free", HostLine(host="gpu1", gpus="free")),
-        ("  ada@gpu1.lab  # hers", HostLine(host="ada@gpu1.lab")),
-        ("gpu1 port=2222", HostLine(host="ssh://gpu1:2222")),
-        ("ssh://ada@gpu1:2222", HostLine(host="ssh://ada@gpu1:2222")),
-        ("ssh://[fd00::1]:2222", HostLine(host="ssh://[fd00::1]:2222")),
-        ("[fd00::1]", HostLine(host="[fd00::1]")),
-        ("ada@[fd00::1]:4", HostLine(host="ada@[fd00::1]", slots=4)),
-        ("fd00::1 gpus=1", HostLine(host="[fd00::1]", gpus=1)),
-        ("10.0.0.1", HostLine(host="10.0.0.1")),
+        ("gpu1", HostEntry(host="gpu1")),
+        ("gpu1 slots=4", HostEntry(host="gpu1", slots=4)),
+        ("gpu1 slots=4 max-slots=8", HostEntry(host="gpu1", slots=4)),
+        ("gpu1:4", HostEntry(host="gpu1", slots=4)),
+        ("gpu1 gpus=0,2", HostEntry(host="gpu1", gpus=(0, 2))),
+        ("gpu1 gpus=2", HostEntry(host="gpu1", gpus=2)),
+        ("gpu1 gpus=[3]", HostEntry(host="gpu1", gpus=(3,))),
+        ("gpu1 gpus=free", HostEntry(host="gpu1", gpus="free")),
+        ("  ada@gpu1.lab  # hers", HostEntry(host="ada@gpu1.lab")),
+        ("gpu1 port=2222", HostEntry(host="ssh://gpu1:2222")),
+        ("ssh://ada@gpu1:2222", HostEntry(host="ssh://ada@gpu1:2222")),
+        ("ssh://[fd00::1]:2222", HostEntry(host="ssh://[fd00::1]:2222")),
+        ("[fd00::1]", HostEntry(host="[fd00::1]")),
+        ("ada@[fd00::1]:4", HostEntry(host="ada@[fd00::1]", slots=4)),
+        ("fd00::1 gpus=1", HostEntry(host="[fd00::1]", gpus=1)),
+        ("10.0.0.1", HostEntry(host="10.0.0.1")),
     ],
 )
-def test_a_line_names_a_host(line: str, entry: HostLine) -> None:
+def test_a_line_names_a_host(line: str, entry: HostEntry) -> None:
     assert parse_hosts(line, name="hosts") == (entry,)
 
 
@@ -76,20 +76,20 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_hosts_on_the_command_line_have_commas_between_them() -> None:
-    assert [entry.host for entry in parse_list("gpu1, ada@gpu2,gpu3:4,")] == ["gpu1", "ada@gpu2", "gpu3"]
+    assert [entry.host for entry in parse_host_list("gpu1, ada@gpu2,gpu3:4,")] == ["gpu1", "ada@gpu2", "gpu3"]
     with pytest.raises(RequestError, match="--hosts is ',', but must name hosts"):
-        parse_list(",")
+        parse_host_list(",")
 
 
 @pytest.mark.parametrize(
     ("entry", "node"),
     [
-        (HostLine(host="a"), Node(host="a")),
-        (HostLine(host="a", slots=2), Node(host="a", ranks=2)),
-        (HostLine(host="a", gpus=(1,)), Node(host="a", gpus=(1,))),
+        (HostEntry(host="a"), Node(host="a")),
+        (HostEntry(host="a", slots=2), Node(host="a", ranks=2)),
+        (HostEntry(host="a", gpus=(1,)), Node(host="a", gpus=(1,))),
     ],
 )
-def test_a_line_is_a_node_of_a_recipe(entry: HostLine, node: Node) -> None:
+def test_a_line_is_a_node_of_a_recipe(entry: HostEntry, node: Node) -> None:
     assert entry.node == node
 
 
@@ -137,4 +137,4 @@ def test_other_nodes_connect_to_the_address_alone(host: str, address: str) -> No
     ],
 )
 def test_a_failure_is_one_line_with_what_to_do(code: int, stderr: str, line: str) -> None:
-    assert why_not("gpu9", code, stderr).startswith(line)
+    assert explain_failure("gpu9", code, stderr).startswith(line)

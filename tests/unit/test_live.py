@@ -169,9 +169,9 @@ def test_elapsed_time_stops_with_the_run(tmp_path: Path) -> None:
 
 
 def test_a_long_record_is_skimmed_and_then_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "WORTH_BYTES", 1)
+    monkeypatch.setattr(live_module, "MIN_PREVIEW_BYTES", 1)
     monkeypatch.setattr(live_module, "PORTION_BYTES", 1)
-    monkeypatch.setattr(preview, "MOST_SAMPLES", 40)
+    monkeypatch.setattr(preview, "MAX_FILE_SAMPLES", 40)
     run = synthetic.run(tmp_path, nodes=2, ranks_per_node=2, steps=2000, straggler=1)
     live = LiveRun(run, clock=Clock(tick=1.0))
     assert live.state.step == 2000

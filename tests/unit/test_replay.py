@@ -21,8 +21,8 @@ STEPS = 1500
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """These records are long ones."""
-    monkeypatch.setattr(pasts, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(pasts, "MOST_BLOCKS", 400)
+    monkeypatch.setattr(pasts, "READ_WHOLE_BYTES", 0)
+    monkeypatch.setattr(pasts, "MAX_BLOCKS", 400)
     monkeypatch.setattr(pasts, "TAIL_BYTES", 0)
 
 
@@ -145,5 +145,5 @@ def test_blocks_that_do_not_fit_the_events_are_not_trusted(run: Run) -> None:
 
 
 def test_a_short_record_is_read_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pasts, "WHOLE_BYTES", 1 << 30)
+    monkeypatch.setattr(pasts, "READ_WHOLE_BYTES", 1 << 30)
     assert replay(run.dir) is None

@@ -8,7 +8,8 @@ A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose field
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -85,10 +86,22 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe(schema: type[Any]) -> list[Option]:
     """Return the options of a schema in the order of their declaration."""
+    return list(_options(schema))  # type: ignore[arg-type]  # mypy looks at the hash of instances
+
+
+# Reading annotations takes milliseconds, and a recipe of many nodes asks for the same schemas again and again. Bounded,
+# because the schemas of users' tasks are made at run time.
+@lru_cache(maxsize=64)
+def _options(schema: Hashable) -> tuple[Option, ...]:
     info = mi.type_info(schema)
     assert isinstance(info, mi.StructType | mi.DataclassType)
-    hints = get_type_hints(schema, include_extras=True)
-    return [_option(field, _meta(hints[field.name])) for field in info.fields]
+    hints = _hints(schema)
+    return tuple(_option(field, _meta(hints[field.name])) for field in info.fields)
+
+
+@lru_cache(maxsize=64)
+def _hints(schema: Hashable) -> dict[str, Any]:
+    return get_type_hints(schema, include_extras=True)
 
 
 def _meta(hint: Any) -> Meta:
@@ -189,7 +202,7 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
     for option in options.values():
         if option.required and option.name not in complete:
             raise RequestError(f"{where(option.name)} is missing: {option.help or 'it has no default'}")
-    types = get_type_hints(schema, include_extras=True)
+    types = _hints(schema)  # type: ignore[arg-type]  # mypy looks at the hash of instances
     for name, value in complete.items():
         try:
             complete[name] = msgspec.convert(value, types[name])

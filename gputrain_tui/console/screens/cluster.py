@@ -34,7 +34,7 @@ from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory
 from gputrain_tui.hosts.local_facts import local_facts
-from gputrain_tui.hosts.survey import AT_ONCE, HostReport, HostSurvey
+from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS, HostReport, HostSurvey
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.model import Node
 from gputrain_tui.tables import printable
@@ -140,7 +140,7 @@ class ClusterScreen(Page):
         self._hosts: dict[str, Host] = {}
         """By name, this machine first."""
         # Threads of its own: hosts that do not answer must not keep the launch from its thread.
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ask")
+        self._threads = ThreadPoolExecutor(MAX_PARALLEL_HOSTS, thread_name_prefix="ask")
 
     def body(self) -> ComposeResult:
         """Yield the machine with the cursor, all GPUs, the processes on one of them, and the nodes."""
@@ -215,7 +215,7 @@ class ClusterScreen(Page):
 
     def _ask_due(self) -> None:
         away = [host for host in self._hosts.values() if not host.here]
-        for name in due(away, self._now(), again_s=AGAIN_S, failed_s=FAILED_S, at_once=AT_ONCE):
+        for name in due(away, self._now(), again_s=AGAIN_S, failed_s=FAILED_S, at_once=MAX_PARALLEL_HOSTS):
             self._hosts[name] = replace(self._hosts[name], asking=True)
             self._ask_one(name)
 

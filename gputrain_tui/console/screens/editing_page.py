@@ -11,7 +11,7 @@ from textual.widgets import Input
 from gputrain_tui.console.screens.recipe_page import RecipePage
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.recipe.draft import Field, shown
+from gputrain_tui.recipe.draft import Field, value_text
 from trainer.contract.home_folder import expanded
 
 
@@ -123,5 +123,5 @@ class EditingPage(RecipePage):
 
 def allowed_hint(field: Field) -> str:
     """Return what stands in the empty input: the default."""
-    default = shown(field.option.default)
+    default = value_text(field.option.default)
     return f"empty: the default, {default}" if default else "empty: left out"

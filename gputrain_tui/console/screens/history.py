@@ -19,9 +19,9 @@ from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.curves import Curves, LossReader
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
-from gputrain_tui.history.compare import FEWEST, MOST
+from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, list_all
-from gputrain_tui.history.summary import describe_all
+from gputrain_tui.history.summary import summarize_runs
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
@@ -115,7 +115,7 @@ class HistoryScreen(Page):
         runs, unreadable = list[Run](), list[UnreadableRun]()
         with suppress(RequestError):  # the folder cannot be read: said when something is started
             runs, unreadable = self._list()
-        self.post_message(self.Listed(runs, describe_all(runs, unreadable, now=self._now())))
+        self.post_message(self.Listed(runs, summarize_runs(runs, unreadable, now=self._now())))
 
     @on(Listed)
     def _show(self, event: Listed) -> None:
@@ -200,13 +200,13 @@ class HistoryScreen(Page):
         if self.run_here is None:
             return
         if not self.query_one(RunList).mark():
-            self.console.say(f"at most {MOST} runs can be compared")
+            self.console.say(f"at most {MAX_RUNS} runs can be compared")
 
     def action_compare(self) -> None:
         """Compare the marked runs."""
         marked = self.query_one(RunList).marked
-        if len(marked) < FEWEST:
-            self.console.say(f"mark {FEWEST} to {MOST} runs with space, then compare them")
+        if len(marked) < MIN_RUNS:
+            self.console.say(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 

@@ -18,7 +18,7 @@ from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recip
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.lifecycle.start import Prepared
-from gputrain_tui.plan.shell import shell
+from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
 from gputrain_tui.recipe.files import recipe_files
 from gputrain_tui.recipe.toml_writer import dump_toml
@@ -92,7 +92,7 @@ class LaunchScreen(EditingPage):
             del self._drafts[before]
             self._drafts[path] = draft
             self._path = path
-        draft.saved(text, name=self._called(path))
+        draft.mark_saved(text, name=self._called(path))
         self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
         self.query_one(RecipeList).point_at(path)
         self.console.say(f"saved {draft.name}")
@@ -104,7 +104,7 @@ class LaunchScreen(EditingPage):
         if plan is None:
             self.console.say("there is no plan to copy yet")
             return
-        self.app.copy_to_clipboard(shell(plan) + "\n")
+        self.app.copy_to_clipboard(shell_commands(plan) + "\n")
         self.console.say(
             f"copied the command{'s' * (len(plan.nodes) != 1)} of {len(plan.nodes)} node{'s' * (len(plan.nodes) != 1)}"
         )
@@ -117,7 +117,7 @@ class LaunchScreen(EditingPage):
             return
         path = self.session.folder / f"{self._path.stem}-commands.txt"
         try:
-            write_atomically(path, (shell(plan) + "\n").encode())
+            write_atomically(path, (shell_commands(plan) + "\n").encode())
         except OSError as error:
             self.console.say(f"{path}: {error.strerror}", alarm=True)
             return

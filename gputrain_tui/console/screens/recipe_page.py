@@ -22,7 +22,7 @@ from gputrain_tui.console.widgets.readiness import Readiness
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
 from gputrain_tui.hosts.local_facts import local_facts
-from gputrain_tui.recipe.draft import Draft, Field, Remark, field_of, without_place
+from gputrain_tui.recipe.draft import Draft, Field, FieldMessage, find_field, strip_location
 from gputrain_tui.recipe.files import recipe_files
 from trainer.contract.errors import RequestError
 from trainer.host.addresses import is_loopback
@@ -62,7 +62,7 @@ class RecipePage(Page):
         self._path: Path | None = None
         self._found: ValidatedRecipe | None = None
         self._fields: list[Field] = []
-        self._remarks: dict[str, Remark] = {}
+        self._remarks: dict[str, FieldMessage] = {}
         """By key: what stands beside a field."""
         self._asking: Field | str | None = None
         """What the input is for: a field, ``find`` or ``save``."""
@@ -128,13 +128,13 @@ class RecipePage(Page):
             if here is None:
                 self.console.say(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
                 return
-            draft.take_gpus(here, gpus[THIS_MACHINE])
+            draft.set_gpus(here, gpus[THIS_MACHINE])
             index = here
         else:
             named = next(
                 (host for host in hosts if host and is_local(host, facts) and not is_loopback(address_of(host))), None
             )
-            draft.take_nodes(nodes_of(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
+            draft.set_nodes(nodes_of(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
         self._changed()
         self.form.focus()
         self.form.go_to(f"cluster.nodes[{index}].gpus")
@@ -201,7 +201,7 @@ class RecipePage(Page):
         self._remarks = {} if found is None else self._found_beside(draft, found)
         for field in self._fields:
             if field.changed and (problem := draft.problem(field, field.text)):
-                self._remarks[field.key] = Remark(problem)
+                self._remarks[field.key] = FieldMessage(problem)
         form = self.form
         form.title_text = draft.name
         changes = len(draft.changes)
@@ -215,12 +215,12 @@ class RecipePage(Page):
         listing.edited = [path for path, other in self._drafts.items() if other.changes]
         listing.redraw()
 
-    def _found_beside(self, draft: Draft, found: ValidatedRecipe) -> dict[str, Remark]:
+    def _found_beside(self, draft: Draft, found: ValidatedRecipe) -> dict[str, FieldMessage]:
         """Return what was found, by the key of its field; of fields that were changed since, nothing."""
         remarks = remarks_of(self._fields, found.results)
-        concerned = field_of(self._fields, found.key)
+        concerned = find_field(self._fields, found.key)
         if found.problem and concerned is not None:
-            remarks[concerned.key] = Remark(without_place(found.problem))
+            remarks[concerned.key] = FieldMessage(strip_location(found.problem))
         changed = {setting.partition("=")[0] for setting in set(found.settings) ^ set(draft.settings)}
         return {key: remark for key, remark in remarks.items() if not any(key.startswith(name) for name in changed)}
 
@@ -229,7 +229,7 @@ class RecipePage(Page):
         remark = None if field is None else self._remarks.get(field.key)
         if typed is not None and isinstance(self._asking, Field) and draft is not None:
             field = self._asking
-            remark = Remark(problem) if typed and (problem := draft.problem(field, typed)) else None
+            remark = FieldMessage(problem) if typed and (problem := draft.problem(field, typed)) else None
             if typed and remark is None and field.name not in SLOW:
                 self._try_soon(field, typed)
         self.query_one(Detail).show(field, remark)
@@ -278,7 +278,7 @@ class RecipePage(Page):
             return
         self._found = found
         if found.schema is not None:
-            draft.learn(found.task, found.schema)
+            draft.add_task_schema(found.task, found.schema)
         self.session.recipe = found.recipe
         self._show_fields()
         self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))
@@ -290,8 +290,8 @@ class RecipePage(Page):
         typed = self.query_one("#editor", Input).value
         if isinstance(field, Field) and typed and list(found.settings) == draft.settings_with(field.key, typed):
             remark = remarks_of([field], found.results).get(field.key)
-            if found.problem and field_of([field], found.key) is not None:
-                remark = Remark(without_place(found.problem))
+            if found.problem and find_field([field], found.key) is not None:
+                remark = FieldMessage(strip_location(found.problem))
             self.query_one(Detail).show(field, remark)
 
     # The cursor

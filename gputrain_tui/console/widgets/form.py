@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
-from gputrain_tui.recipe.draft import Field, Remark, shown
+from gputrain_tui.recipe.draft import Field, FieldMessage, value_text
 from gputrain_tui.tables import printable
 
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
@@ -39,12 +39,12 @@ def lines_of(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | F
     return lines
 
 
-def role_of(remark: Remark) -> str:
+def role_of(remark: FieldMessage) -> str:
     """Return the colour of a remark."""
     return "base" if remark.status == "note" else remark.status
 
 
-def draw_field(field: Field, width: int, remark: Remark | None) -> Row:
+def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
     """Return the line of one field: name, value, and its help or what was found about it."""
     names = min(max(width // 4, NAME_CELLS[0]), NAME_CELLS[1])
     values = min(max(width // 4, 14), 40)
@@ -81,9 +81,9 @@ class Form(Listing):
         """Only fields that hold these words are shown."""
         self._fields: Sequence[Field] = ()
         self._lines: list[FieldHeading | Field] = []
-        self._remarks: Mapping[str, Remark] = {}
+        self._remarks: Mapping[str, FieldMessage] = {}
 
-    def show(self, fields: Sequence[Field], remarks: Mapping[str, Remark]) -> None:
+    def show(self, fields: Sequence[Field], remarks: Mapping[str, FieldMessage]) -> None:
         """Show fields and what was found by key; the cursor stays on its field."""
         before = self.field
         self._fields, self._remarks = fields, remarks
@@ -147,9 +147,9 @@ class Detail(Canvas):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.field: Field | None = None
-        self.remark: Remark | None = None
+        self.remark: FieldMessage | None = None
 
-    def show(self, field: Field | None, remark: Remark | None) -> None:
+    def show(self, field: Field | None, remark: FieldMessage | None) -> None:
         """Show a field and what was found about it."""
         self.field, self.remark = field, remark
         self.redraw()
@@ -159,7 +159,7 @@ class Detail(Canvas):
         field = self.field
         if field is None:
             return [headline(width, [])]
-        default = shown(field.option.default) or "none"
+        default = value_text(field.option.default) or "none"
         rows = [
             headline(
                 width,

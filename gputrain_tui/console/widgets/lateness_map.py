@@ -227,6 +227,8 @@ class LatenessMap(Panel):
             step_ms=series.latest["step_ms"].median,
             slowest=state.slowest(),
             selected=self.selected_rank,
-            failed={rank for rank, view in state.ranks.items() if view.standing == "failed"} if state.failures else (),
+            failed={rank for rank, view in state.ranks.items() if view.display_state == "failed"}
+            if state.failures
+            else (),
         )
         return draw_heat(heat, width, height, symbols=ramp.symbols)

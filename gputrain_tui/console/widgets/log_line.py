@@ -119,8 +119,8 @@ def line_strip(
     if needle:
         pieces = _marked(pieces, needle, styles["current" if at_match else "match"])
     segments = [Segment(text, ground + style) for text, style in pieces]
-    if line.more:
-        segments.append(Segment(f" … {line.more:,} bytes more", styles["base"] + styles["dim"]))
+    if line.cut_bytes:
+        segments.append(Segment(f" … {line.cut_bytes:,} bytes more", styles["base"] + styles["dim"]))
     room = width
     head: list[Segment] = []
     if prefix_cells:

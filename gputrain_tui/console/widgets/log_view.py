@@ -151,7 +151,7 @@ class LogView(Widget, can_focus=True):
         if self._follower is not None:
             self._follower.close()
         self.buffer = LogBuffer(lines=self._lines)
-        self.buffer.show(level)
+        self.buffer.set_level(level)
         self._top, self._shift, self._match, self._missed, self._painted = None, 0, None, False, -1
         if self._run is not None:
             only = None if self._rank is None else {str(self._rank)}
@@ -232,7 +232,7 @@ class LogView(Widget, can_focus=True):
 
     def action_level(self) -> None:
         """Show all lines, those from warnings on, or errors only, in turn."""
-        self.buffer.show(Level((self.buffer.level + 1) % len(Level)))
+        self.buffer.set_level(Level((self.buffer.level + 1) % len(Level)))
         self._match = None
         self.refresh()
 

@@ -11,7 +11,7 @@ from textual.events import MouseScrollDown, MouseScrollUp
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.plan.shell import devices, span
+from gputrain_tui.plan.shell import devices_text, rank_range
 from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
@@ -48,7 +48,7 @@ def abridged(program: str, width: int) -> str:
 def draw_plan(plan: Plan, width: int) -> list[Row]:
     """Return a plan as lines: the nodes in a table, then their commands; who copies them gets whole paths."""
     hosts = max(len(printable(node.host)) for node in plan.nodes) + 2
-    ranks = max(max(len(span(node.ranks)) for node in plan.nodes), 5) + 2
+    ranks = max(max(len(rank_range(node.ranks)) for node in plan.nodes), 5) + 2
     rows: list[Row] = [
         [(f"{'node':>6}  {'host':<{hosts}}{'first rank':>10}  {'ranks':<{ranks}}devices", "dim")],
     ]
@@ -58,8 +58,8 @@ def draw_plan(plan: Plan, width: int) -> list[Row]:
                 (f"{node.node:>6}  ", "dim"),
                 (printable(node.host).ljust(hosts), "bright"),
                 (f"{node.first_rank:>10}  ", "bright"),
-                (span(node.ranks).ljust(ranks), "bright"),
-                (devices(node.devices), "bright"),
+                (rank_range(node.ranks).ljust(ranks), "bright"),
+                (devices_text(node.devices), "bright"),
             ]
         )
     for node in plan.nodes:

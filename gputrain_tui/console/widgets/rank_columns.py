@@ -86,7 +86,7 @@ COLUMNS: tuple[RankColumn, ...] = (
         order=13,
         descending=False,
     ),
-    RankColumn(key="state", title="state", wide=9, value=lambda v, late: v.standing, order=6, descending=False),
+    RankColumn(key="state", title="state", wide=9, value=lambda v, late: v.display_state, order=6, descending=False),
     RankColumn(
         key="step", title="step", wide=7, value=lambda v, late: v.last.step if v.last else None, digits=0, order=1
     ),

@@ -31,7 +31,7 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
     late = state.lateness().get(rank)
     heard = None if view.time is None else max(0.0, now - view.time)
     found: list[Fact] = [
-        ("state", view.standing or "not started", _state_role(state, view)),
+        ("state", view.display_state or "not started", _state_role(state, view)),
         ("last heard of", f"{duration(heard)} ago" if heard is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(last.loss if last else None), "title"),
@@ -67,7 +67,7 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
 
 
 def _state_role(state: RunState, view: RankView) -> str:
-    if view.standing == "failed":
+    if view.display_state == "failed":
         return "error"
     return "victim" if view.outcome is not None and state.root_cause is not None else "bright"
 

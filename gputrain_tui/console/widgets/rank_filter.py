@@ -67,7 +67,7 @@ def _anywhere(word: str) -> Test:
         return lambda view, late: view.rank == int(word)
     part = word.casefold()
     return lambda view, late: any(
-        part in text.casefold() for text in (view.host, view.device, view.standing) if text is not None
+        part in text.casefold() for text in (view.host, view.device, view.display_state) if text is not None
     )
 
 

@@ -76,7 +76,7 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
 
 def _head(grid: GridView, width: int, visible: int) -> Row:
     left: Row = [("ranks", "title"), (" ", "base"), (f"{grid.ranks:,}", "bright")]
-    standings = Counter(view.standing for view in grid.rows) if grid.failing else Counter()
+    standings = Counter(view.display_state for view in grid.rows) if grid.failing else Counter()
     for standing, role in (("failed", "error"), *((word, "victim") for word in RANK_OUTCOMES)):
         if standings[standing]:
             left += [("  ", "base"), (f"{standings[standing]:,} {standing}", role)]
@@ -116,7 +116,7 @@ def _titles(grid: GridView, places: Sequence[Place]) -> Row:
 def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
     """Return one rank's line: dim as a rule, bright where it changed a moment ago."""
     late = grid.late
-    failed = view.standing == "failed"
+    failed = view.display_state == "failed"
     warned = view.rank in grid.warned
     if failed:
         pieces: Row = [("✗ ", "error")]
@@ -138,7 +138,7 @@ def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
         if text.strip() == EMPTY:
             role = "absent"
         elif column.key in ("host", "device", "state"):
-            role = _state_role(view.standing, failing=grid.failing) if column.key == "state" else "quiet"
+            role = _state_role(view.display_state, failing=grid.failing) if column.key == "state" else "quiet"
         elif column.key == "late" and warned:
             role = "warning"
         pieces.append((text, role))

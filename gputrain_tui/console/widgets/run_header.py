@@ -64,12 +64,12 @@ def summarise(state: RunState) -> Summary:
         if last.loss is not None:
             loss += last.loss
             losses += 1
-        new, old = view.totals, view.marks[0]
+        new, old = view.totals, view.totals_window[0]
         step_ms = new.step_ms - old.step_ms
         if step_ms > 0:
             rate += 1000 * (new.timed_samples - old.timed_samples) / step_ms
             rates += 1
-        parts += new.parts_ms - old.parts_ms
+        parts += new.phases_ms - old.phases_ms
         working += new.compute_ms - old.compute_ms + new.optimizer_ms - old.optimizer_ms
         synced += new.synced_ms - old.synced_ms
         exposed += new.exposed_ms - old.exposed_ms

@@ -11,7 +11,7 @@ from gputrain_tui import tables
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, cropped, cut, fitted, headline, message
 from gputrain_tui.console.widgets.run_header import MARKS
-from gputrain_tui.history.compare import FEWEST, MOST
+from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.tables import duration, printable
 
@@ -121,7 +121,7 @@ class RunList(Listing):
             return True
         if entry["id"] in self.marked:
             self.marked.remove(entry["id"])
-        elif len(self.marked) >= MOST:
+        elif len(self.marked) >= MAX_RUNS:
             return False
         else:
             self.marked.append(entry["id"])
@@ -142,11 +142,11 @@ class RunList(Listing):
         if going:
             left.append((f"  {going} running", "accent"))
         remarks: list[Row] = []
-        if len(self.marked) >= FEWEST:
+        if len(self.marked) >= MIN_RUNS:
             remarks.append([(f"{len(self.marked)} marked", "accent"), (", c compares them", "dim")])
         elif self.marked:
             remarks.append([("1 marked", "accent"), (", mark another to compare", "dim")])
-        elif len(entries) >= FEWEST:
+        elif len(entries) >= MIN_RUNS:
             remarks.append([("space marks runs to compare", "dim")])
         title = headline(width, left, remarks)
         if not entries:

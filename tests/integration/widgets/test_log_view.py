@@ -13,7 +13,7 @@ from textual.app import App, ComposeResult
 from gputrain_tui.console.widgets.log_line import decoded, line_strip, prefix
 from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.log_buffer import LINE_BYTES, Level, LogBuffer, LogLine, level_of, newest_version
+from gputrain_tui.history.log_buffer import MAX_LINE_BYTES, Level, LogBuffer, LogLine, level_of, newest_version
 from trainer.contract.record import RunDir
 
 STYLES = {role: Style.null() for role in ("base", "dim", "prefix", "warning", "error", "match", "current")} | {
@@ -90,7 +90,7 @@ def test_a_megabyte_without_newline_keeps_its_head_and_says_how_much_is_missing(
     for _ in range(16):
         buffer.feed("0", b"x" * 65_536)
     line = buffer.line(0)
-    assert (len(line.raw), line.more, buffer.rows) == (LINE_BYTES, (1 << 20) - LINE_BYTES, 1)
+    assert (len(line.raw), line.cut_bytes, buffer.rows) == (MAX_LINE_BYTES, (1 << 20) - MAX_LINE_BYTES, 1)
     buffer.feed("0", b"\nnext\n")
     assert buffer.line(1).raw == b"next"
 
@@ -118,18 +118,18 @@ def test_a_level_keeps_whole_tracebacks_and_follows_what_comes() -> None:
     buffer.feed("0", b"fine\nTraceback (most recent call last):\n")
     buffer.feed("1", b"also fine\n")
     buffer.feed("0", b'  File "a.py", line 3\n    x()\nKeyError: 3\nfine again\n')
-    buffer.show(Level.ERROR)
+    buffer.set_level(Level.ERROR)
     trace = [b"Traceback (most recent call last):", b'  File "a.py", line 3', b"    x()", b"KeyError: 3"]
     assert texts(buffer) == trace
     buffer.feed("1", b"warning: hm\nerror: no\n")
     assert texts(buffer) == [*trace, b"error: no"]
-    buffer.show(Level.WARNING)
+    buffer.set_level(Level.WARNING)
     assert texts(buffer) == [*trace, b"warning: hm", b"error: no"]
 
 
 def test_an_unended_line_is_seen_at_its_place_once_it_turns_out_to_matter() -> None:
     buffer = LogBuffer()
-    buffer.show(Level.ERROR)
+    buffer.set_level(Level.ERROR)
     buffer.feed("0", b"Value")
     buffer.feed("1", b"error: later\n")
     buffer.feed("0", b"Error: no\n")
