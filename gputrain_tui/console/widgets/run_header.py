@@ -69,7 +69,7 @@ def summarise(state: RunState) -> Summary:
         if step_ms > 0:
             rate += 1000 * (new.timed_samples - old.timed_samples) / step_ms
             rates += 1
-        parts += new.parts_ms - old.parts_ms
+        parts += new.phases_ms - old.phases_ms
         working += new.compute_ms - old.compute_ms + new.optimizer_ms - old.optimizer_ms
         synced += new.synced_ms - old.synced_ms
         exposed += new.exposed_ms - old.exposed_ms
