@@ -1,4 +1,4 @@
-"""``gputrain attach``: the console on a run, running or ended; leaving it leaves the run alone."""
+"""``gputrain attach``: opens the console on a run; closing it does not stop the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Show the run until the person leaves."""
+    """Show the run until the console is closed."""
     from gputrain_tui.history.runs import find
 
     found = find(args.run)  # before the console is imported: a wrong id is answered at once

@@ -1,4 +1,4 @@
-"""``gputrain check``: what would go wrong with a recipe on this machine, each with its fix; nothing is started."""
+"""``gputrain check``: runs the preflight checks of a recipe; starts nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ HELP = "say what would go wrong with a recipe here, and the fix; start nothing"
 
 MARKS = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
 COLOURS = {"ok": "32", "note": "2", "warning": "33", "error": "1;31"}
-"""Of the marks, as a terminal takes them (SGR)."""
+"""SGR parameters of the marks."""
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What ``--json`` prints."""
+    """Output of ``--json``."""
 
     recipe: str
     ready: bool
@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print every check; refuse when one of them says that a run would not start."""
+    """Print the result of every check; exit code 3 if one is an error."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
     try:
         results, ready = start.prepare(recipe).results, True
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
 
 
 def report(results: Sequence[CheckResult], name: str, *, colour: bool = False) -> str:
-    """The results for people: one line each, what to do about it and the key it concerns below."""
+    """Return the results as text: a line each, with fix and key below."""
     wide = max(width(result.check) for result in results)
     lines = [f"{printable(name)}: {summary(results)}"]
     for result in results:

@@ -1,4 +1,4 @@
-"""``gputrain gpus``: what this machine, or others, have to train on, and who uses it."""
+"""``gputrain gpus``: prints the inventory of this machine or of others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
 
     hosts = parse_host_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
     reports = query_hosts([entry.host for entry in hosts])
-    _print(several_json(reports) if args.json else several(reports), json=args.json)
+    _print(hosts_json(reports) if args.json else hosts_report(reports), json=args.json)
     silent = [found.host for found in reports if found.inventory is None]
     if silent:
         narrate(f"{len(silent)} of {len(reports)} hosts could not be asked")
@@ -61,8 +61,8 @@ def _print(text: str, *, json: bool) -> None:
         print(text)
 
 
-def several_json(reports: Sequence[HostReport]) -> str:
-    """Several hosts as one line of JSON."""
+def hosts_json(reports: Sequence[HostReport]) -> str:
+    """Return the reports of hosts as one line of JSON."""
     hosts = [
         {
             "host": found.host,
@@ -74,8 +74,8 @@ def several_json(reports: Sequence[HostReport]) -> str:
     return json.dumps({"hosts": hosts}, separators=(",", ":"), ensure_ascii=False)
 
 
-def several(reports: Sequence[HostReport]) -> str:
-    """Several hosts for people: one line for each, then each as ``report`` shows it."""
+def hosts_report(reports: Sequence[HostReport]) -> str:
+    """Return the reports of hosts as text: a table of all, then each as in ``report``."""
     columns = (
         TableColumn("host"),
         TableColumn("GPUs", right=True),
@@ -103,14 +103,16 @@ def _host_row(found: HostReport) -> list[str]:
         str(sum(map(is_free, inventory.gpus))),
         str(inventory.cpus.usable),
         f"{inventory.load[0]:.2f}" if inventory.load is not None else "",
-        _of(size(memory.available_bytes), size(memory.total_bytes)) if memory.total_bytes is not None else "",
+        _used_of_limit(size(memory.available_bytes), size(memory.total_bytes))
+        if memory.total_bytes is not None
+        else "",
         ", ".join(dict.fromkeys(gpu.name for gpu in inventory.gpus)),
     ]
 
 
 def report(inventory: Inventory) -> str:
-    """The inventory for people: the machine, its GPUs, and the processes on them."""
-    parts = [machine(inventory)]
+    """Return an inventory as text: the machine, its GPUs and their processes."""
+    parts = [machine_report(inventory)]
     if inventory.gpus:
         parts.append(gpu_table(inventory.gpus))
     if any(gpu.processes for gpu in inventory.gpus):
@@ -120,8 +122,8 @@ def report(inventory: Inventory) -> str:
     return "\n\n".join(parts)
 
 
-def machine(inventory: Inventory) -> str:
-    """Host, cores, memory, load and addresses, one line each."""
+def machine_report(inventory: Inventory) -> str:
+    """Return host, cores, memory, load and addresses, one line each."""
     cpus, memory = inventory.cpus, inventory.memory
     cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
     if cpus.usable < cpus.logical:
@@ -144,7 +146,7 @@ def machine(inventory: Inventory) -> str:
 
 
 def gpu_table(gpus: tuple[Gpu, ...]) -> str:
-    """One row per GPU."""
+    """Return a table with a row per GPU."""
     columns = (
         TableColumn("GPU", right=True),
         TableColumn("name"),
@@ -167,23 +169,23 @@ def _row(gpu: Gpu) -> list[str]:
     return [
         str(gpu.index),
         gpu.name,
-        _of(size(gpu.memory_used_bytes), size(gpu.memory_total_bytes)),
+        _used_of_limit(size(gpu.memory_used_bytes), size(gpu.memory_total_bytes)),
         number(gpu.utilization_percent),
         number(gpu.temperature_celsius),
-        _of(number(gpu.power_watts), number(gpu.power_limit_watts)),
-        _of(number(gpu.sm_clock_mhz), number(gpu.max_sm_clock_mhz)),
+        _used_of_limit(number(gpu.power_watts), number(gpu.power_limit_watts)),
+        _used_of_limit(number(gpu.sm_clock_mhz), number(gpu.max_sm_clock_mhz)),
         state,
         gpu.pci_bus_id,
         gpu.uuid,
     ]
 
 
-def _of(value: str, limit: str) -> str:
+def _used_of_limit(value: str, limit: str) -> str:
     return f"{value or '?'} / {limit}" if limit else value
 
 
 def process_table(gpus: tuple[Gpu, ...]) -> str:
-    """One row per process on a GPU."""
+    """Return a table with a row per process on a GPU."""
     columns = (
         TableColumn("GPU", right=True),
         TableColumn("PID", right=True),

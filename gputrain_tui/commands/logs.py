@@ -1,4 +1,4 @@
-"""``gputrain logs``: what the ranks of a run printed, as they printed it."""
+"""``gputrain logs``: prints the output of a run's ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ NAME = "logs"
 HELP = "print what the ranks of a run printed"
 
 CHUNK_BYTES = 1 << 20
-"""How much is read and printed at a time."""
+"""Read and printed at once: bounds memory."""
 
 MAX_LINE_BYTES = 16 << 20
-"""What is kept of a line until its end has come; a longer one is printed as several."""
-
+"""Memory bound for a line without end; a longer one is printed in pieces."""
 
 PREFIX_COLOURS = (36, 33, 32, 35, 34, 31)
-"""SGR colours by which neighbouring ranks are told apart, from the terminal's own palette."""
+"""SGR colours of rank prefixes, from the terminal's own palette."""
 
 Print = Callable[[str, bytes], None]
-"""Takes the file's name without suffix and whole lines of it."""
+"""Prints whole lines of a file, which is given by its name without suffix."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -69,7 +68,7 @@ def run(args: Namespace) -> int:
 
 
 def print_logs(run: Run, only: set[str] | None, show: Print) -> bool:
-    """Print what is there now, file after file; return whether there was anything."""
+    """Print the existing output, file after file; return whether there was any."""
     printed = False
     try:
         names = sorted((entry.name for entry in run.dir.logs.iterdir() if entry.suffix == ".log"), key=by_rank)
@@ -110,7 +109,7 @@ def follow_logs(
     interval_s: float = 0.1,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Print what is there and what comes, until the run has ended; return whether there was anything."""
+    """Print existing and new output until the run has ended; return whether there was any."""
     follower = Follower(run.dir.logs, ".log", only=only, max_line_bytes=MAX_LINE_BYTES)
     printed = False
     try:
@@ -132,13 +131,13 @@ def follow_logs(
 
 
 def _show(name: str, lines: bytes, *, out: BinaryIO, several: bool, on_terminal: bool, colour: bool) -> None:
-    label = prefix(name, colour=colour) if several or not name.isdecimal() else b""
-    out.write(b"".join(dressed(line, label, on_terminal) for line in lines.removesuffix(b"\n").split(b"\n")))
+    label = line_prefix(name, colour=colour) if several or not name.isdecimal() else b""
+    out.write(b"".join(format_line(line, label, on_terminal) for line in lines.removesuffix(b"\n").split(b"\n")))
     out.flush()
 
 
-def prefix(name: str, *, colour: bool) -> bytes:
-    """``[rank 3] `` or ``[node 0] ``, for lines of several files."""
+def line_prefix(name: str, *, colour: bool) -> bytes:
+    """Return the prefix of a file's lines: ``[rank 3] `` or ``[node 0] ``."""
     text = f"[rank {name}]" if name.isdecimal() else printable(f"[{name.replace('-', ' ')}]")
     if colour:
         shade = PREFIX_COLOURS[int(name[-9:]) % len(PREFIX_COLOURS)] if name.isdecimal() else 2
@@ -146,11 +145,11 @@ def prefix(name: str, *, colour: bool) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b" "
 
 
-def dressed(line: bytes, label: bytes, on_terminal: bool) -> bytes:
-    """One line as it is printed: untouched for a file or pipe, harmless for a terminal.
+def format_line(line: bytes, label: bytes, on_terminal: bool) -> bytes:
+    """Return a line to print: unchanged for a file or pipe, without control characters for a terminal.
 
-    On a terminal, commands to it are dropped, other control characters and bytes that are no UTF-8 made visible, and
-    of a line that was overwritten in place (progress bars) the last version is kept.
+    For a terminal, escape sequences are dropped, other control characters and invalid UTF-8 made visible, and of a line
+    overwritten in place (progress bars) the last version is kept.
     """
     if on_terminal:
         text = ESCAPES.sub("", line.decode("utf-8", "backslashreplace"))

@@ -57,14 +57,14 @@ def run(args: Namespace) -> int:
 
 
 def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
-    """Say why the ranks would not meet or never end; ``gputrain check`` looks at all the rest."""
+    """Return why the rendezvous would fail or the run never end; ``gputrain check`` does the other checks."""
     rendezvous, port = rendezvous_facts(plan, local)
     found = errors(run_checks(recipe, plan, PreflightFacts(rendezvous=rendezvous, port=port), local=local))
     return [problem for problem in (endless(recipe), *(result.line for result in found)) if problem]
 
 
 def report(plan: Plan, name: str) -> str:
-    """The plan for people: the run, its nodes, then each node's command."""
+    """Return the plan as text: the run, a table of its nodes, each node's command."""
     columns = (
         TableColumn("node", right=True),
         TableColumn("host"),

@@ -1,4 +1,4 @@
-"""The flags by which commands take a recipe, declared once so that they mean and say the same everywhere."""
+"""Flags for a recipe, shared by all commands that take one."""
 
 from __future__ import annotations
 

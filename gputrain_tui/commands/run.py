@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
 
 def _foreground(prepared: start.Prepared, *, json: bool) -> int:
     with StopRequest() as stop_request:
-        # The supervisor starts first: what shows the run is imported while it is on its way.
+        # The supervisor starts first: the imports below run while it starts.
         started, supervisor = start.launch(prepared, leased=True)
         from gputrain_tui.headless import foreground, progress
         from gputrain_tui.headless.safe_stream import SafeStream

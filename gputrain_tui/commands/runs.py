@@ -1,4 +1,4 @@
-"""``gputrain runs``: what has run and what is running, from the run directories alone."""
+"""``gputrain runs``: lists running and ended runs from their directories."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
 
 
 def report(entries: Sequence[dict[str, Any]], *, colour: bool = False) -> str:
-    """The runs for people, times in their own time zone; a dim line for each that cannot be read."""
+    """Return the runs as a table with local times; a dim line for each unreadable one."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     rows = [
         [

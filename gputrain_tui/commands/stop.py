@@ -1,4 +1,4 @@
-"""``gputrain stop``: stops a run everywhere and says what is left of it: nothing."""
+"""``gputrain stop``: stops a run on all nodes and reports the processes left."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What to try, per cause: one or two things, the likeliest first."""
+"""Texts for causes and findings: names in sentences, and advice, the likeliest remedy first."""
 
 from __future__ import annotations
 
-NAMES = {
+CAUSE_NAMES = {
     "data": "its data loading",
     "h2d": "copying batches to its device",
     "forward": "its forward pass",
@@ -14,8 +14,8 @@ NAMES = {
     "gpu_clock": "its GPU's lower clock",
     "gpu_thermal": "its GPU, which slows down because of heat",
 }
-"""A straggler's cause in a sentence."""
-THROTTLED = {
+"""A straggler's cause as words of a sentence."""
+THROTTLE_NAMES = {
     "application_clocks": "a clock that was set",
     "power_cap": "its power cap",
     "hardware_slowdown": "a slowdown of the hardware (heat or power)",
@@ -23,7 +23,7 @@ THROTTLED = {
     "power_brake": "the machine's power brake",
     "display_clocks": "the display",
 }
-"""What holds a GPU's clock down, by the names of the samples."""
+"""Throttle reasons of the samples as words of a sentence."""
 
 ADVICE = {
     "data": "look at what this rank reads: its disk, its share of the data, longer samples; more reading workers "

@@ -1,31 +1,32 @@
-"""What holds all ranks up alike: waiting for data, or the bare transfer of gradients."""
+"""Detects runs bound by their input or by communication: delays that all ranks share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.row import CycleRow, base_ms, wire_ms
+from gputrain_tui.diagnosis.row import StepRow, base_ms, wire_ms
 from gputrain_tui.diagnosis.statistics import median, median_low, quantile
-from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, percent
+from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 
-WINDOW = 60
-"""Steps that are looked at; nobody loses anything when such a finding comes a minute later."""
-DATA_SHARE = 0.30
-"""Share of a step spent waiting for data from which a run is bound by its input."""
-WIRE_SHARE = 0.40
-"""Share of a step spent in transfers that nothing hides from which it is bound by communication."""
-CRITICAL = 0.60
-STARVED = 0.5
-"""Share of the transfers' time that ranks may wait for cores where it is still the network's."""
+WINDOW_STEPS = 60
+"""Such findings are not urgent: many steps make them certain."""
+MIN_DATA_SHARE = 0.30
+"""Of a step spent waiting for data, for a run bound by its input."""
+MIN_WIRE_SHARE = 0.40
+"""Of a step spent in exposed transfers, for a run bound by communication."""
+CRITICAL_SHARE = 0.60
+"""Of a step, for a critical finding."""
+MAX_CORE_WAIT_SHARE = 0.5
+"""Of the transfer time: when ranks wait longer for cores, the cores and not the network are the bound."""
 
 
 def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
-    """Return what the run as a whole is bound by."""
-    window = timeline.last(WINDOW)
-    if len(window) < WINDOW:
+    """Return the symptoms of a run bound by its input or by communication."""
+    window = timeline.last(WINDOW_STEPS)
+    if len(window) < WINDOW_STEPS:
         return []
     usual_ms = base_ms(window)
     if usual_ms <= 0.0:
@@ -34,16 +35,16 @@ def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
     return [symptom for symptom in found if symptom is not None]
 
 
-def _input(window: Sequence[CycleRow], usual_ms: float) -> Symptom:
-    # A single rank that reads slowly is a straggler; the lower quartile is deaf to steps that were held up.
-    series = zip(*([cycle.data for cycle in row.cycles] for row in window), strict=True)
+def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
+    # A single rank that reads slowly is a straggler; the lower quartile ignores delayed steps.
+    series = zip(*([rank_phases.data for rank_phases in row.phases] for row in window), strict=True)
     data_ms = median_low([quantile(waits, 0.25) for waits in series])
     share = data_ms / usual_ms
     return Symptom(
         kind="input_bound",
         value=share,
-        threshold=DATA_SHARE,
-        severity="critical" if share >= CRITICAL else "warning",
+        threshold=MIN_DATA_SHARE,
+        severity="critical" if share >= CRITICAL_SHARE else "warning",
         cause="data",
         step=window[-1].step,
         message=f"waiting for data takes {percent(share)} of a step ({data_ms:.1f} of {usual_ms:.1f} ms)",
@@ -52,15 +53,15 @@ def _input(window: Sequence[CycleRow], usual_ms: float) -> Symptom:
     )
 
 
-def _communication(state: RunState, window: Sequence[CycleRow], usual_ms: float) -> Symptom | None:
+def _communication(state: RunState, window: Sequence[StepRow], usual_ms: float) -> Symptom | None:
     bare_ms = wire_ms(window)
-    if bare_ms is None or len(window[0].cycles) < 2 or not window[-1].synced:
+    if bare_ms is None or len(window[0].phases) < 2 or not window[-1].synced:
         return None
     share = bare_ms / usual_ms
-    if share < CLEARED * WIRE_SHARE:
+    if share < CLEAR_SHARE * MIN_WIRE_SHARE:
         return None
     # The threads that transfer need cores as the ranks do: where those wait, the transfer's time is not the network's.
-    if median([row.core_wait_ms for row in window]) > STARVED * bare_ms:
+    if median([row.core_wait_ms for row in window]) > MAX_CORE_WAIT_SHARE * bare_ms:
         return None
     evidence = {"wire_exposed_ms": bare_ms, "step_ms": usual_ms, "wire_share": share}
     evidence["compute_ms"] = median([row.compute_ms for row in window])
@@ -74,8 +75,8 @@ def _communication(state: RunState, window: Sequence[CycleRow], usual_ms: float)
     return Symptom(
         kind="communication_bound",
         value=share,
-        threshold=WIRE_SHARE,
-        severity="critical" if share >= CRITICAL else "warning",
+        threshold=MIN_WIRE_SHARE,
+        severity="critical" if share >= CRITICAL_SHARE else "warning",
         cause="communication",
         step=window[-1].step,
         message=f"exchanging gradients takes {percent(share)} of a step that nothing hides "

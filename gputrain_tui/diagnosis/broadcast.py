@@ -1,4 +1,4 @@
-"""Ranks that wait for another one in their forward pass, and so look slow in its place.
+"""Detects ranks that wait for another one in their forward pass, and so look slow in its place.
 
 With ``broadcast_buffers`` (DDP's own default) buffers are copied along a tree of ranks before each forward pass.
 Whoever is late for that lengthens the forward pass of its neighbours there, who then are as late for the gradients as
@@ -12,35 +12,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gputrain_tui.diagnosis.row import CycleRow, base_ms
+from gputrain_tui.diagnosis.row import StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import median
 from gputrain_tui.diagnosis.symptom import Symptom
 
-LEAST_LEAD = 0.05
-"""Share of a step by which one rank must begin its forward pass later than the first one."""
-TOLERANCE = 0.20
-"""Share of that by which a follower's longer forward pass may differ from it, median over the steps."""
-AGREEING = 0.75
-"""Share of the steps in which it must be longer by half of it at least."""
+MIN_LEAD_SHARE = 0.05
+"""Of a step, by which the leader begins its forward pass later than the first rank."""
+MAX_DEVIATION_SHARE = 0.20
+"""Of the follower's lead, by which its longer forward pass may differ from it, median over the steps."""
+MIN_AGREEING_SHARE = 0.75
+"""Of the steps, in which the forward pass is longer by at least half of the lead."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broadcast:
-    """Who waits for whom before the forward pass."""
+class BroadcastWait:
+    """Ranks that wait for a leader in their forward pass."""
 
     leader: int
     """Index of the rank that the others wait for."""
     followers: frozenset[int]
     """Indices of those that wait."""
     wait_ms: float
-    """What the usual follower waits per step."""
+    """Median wait of a follower per step."""
 
     @classmethod
-    def seen_in(cls, rows: Sequence[CycleRow]) -> Broadcast | None:
-        """Return who waits for whom over some steps; None where nobody does, or where it cannot be told."""
+    def detect(cls, rows: Sequence[StepRow]) -> BroadcastWait | None:
+        """Return the leader and its followers over some steps; None where there are none."""
         begins = [median(series) for series in zip(*(row.before_forward for row in rows), strict=True)]
         leader = max(range(len(begins)), key=begins.__getitem__)
-        if begins[leader] - min(begins) < LEAST_LEAD * base_ms(rows):
+        if begins[leader] - min(begins) < MIN_LEAD_SHARE * base_ms(rows):
             return None
         others = (index for index in range(len(begins)) if index != leader)
         followers = frozenset(index for index in others if _follows(rows, index, leader))
@@ -49,8 +49,8 @@ class Broadcast:
         wait_ms = median([begins[leader] - begins[index] for index in followers])
         return cls(leader=leader, followers=followers, wait_ms=wait_ms)
 
-    def told(self, symptom: Symptom, ranks: Sequence[int]) -> Symptom:
-        """Return the leader's symptom with who waits for it, and where."""
+    def explain(self, symptom: Symptom, ranks: Sequence[int]) -> Symptom:
+        """Return the leader's symptom with its followers in message and evidence."""
         waiting = sorted(ranks[index] for index in self.followers)
         who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting):,} ranks wait"
         return replace(
@@ -61,12 +61,12 @@ class Broadcast:
         )
 
 
-def _follows(rows: Sequence[CycleRow], index: int, leader: int) -> bool:
-    """Tell whether a rank's forward pass is longer than the leader's by just what it began earlier."""
+def _follows(rows: Sequence[StepRow], index: int, leader: int) -> bool:
+    """Whether a rank's forward pass is longer than the leader's by just as much as it began earlier."""
     leads = [row.before_forward[leader] - row.before_forward[index] for row in rows]
-    longer = [row.cycles[index].forward - row.cycles[leader].forward for row in rows]
+    longer = [row.phases[index].forward - row.phases[leader].forward for row in rows]
     usual = median(leads)
     apart = median([long - lead for long, lead in zip(longer, leads, strict=True)])
-    if usual <= 0.0 or abs(apart) > TOLERANCE * usual:
+    if usual <= 0.0 or abs(apart) > MAX_DEVIATION_SHARE * usual:
         return False
-    return sum(long >= usual / 2 for long in longer) >= AGREEING * len(rows)
+    return sum(long >= usual / 2 for long in longer) >= MIN_AGREEING_SHARE * len(rows)

@@ -1,7 +1,4 @@
-"""Findings that need no slow rank: desync, non-finite or spiking losses, growing memory.
-
-Models that differ, numbers that are none, a loss that jumps, memory that only grows.
-"""
+"""Detects desync, non-finite or spiking losses, and growing memory."""
 
 from __future__ import annotations
 
@@ -11,34 +8,36 @@ from itertools import islice, pairwise
 
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
-from gputrain_tui.diagnosis.symptom import CLEARED, Symptom, percent
+from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
 
-USUAL = 20
-"""Step events with a loss that must precede one without before its absence means something."""
-HELD = 3
+MIN_EARLIER_EVENTS = 20
+"""Step events with a finite loss before one without counts as non-finite, and before a jump counts as a spike."""
+SPIKE_EVENTS = 3
 """Step events that a jump must last: a single hard batch is no finding."""
 SPIKE_SIGMAS = 10.0
-SPIKE_SHARE = 0.5
-"""Least height of a jump as a share of the loss before it."""
-BLOCKS = 6
-"""Equal phases of the time in which memory is watched; it must have grown from each to the next."""
-LEAST_SAMPLES = 90
-"""Machine samples, one a second, before memory is judged."""
-SETTLING = 30
-"""First samples after the first step that are passed over: caches fill, optimizers make their state."""
-GROWTH = 0.10
-"""Share of the memory at first by which it must have grown."""
-STEADY = 0.5
-"""Least growth from one phase to the next, against the mean: memory that fills up and stays grows ever less."""
+"""Height of a jump in standard deviations of the losses before it."""
+MIN_SPIKE_SHARE = 0.5
+"""Height of a jump as a share of the loss before it."""
+GROWTH_BLOCKS = 6
+"""Equal blocks of the samples; memory must have grown from each to the next."""
+MIN_SAMPLES = 90
+"""Machine samples, one a second, before memory growth is computed."""
+SETTLING_SAMPLES = 30
+"""First samples after the first step that are skipped: caches fill, optimizers create their state."""
+MIN_GROWTH_SHARE = 0.10
+"""Growth as a share of the first block's memory."""
+MIN_BLOCK_GROWTH_SHARE = 0.5
+"""Growth between two blocks as a share of the mean growth: a cache that fills up grows less and less."""
 GROWTH_SIGMAS = 5.0
+"""Growth in standard deviations of the memory within a block."""
 
 
 def desync(state: RunState) -> list[Symptom]:
-    """Return that some ranks hold another model, of ranks that only tell their checksums, as watched scripts do.
+    """Return the desync symptom of ranks that only report checksums, as watched scripts do.
 
-    Where the ranks compare them by themselves, they also find the first tensor that differs, and have said so.
+    Ranks that compare checksums themselves also find the first tensor that differs and raise the finding.
     """
     difference = state.desync.difference
     if difference is None:
@@ -61,14 +60,14 @@ def desync(state: RunState) -> list[Symptom]:
 
 
 def losses(state: RunState, timeline: Timeline) -> list[Symptom]:
-    """Return what is wrong with losses and gradients."""
+    """Return non-finite losses and gradient norms, and a spike of the loss."""
     found = [_non_finite(state.ranks[rank]) for rank in sorted(state.ranks)]
     found.append(_spike(state, timeline))
     return [symptom for symptom in found if symptom is not None]
 
 
 def _non_finite(view: RankView) -> Symptom | None:
-    """A number that is none cannot stand in the record: it is absent where it always was."""
+    """Return a loss or gradient norm that became non-finite: the record leaves such numbers out."""
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
         newest = next((event for event in reversed(view.steps) if event.samples), None)
         if newest is None or _is_number(getattr(newest, name)):
@@ -78,11 +77,11 @@ def _non_finite(view: RankView) -> Symptom | None:
             continue
         events = list(view.steps)
         values = [getattr(event, name) for event in events if event.samples]
-        if len(values) <= USUAL:
+        if len(values) <= MIN_EARLIER_EVENTS:
             continue
         bad = [not _is_number(value) for value in values]
         first = bad.index(True)
-        if first < USUAL:
+        if first < MIN_EARLIER_EVENTS:
             continue
         step = [event.step for event in events if event.samples][first]
         return Symptom(
@@ -105,14 +104,14 @@ def _is_number(value: float | None) -> bool:
 
 
 def _spike(state: RunState, timeline: Timeline) -> Symptom | None:
-    """Compare the newest losses, means over the ranks, with those before."""
+    """Compare the newest mean losses over the ranks with the earlier ones."""
     losses = list(timeline.losses)
-    if len(losses) < USUAL + HELD:
+    if len(losses) < MIN_EARLIER_EVENTS + SPIKE_EVENTS:
         return None
-    before, newest = losses[:-HELD], losses[-HELD:]
+    before, newest = losses[:-SPIKE_EVENTS], losses[-SPIKE_EVENTS:]
     usual = median(before)
     noise = max(spread(before), jitter(before))
-    threshold = max(SPIKE_SIGMAS * noise, SPIKE_SHARE * abs(usual))
+    threshold = max(SPIKE_SIGMAS * noise, MIN_SPIKE_SHARE * abs(usual))
     height = median(newest) - usual
     if threshold <= 0.0 or height < threshold / 2:
         return None
@@ -129,51 +128,52 @@ def _spike(state: RunState, timeline: Timeline) -> Symptom | None:
 
 
 class MemoryGrowth:
-    """Judges the memory of each rank's process and of its GPU whenever it was sampled anew."""
+    """Detects growing memory of each rank's process and GPU, once per sample."""
 
     def __init__(self) -> None:
-        self._judged: dict[tuple[int, str], tuple[float, Symptom | None]] = {}
-        """Per rank and kind of memory, the time of the newest sample that was judged, and what came of it."""
+        self._last_symptoms: dict[tuple[int, str], tuple[float, Symptom | None]] = {}
+        """By rank and kind of memory: time of the newest sample, and its symptom."""
 
-    def creeping(self, state: RunState) -> list[Symptom]:
-        """Return whose memory only grows; of a rank's two memories the one that grows more."""
+    def symptoms(self, state: RunState) -> list[Symptom]:
+        """Return the ranks whose memory grows steadily; of process and GPU the one that grows more."""
         found = []
         for view in state.ranks.values():
-            candidates = (self._judge(view, "process", view.rss_bytes), self._judge(view, "GPU", view.gpu_bytes))
+            candidates = (self._symptom(view, "process", view.rss_bytes), self._symptom(view, "GPU", view.gpu_bytes))
             if symptoms := [symptom for symptom in candidates if symptom is not None]:
                 found.append(max(symptoms, key=lambda symptom: symptom.value))
         return found
 
-    def _judge(self, view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
-        if len(samples) < SETTLING + LEAST_SAMPLES:
+    def _symptom(self, view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+        if len(samples) < SETTLING_SAMPLES + MIN_SAMPLES:
             return None
         newest, _ = samples[-1]
-        known = self._judged.get((view.rank, what))
+        known = self._last_symptoms.get((view.rank, what))
         if known is None or known[0] != newest:
-            known = self._judged[view.rank, what] = newest, _creep(view, what, samples)
+            known = self._last_symptoms[view.rank, what] = newest, _growth_symptom(view, what, samples)
         return known[1]
 
 
-def _creep(view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
-    used = [float(each) for _, each in islice(samples, SETTLING, None)]
-    size = len(used) // BLOCKS
-    last = size * (BLOCKS - 1)
-    if median(used[last : last + size]) < (1 + CLEARED * GROWTH) * median(used[:size]):
+def _growth_symptom(view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+    used = [float(each) for _, each in islice(samples, SETTLING_SAMPLES, None)]
+    size = len(used) // GROWTH_BLOCKS
+    last = size * (GROWTH_BLOCKS - 1)
+    if median(used[last : last + size]) < (1 + CLEAR_SHARE * MIN_GROWTH_SHARE) * median(used[:size]):
         return None
-    blocks = [used[start : start + size] for start in range(0, size * BLOCKS, size)]
+    blocks = [used[start : start + size] for start in range(0, size * GROWTH_BLOCKS, size)]
     levels = [median(block) for block in blocks]
     growth = levels[-1] - levels[0]
-    mean = growth / (BLOCKS - 1)
+    mean = growth / (GROWTH_BLOCKS - 1)
     grown = growth / levels[0] if levels[0] > 0 else 0.0
     noise = median([jitter(block) for block in blocks])
-    seconds = samples[-1][0] - samples[SETTLING][0]
-    per_hour = growth / max(seconds * (BLOCKS - 1) / BLOCKS, 1.0) * 3600
+    seconds = samples[-1][0] - samples[SETTLING_SAMPLES][0]
+    per_hour = growth / max(seconds * (GROWTH_BLOCKS - 1) / GROWTH_BLOCKS, 1.0) * 3600
     return Symptom(
         kind="memory_creep",
         rank=view.rank,
         value=grown,
-        threshold=GROWTH,
-        confirmed=growth >= GROWTH_SIGMAS * noise and all(b - a >= STEADY * mean for a, b in pairwise(levels)),
+        threshold=MIN_GROWTH_SHARE,
+        confirmed=growth >= GROWTH_SIGMAS * noise
+        and all(b - a >= MIN_BLOCK_GROWTH_SHARE * mean for a, b in pairwise(levels)),
         cause=what.lower(),
         step=view.step,
         message=f"the {what}'s memory of rank {view.rank} has grown by {percent(grown)} "

@@ -1,18 +1,18 @@
-"""Which rank the others have lost, when all that failed only tell that a peer was gone or did not answer in time."""
+"""Finds the rank that the others have lost, when all failures only report a lost peer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gputrain_tui.diagnosis.stall import awaited
+from gputrain_tui.diagnosis.stall import awaited_ranks
 from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Failure
 
 
-def missing(state: RunState) -> Failure | None:
-    """Return the failure of the rank that others have lost; None where none lost any, or all did.
+def lost_peer(state: RunState) -> Failure | None:
+    """Return the failure of the rank that others have lost; None where no rank or every rank lost a peer.
 
-    That is the rank that was found stalled, else one that had left before, else one that has said nothing.
+    That is the rank found stalled, else one that had exited before, else one without a report.
     """
     lost = [
         (view.failure.time, view.failure)
@@ -35,7 +35,7 @@ def missing(state: RunState) -> Failure | None:
     silent = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
     if not silent:
         return None
-    silent = [view for view in awaited(state) if view in silent] or silent
+    silent = [view for view in awaited_ranks(state) if view in silent] or silent
     return _failure(silent[0], "silent", f"{_names(silent)} said nothing{_after(silent[0])}; {gave_up}", first.time)
 
 

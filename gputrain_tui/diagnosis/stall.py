@@ -1,7 +1,7 @@
-"""Finds ranks from which no step comes any more: who is behind, since when, and what their process does.
+"""Detects stalled ranks: which are behind, since when, and what their processes do.
 
-Every state of a rank has a usual length: the longest stay in it so far, of any rank. A rank that stays several times
-as long is stalled where the others are known to wait for it, and the whole run where nobody goes on.
+The usual length of a stage is the longest stay of any rank in it so far. A rank that stays several times as long is
+stalled if the others wait for it; the run is stalled if no rank makes progress.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.symptom import Symptom, who
+from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
 from gputrain_tui.state import RankView, RunState
 
-LEAST_S = 10.0
-"""A machine may pause this long for reasons of its own: a slow disk, a suspended guest."""
-LONGEST = 4.0
-"""How many times the longest stay in the same state so far."""
-INTERVALS = 20.0
-"""How many usual steps, of a rank that trains."""
-TOGETHER_S = 20.0
-"""Least silence when no rank is behind: a script that is watched may evaluate between two steps."""
-QUIET_S = 60.0
-"""How long a state that no rank has left yet may last without any sign of life."""
-BUSY_S = 300.0
-"""How long it may last while the processes compute."""
+MIN_STALL_S = 10.0
+"""Machines pause this long without fault: a slow disk, a suspended guest."""
+STAY_MULTIPLE = 4.0
+"""Of the longest stay in the same stage so far."""
+STEP_MULTIPLE = 20.0
+"""Of the median step, for a rank that trains."""
+MIN_COMMON_STALL_S = 20.0
+"""When no rank is behind: a watched script may evaluate between two steps."""
+NEW_STAGE_IDLE_S = 60.0
+"""Limit of a stage that no rank has left yet, while its processes are idle."""
+NEW_STAGE_BUSY_S = 300.0
+"""The same while its processes compute."""
 BUSY_PERCENT = 50.0
-"""From how much of a core on, waiting for one included, a process is computing, or waiting actively."""
-ALIVE_PERCENT = 2.0
-"""From how much of a core or a GPU in a second on something goes on; two ticks of the kernel's clock."""
+"""Of a core, waits for one included, from which a process is busy: computing or busy-waiting."""
+ACTIVE_PERCENT = 2.0
+"""Of a core or GPU in a second, from which it is active: two ticks of the kernel's clock."""
 
-PLACES = {
+PHASE_TEXT = {
     "data": "between two steps or waiting for data",
     "h2d": "copying a batch to its device",
     "forward": "in its forward pass",
@@ -41,7 +41,7 @@ PLACES = {
     "other": "between two steps",
     "group": "waiting for the others",
 }
-STAYS = {
+STAGE_TEXT = {
     "spawned": "has been starting",
     "joining": "has been joining",
     "ready": "has been getting ready",
@@ -51,146 +51,157 @@ STAYS = {
     "saving": "has been saving",
     "group": "has been waiting for the others",
 }
-"""How a rank that stays in a state is spoken of."""
-BEFORE = ("spawned", "joining", "ready")
-"""The states before training, in order."""
-LOCK = "futex"
-"""How the kernel's functions begin in which a thread waits for another one."""
-Place = tuple[int, int, int]
+"""By stage, as words of a sentence."""
+START_STAGES = ("spawned", "joining", "ready")
+"""In order."""
+LOCK_PREFIX = "futex"
+"""Of the kernel functions in which a thread waits for a lock."""
+Position = tuple[int, int, int]
 
 
 @dataclass
-class Heard:
-    """When each rank was last heard of, by this process's clock: those of the nodes may differ."""
+class RankActivity:
+    """Times of each rank's last progress and activity, by this process's clock: those of the nodes may differ."""
 
-    news: dict[int, tuple[str, int, int]] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
-    """When a rank did a step, or entered another state, last."""
-    alive: dict[int, float] = field(default_factory=dict)
-    """When it did that, or its process was seen to do anything, last."""
-    quiet_s: float = 0.0
-    """The longest time in which a process did nothing, and went on."""
+    progress: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    progressed_at: dict[int, float] = field(default_factory=dict)
+    """By rank, when it last ended a step or entered another stage."""
+    active_at: dict[int, float] = field(default_factory=dict)
+    """By rank, when it last made progress or its process was active."""
+    longest_idle_s: float = 0.0
+    """Longest idle time of a process that became active again."""
     _samples: dict[int, tuple[object, object]] = field(default_factory=dict)
 
-    def listen(self, state: RunState, now: float) -> None:
-        """Note who has done a step, or entered another state, since the last time."""
+    def update(self, state: RunState, now: float) -> None:
+        """Record progress and activity since the last update."""
         for rank, view in state.ranks.items():
-            news = (view.stage, view.step, view.validation_turns)
-            before = self.news.get(rank)
-            if before != news:
-                self.news[rank], self.times[rank] = news, now
+            progress = (view.stage, view.step, view.validation_turns)
+            before = self.progress.get(rank)
+            if before != progress:
+                self.progress[rank], self.progressed_at[rank] = progress, now
             process, gpu = self._samples.get(rank, (None, None))
             is_sampled = view.process is not process or view.gpu is not gpu
-            if before != news or (is_sampled and _is_alive(view)):
-                self.quiet_s = max(self.quiet_s, now - self.alive.get(rank, now))
-                self.alive[rank] = now
+            if before != progress or (is_sampled and _is_active(view)):
+                self.longest_idle_s = max(self.longest_idle_s, now - self.active_at.get(rank, now))
+                self.active_at[rank] = now
             if is_sampled:
                 self._samples[rank] = view.process, view.gpu
 
 
-def stalls(state: RunState, heard: Heard, now: float) -> list[Symptom]:
-    """Return who keeps the run from going on.
+def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]:
+    """Return the stalled ranks, or the stall of the whole run.
 
     Args:
         state: the run.
-        heard: who was heard of when.
-        now: seconds on the clock of ``heard``.
+        activity: of all ranks.
+        now: seconds on the clock of ``activity``.
     """
     running = [view for view in state.ranks.values() if view.state != "finished"]
     if not running or any(view.state in (None, "failed") for view in running):
         return []
-    silences = {view.rank: now - heard.times.get(view.rank, now) for view in running}
+    silences = {view.rank: now - activity.progressed_at.get(view.rank, now) for view in running}
     shortest_s = min(silences.values())
-    if shortest_s < LEAST_S / 2:
+    if shortest_s < MIN_STALL_S / 2:
         return []
     ahead = max(view.step for view in running)
     left = [view for view in state.ranks.values() if view.state == "finished"]
     if left:
         # Ranks that have done all steps leave before those that still evaluate or save.
         early = [view for view in left if view.step < ahead]
-        patience_s = _patience(state, running)
-        if not early or patience_s is None:
+        threshold_s = _stall_threshold_s(state, running)
+        if not early or threshold_s is None:
             return []
-        return [_left(view, shortest_s, patience_s, ahead) for view in early]
-    missing = awaited(state)
+        return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
+    missing = awaited_ranks(state)
     if missing:
         found = []
         for view in missing:
-            patience_s = _patience(state, [view]) or (BUSY_S if _doing(view) == "busy" else QUIET_S)
-            if silences[view.rank] >= patience_s / 2:
-                found.append(_one(state, view, silences[view.rank], patience_s, ahead, alone=len(missing) == 1))
+            threshold_s = _stall_threshold_s(state, [view]) or (
+                NEW_STAGE_BUSY_S if _busy_or_idle(view) == "busy" else NEW_STAGE_IDLE_S
+            )
+            if silences[view.rank] >= threshold_s / 2:
+                found.append(
+                    _behind_symptom(state, view, silences[view.rank], threshold_s, ahead, alone=len(missing) == 1)
+                )
         return found
-    learnt_s = _patience(state, running)
+    learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
-        return _quiet(running, heard, now)
-    busy = all(view.stage == "training" and _doing(view) == "busy" for view in running)
-    patience_s = max(learnt_s, BUSY_S if busy else TOGETHER_S)
-    return [_together(running, _odd_one(running), shortest_s, patience_s)] if shortest_s >= patience_s / 2 else []
+        return _idle_symptoms(running, activity, now)
+    busy = all(view.stage == "training" and _busy_or_idle(view) == "busy" for view in running)
+    threshold_s = max(learnt_s, NEW_STAGE_BUSY_S if busy else MIN_COMMON_STALL_S)
+    return (
+        [_common_symptom(running, _outlier(running), shortest_s, threshold_s)] if shortest_s >= threshold_s / 2 else []
+    )
 
 
-def awaited(state: RunState) -> list[RankView]:
-    """Return the ranks that have not ended and that others wait for, as all of them tell where they are."""
+def awaited_ranks(state: RunState) -> list[RankView]:
+    """Return the running ranks that others wait for, by the positions that all have reported."""
     running = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
     if state.joining is not None and all(view.state in ("spawned", "joining") for view in running):
         return [view for view in running if view.rank in state.joining.missing]
-    places = {view.rank: _place(view) for view in running}
-    ahead = max(places.values(), default=None)
-    behind = [view for view in running if places[view.rank] != ahead]
+    positions = {view.rank: _position(view) for view in running}
+    ahead = max(positions.values(), default=None)
+    behind = [view for view in running if positions[view.rank] != ahead]
     if 0 < len(behind) <= len(running) / 2:
         return behind
-    phases = {view.rank: _parts_done(view) for view in running}
-    told = [view.doing.part for view in running if view.doing is not None]
-    if len(told) < len(running) and not {"sync", "group"} & set(told):
+    phases = {view.rank: _phases_done(view) for view in running}
+    known = [view.doing.part for view in running if view.doing is not None]
+    if len(known) < len(running) and not {"sync", "group"} & set(known):
         return []
     behind = [view for view in running if phases[view.rank] < max(phases.values())]
     return behind if 0 < len(behind) <= len(running) / 2 else []
 
 
-def _place(view: RankView) -> Place:
-    """Return how far a rank is: before training, then by steps, then by validations between two steps."""
-    begun = BEFORE.index(view.state) if view.state in BEFORE else len(BEFORE)
+def _position(view: RankView) -> Position:
+    """Return a rank's position: its stage before training, then its step, then validations since that step."""
+    begun = START_STAGES.index(view.state) if view.state in START_STAGES else len(START_STAGES)
     return begun, view.step, view.validation_turns
 
 
-def _parts_done(view: RankView) -> float:
-    """Return how far within a step it told to be; who waits outside of steps has done its own phase."""
+def _phases_done(view: RankView) -> float:
+    """Return a rank's reported position within a step; infinite where it waits outside of steps."""
     if view.doing is None:
         return -1.0
     return float("inf") if view.doing.part == "group" else view.doing.parts_done
 
 
-def _patience(state: RunState, views: Sequence[RankView]) -> float | None:
-    """Return how long the ranks may take, by how long others took; None where nothing is known of their state."""
+def _stall_threshold_s(state: RunState, views: Sequence[RankView]) -> float | None:
+    """Return the stall threshold of ranks from earlier stays in their stage; None where there was none."""
     stays_s = [state.longest_stay_s.get(view.stage) for view in views]
     known_s = [stay_s for stay_s in stays_s if stay_s is not None]
     if len(known_s) < len(stays_s):
         return None
     steps_s = _step_s(views) if any(view.state == "training" for view in views) else []
-    steps = max(INTERVALS * median(steps_s), LONGEST * max(steps_s)) if steps_s else 0.0
-    return max(LEAST_S, LONGEST * max(known_s), steps)
+    steps = max(STEP_MULTIPLE * median(steps_s), STAY_MULTIPLE * max(steps_s)) if steps_s else 0.0
+    return max(MIN_STALL_S, STAY_MULTIPLE * max(known_s), steps)
 
 
 def _step_s(views: Sequence[RankView]) -> list[float]:
-    """Return the durations of the steps of late, seconds."""
+    """Return the durations of recent steps, seconds."""
     return [event.step_ms * event.steps / 1e3 for view in views for event in view.steps if event.step_ms is not None]
 
 
-def _quiet(views: Sequence[RankView], heard: Heard, now: float) -> list[Symptom]:
-    """Judge ranks that tell nothing of what they do, as those of scripts that are not measured, by their processes."""
-    silences = {view.rank: now - heard.alive.get(view.rank, now) for view in views}
-    silent = [view for view in views if silences[view.rank] >= QUIET_S / 2]
-    seen = all(_doing(view) is not None for view in views)
-    patience_s = max(QUIET_S if seen and len(silent) == len(views) else BUSY_S, LONGEST * heard.quiet_s)
+def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float) -> list[Symptom]:
+    """Return the stall of ranks without events, as of scripts that are not measured, by their processes."""
+    silences = {view.rank: now - activity.active_at.get(view.rank, now) for view in views}
+    silent = [view for view in views if silences[view.rank] >= NEW_STAGE_IDLE_S / 2]
+    seen = all(_busy_or_idle(view) is not None for view in views)
+    threshold_s = max(
+        NEW_STAGE_IDLE_S if seen and len(silent) == len(views) else NEW_STAGE_BUSY_S,
+        STAY_MULTIPLE * activity.longest_idle_s,
+    )
     silence_s = min((silences[view.rank] for view in silent), default=0.0)
-    alive = [view for view in views if view not in silent]
-    if silence_s < patience_s / 2 or len(alive) > len(views) / 2:
+    active_at = [view for view in views if view not in silent]
+    if silence_s < threshold_s / 2 or len(active_at) > len(views) / 2:
         return []
-    one = alive[0] if len(alive) == 1 else None if alive else _asleep_elsewhere(views)
-    return [_together(views, one, silence_s, patience_s)]
+    one = active_at[0] if len(active_at) == 1 else None if active_at else _sleeping_outlier(views)
+    return [_common_symptom(views, one, silence_s, threshold_s)]
 
 
-def _one(state: RunState, view: RankView, silence_s: float, patience_s: float, ahead: int, *, alone: bool) -> Symptom:
-    host, _ = who(state, view.rank)
+def _behind_symptom(
+    state: RunState, view: RankView, silence_s: float, threshold_s: float, ahead: int, *, alone: bool
+) -> Symptom:
+    host, _ = host_and_device(state, view.rank)
     where = f" on {host}" if host else ""
     after = f", after step {view.step}" if view.step else ""
     wait = f"wait at step {ahead}" if view.step < ahead else "wait for it" if alone else "wait for them"
@@ -198,23 +209,23 @@ def _one(state: RunState, view: RankView, silence_s: float, patience_s: float, a
         kind="stalled",
         rank=view.rank,
         value=silence_s,
-        threshold=patience_s,
+        threshold=threshold_s,
         severity="critical",
-        cause=_part(view) or _doing(view),
+        cause=_phase(view) or _busy_or_idle(view),
         step=view.step,
-        message=f"rank {view.rank}{where} {STAYS[view.stage]} for {silence_s:.0f} s{after}, and the "
-        f"others {wait}{_said(view)}",
+        message=f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for {silence_s:.0f} s{after}, and the "
+        f"others {wait}{_position_text(view)}",
         evidence=_evidence(view, silence_s),
         advice=ADVICE["stalled_behind"],
     )
 
 
-def _left(view: RankView, silence_s: float, patience_s: float, ahead: int) -> Symptom:
+def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
     return Symptom(
         kind="stalled",
         rank=view.rank,
         value=silence_s,
-        threshold=patience_s,
+        threshold=threshold_s,
         severity="critical",
         cause="left",
         step=view.step,
@@ -225,43 +236,43 @@ def _left(view: RankView, silence_s: float, patience_s: float, ahead: int) -> Sy
     )
 
 
-def _together(views: Sequence[RankView], one: RankView | None, silence_s: float, patience_s: float) -> Symptom:
+def _common_symptom(views: Sequence[RankView], one: RankView | None, silence_s: float, threshold_s: float) -> Symptom:
     step = min(view.step for view in views)
     after = f", after step {step}" if step else ""
     stage = views[0].stage
     if any(view.stage != stage for view in views) or stage in ("training", "first_step"):
         message = f"no rank has done a step for {silence_s:.0f} s{after}"
     else:
-        message = f"every rank {STAYS[stage]} for {silence_s:.0f} s{after}"
+        message = f"every rank {STAGE_TEXT[stage]} for {silence_s:.0f} s{after}"
     return Symptom(
         kind="stalled",
         rank=one.rank if one is not None else None,
         value=silence_s,
-        threshold=patience_s,
+        threshold=threshold_s,
         severity="critical",
-        cause=_part(one or views[0]) or _doing(one or views[0]),
+        cause=_phase(one or views[0]) or _busy_or_idle(one or views[0]),
         step=step,
-        message=message + (f"{_said(one)}, unlike the others" if one is not None else ""),
+        message=message + (f"{_position_text(one)}, unlike the others" if one is not None else ""),
         evidence=_evidence(one or views[0], silence_s),
         advice=ADVICE["stalled_together" if one is None else "stalled_behind"],
     )
 
 
-def _asleep_elsewhere(views: Sequence[RankView]) -> RankView | None:
-    """Return the one rank whose process sleeps elsewhere than those of all others, which sleep at a lock.
+def _sleeping_outlier(views: Sequence[RankView]) -> RankView | None:
+    """Return the only rank whose process does not sleep at a lock, where all others do.
 
-    A collective of gloo is waited for at a lock of its threads.
+    Ranks in a collective of gloo sleep at a lock.
     """
-    places = {view.rank: getattr(view.process, "sleeps_in", None) or "" for view in views}
-    odd = [view for view in views if not places[view.rank].startswith(LOCK)]
-    return odd[0] if len(odd) == 1 < len(views) and places[odd[0].rank] else None
+    positions = {view.rank: getattr(view.process, "sleeps_in", None) or "" for view in views}
+    odd = [view for view in views if not positions[view.rank].startswith(LOCK_PREFIX)]
+    return odd[0] if len(odd) == 1 < len(views) and positions[odd[0].rank] else None
 
 
-def _odd_one(views: Sequence[RankView]) -> RankView | None:
-    """Return the one rank that does something else than those that wait for it, where that can be told."""
+def _outlier(views: Sequence[RankView]) -> RankView | None:
+    """Return the only rank whose process is busy while the others are idle, or the reverse, if known."""
     kinds: dict[str | None, list[RankView]] = {}
     for view in views:
-        kinds.setdefault(_doing(view), []).append(view)
+        kinds.setdefault(_busy_or_idle(view), []).append(view)
     if len(kinds) != 2 or None in kinds:
         return None
     # On CPU ranks waiting for the others is idle; on a GPU the driver may wait actively.
@@ -271,40 +282,40 @@ def _odd_one(views: Sequence[RankView]) -> RankView | None:
     return odd[0] if len(odd) == 1 and len(views) > 2 else None
 
 
-def _part(view: RankView) -> str | None:
-    """Return the phase of the step that the rank is at, as it told itself."""
+def _phase(view: RankView) -> str | None:
+    """Return the phase of the step that the rank has reported."""
     return view.doing.part if view.doing is not None else None
 
 
-def _doing(view: RankView) -> str | None:
-    """Return ``busy`` or ``idle``, as the last look at its process says; None when nobody looked.
+def _busy_or_idle(view: RankView) -> str | None:
+    """Return ``busy`` or ``idle`` by the last sample of a rank's process; None without one.
 
-    A process that is ready to compute and has no core is not idle.
+    A runnable process without a core is busy.
     """
     if view.process is None or view.process.cpu_percent is None:
         return None
     return "busy" if view.process.cpu_percent + (view.process.wait_percent or 0.0) >= BUSY_PERCENT else "idle"
 
 
-def _is_alive(view: RankView) -> bool:
-    """Return whether the last look at its process, or its GPU, saw it do anything."""
+def _is_active(view: RankView) -> bool:
+    """Whether the last sample of a rank's process or GPU shows any activity."""
     used = 0.0
     if view.process is not None:
         used = (view.process.cpu_percent or 0.0) + (view.process.wait_percent or 0.0)
     if view.gpu is not None:
         used = max(used, view.gpu.utilization_percent or 0.0)
-    return used >= ALIVE_PERCENT
+    return used >= ACTIVE_PERCENT
 
 
-def _said(view: RankView) -> str:
-    """Return where a rank is and what its process does, to go on a sentence with; empty where neither is known."""
-    phase, doing = _part(view), _doing(view)
-    told = [f"rank {view.rank} is {PLACES[phase]}"] if phase is not None else []
+def _position_text(view: RankView) -> str:
+    """Return a rank's position and its process's activity as the end of a sentence; empty where unknown."""
+    phase, doing = _phase(view), _busy_or_idle(view)
+    known = [f"rank {view.rank} is {PHASE_TEXT[phase]}"] if phase is not None else []
     if doing is not None:
         place = view.process.sleeps_in
-        what = f"sleeps in the kernel's {place}" if place and not place.startswith(LOCK) else f"is {doing}"
-        told.append(f"its process {what}" if told else f"the process of rank {view.rank} {what}")
-    return "; " + ", and ".join(told) if told else ""
+        what = f"sleeps in the kernel's {place}" if place and not place.startswith(LOCK_PREFIX) else f"is {doing}"
+        known.append(f"its process {what}" if known else f"the process of rank {view.rank} {what}")
+    return "; " + ", and ".join(known) if known else ""
 
 
 def _evidence(view: RankView, silence_s: float) -> dict[str, float]:

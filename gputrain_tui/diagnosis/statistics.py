@@ -1,4 +1,4 @@
-"""Medians and spreads that a few outliers do not move, cheap enough for a thousand ranks at every check."""
+"""Robust statistics, cheap enough for a thousand ranks at every check."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from itertools import pairwise
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; the mean of the two in the median where their number is even."""
+    """Return the median; of an even number of values the mean of the middle two."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def midmean(values: Sequence[float]) -> float:
-    """Return the mean of the half in the median: a few odd values do not move it, what comes now and then does."""
+    """Return the interquartile mean: outliers do not move it, but values in a third of the samples do."""
     ordered = sorted(values)
     kept = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return sum(kept) / len(kept)
 
 
 def median_low(values: Sequence[float]) -> float:
-    """Return the median; the lower of the two in the median where their number is even."""
+    """Return the median; of an even number of values the lower of the middle two."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def median_without(ranked: Sequence[float], place: int) -> float:
-    """Return the median of ascending values but for the one at a place."""
+    """Return the median of ascending values without the one at an index."""
     others = len(ranked) - 1
     low, high = (others - 1) // 2, others // 2
     return (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2
@@ -48,17 +48,17 @@ def excess(values: Sequence[float]) -> list[float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which about this share of the values lies."""
+    """Return the quantile: about this share of the values is smaller."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation as the median absolute deviation tells it, deaf to outliers."""
+    """Return a robust standard deviation, from the median absolute deviation (1.4826 for normal values)."""
     about = median(values)
     return 1.4826 * median([abs(value - about) for value in values])
 
 
 def jitter(values: Sequence[float]) -> float:
-    """Return the standard deviation from one step to the next, deaf to outliers and to a level that shifts."""
+    """Return a robust standard deviation of the noise, from successive differences: a shifting level has no effect."""
     return 1.4826 * median([abs(b - a) for a, b in pairwise(values)]) / math.sqrt(2)

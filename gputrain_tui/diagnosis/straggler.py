@@ -1,4 +1,4 @@
-"""Who makes the others wait, and with what: lateness in excess over the other ranks, significant against the noise."""
+"""Detects stragglers: ranks whose excess work over the other ranks' median is significant against the noise."""
 
 from __future__ import annotations
 
@@ -7,134 +7,137 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, islice
 
-from gputrain_tui.diagnosis.advice import ADVICE, NAMES
-from gputrain_tui.diagnosis.broadcast import Broadcast
+from gputrain_tui.diagnosis.advice import ADVICE, CAUSE_NAMES
+from gputrain_tui.diagnosis.broadcast import BroadcastWait
 from gputrain_tui.diagnosis.causes import cause_of
-from gputrain_tui.diagnosis.row import PHASES, CycleRow, base_ms
+from gputrain_tui.diagnosis.row import PHASES, StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
 from gputrain_tui.diagnosis.symptom import Severity, Symptom, percent
 from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
 
-WINDOW = 12
-"""Steps that must agree; more than half of them are over 13 steps after a rank became slow."""
-SHORT_WINDOW = 6
-"""Rows that do, where they stand for so many steps together and a rank is more than ``OVERWHELMING`` late."""
-OVERWHELMING = 0.5
-"""Share of a step: the others wait for longer than they work."""
-LEAST_ROWS = 20
-"""Rows to know a run by, before anything is said."""
-BEFORE = 2
-"""Rows before it that do for what a short window shows: from before a rank became slow."""
-WARNING, CRITICAL = 0.10, 0.20
-"""Share of a step that a rank is late (TraceML's gates)."""
-AT_ONCE = 0.15
-"""Share of a step from which one window is enough; for less, ``SUSTAINED`` windows must all show it."""
-SUSTAINED = 4
-UNEXPLAINED, UNEXPLAINED_S = 2, 5.0
-"""Windows that must show lateness which no phase accounts for, and seconds for a rank that computes on a core.
+WINDOW_ROWS = 12
+"""Rows whose median is compared: a slow rank is in more than half of them after seven steps."""
+SHORT_WINDOW_ROWS = 6
+"""Rows that suffice where each covers several steps and a rank is more than ``OVERWHELMING_SHARE`` late."""
+OVERWHELMING_SHARE = 0.5
+"""Of a step: the others wait longer than they work."""
+MIN_ROWS = 20
+"""Rows before the first finding, to estimate the noise."""
+MIN_EARLIER_ROWS = 2
+"""Rows needed before a short window, from before the rank became slow."""
+WARNING_SHARE, CRITICAL_SHARE = 0.10, 0.20
+"""Lateness as a share of a step (TraceML's gates)."""
+ONE_WINDOW_SHARE = 0.15
+"""Of a step, from which one window is enough; below, ``SUSTAINED_WINDOWS`` windows must all show it."""
+SUSTAINED_WINDOWS = 4
+UNEXPLAINED_WINDOWS, UNEXPLAINED_S = 2, 5.0
+"""Windows that must show lateness without a cause, and seconds for a rank on a CPU.
 
-Where all that such a rank does takes longer, it is its core that is slower. Other work on the machine, or other
-guests of its host, make it so for a second or two now and then, however many steps that is.
+When all work of a CPU rank takes longer, its core is slower: other processes or guests of the host cause that for a
+second or two now and then, for however many steps.
 """
-AGREEING = 0.75
-"""Share of the window's steps in which the rank must be late by at least half of the median."""
+MIN_AGREEING_SHARE = 0.75
+"""Of the window's rows, in which the rank must be late by at least half of the median."""
 STEP_SIGMAS = 6.0
-"""Standard errors of the window's median, from the difference between one step and the next."""
+"""Standard errors of the window's median, estimated from successive differences."""
 BLOCK_SIGMAS = 4.0
-"""Standard deviations of earlier windows' medians, which also tell noise that comes in bursts."""
-LEAST_BLOCKS = 4
-"""Earlier windows from which that can be told."""
-CORE_STEPS = 8 * WINDOW
-"""Steps over which a rank must have waited for a core: bursts of other work on the machine are shorter."""
-CORE_AGREEING = 0.80
+"""Standard deviations of the medians of earlier windows, which include noise in bursts."""
+MIN_BLOCKS = 4
+"""Earlier windows needed to estimate that deviation."""
+CORE_WAIT_ROWS = 8 * WINDOW_ROWS
+"""Rows in which a rank must have waited for a core: bursts of other work on the machine are shorter."""
+CORE_WAIT_AGREEING_SHARE = 0.80
+"""Of these rows, in which the wait must be at least half of the median."""
 
 
 def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
-    """Return the ranks that are late by something, with the cause where one accounts for it.
+    """Return the late ranks, each with its cause if that is known.
 
-    Nothing is said of ranks that do not wait for each other, nor of steps whose waits were not measured.
+    Rows whose waits for the synchronisation were not measured are skipped.
     """
-    if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW)):
+    if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW_ROWS)):
         return []
     rows = [row for row in timeline.rows if row.synced]
-    if len(rows) < SHORT_WINDOW + BEFORE:
+    if len(rows) < SHORT_WINDOW_ROWS + MIN_EARLIER_ROWS:
         return []
-    broadcast = Broadcast.seen_in(rows[-WINDOW:])
+    broadcast = BroadcastWait.detect(rows[-WINDOW_ROWS:])
     if broadcast is not None:
-        rows = [row.relieved(broadcast.leader, broadcast.followers) for row in rows]
-    window = rows[-WINDOW:]
+        rows = [row.without_broadcast_wait(broadcast.leader, broadcast.followers) for row in rows]
+    window = rows[-WINDOW_ROWS:]
     step_ms = base_ms(window)
     owns = _own_excess(window)
     short = _short_window(rows)
-    lately = _own_excess(rows[-short:])
-    merged = short < WINDOW and len(rows) >= short + BEFORE
-    known = len(rows) >= LEAST_ROWS
-    waits = _waits_for_cores(rows)
+    short_owns = _own_excess(rows[-short:])
+    merged = short < WINDOW_ROWS and len(rows) >= short + MIN_EARLIER_ROWS
+    known = len(rows) >= MIN_ROWS
+    waits = _core_wait_excess(rows)
     found = []
     for index, rank in enumerate(timeline.ranks):
         symptom = None
-        if merged and lately[index] >= OVERWHELMING * (step_ms + lately[index]):
-            symptom = _slow(state, timeline.ranks, rows, index, step_ms, short)
-            if symptom.cause == "unattributed":  # all phases longer for a moment: the machine, told of when it lasts
+        if merged and short_owns[index] >= OVERWHELMING_SHARE * (step_ms + short_owns[index]):
+            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, short)
+            if symptom.cause == "unattributed":  # a moment's load of the machine: reported when it lasts
                 symptom = None
-        if symptom is None and known and owns[index] >= WARNING / 2 * (step_ms + max(owns[index], 0.0)):
-            symptom = _slow(state, timeline.ranks, rows, index, step_ms, WINDOW)
+        if symptom is None and known and owns[index] >= WARNING_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
+            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS)
         if symptom is not None and broadcast is not None and index == broadcast.leader:
-            symptom = broadcast.told(symptom, timeline.ranks)
+            symptom = broadcast.explain(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
-            symptom = _without_core(rows[-CORE_STEPS:], rank, index, waits[index]) or symptom
+            symptom = _core_wait_symptom(rows[-CORE_WAIT_ROWS:], rank, index, waits[index]) or symptom
         if symptom is not None:
             found.append(symptom)
     return found
 
 
-def _short_window(rows: Sequence[CycleRow]) -> int:
-    """Return how many of the last rows stand for ``WINDOW`` steps: from ``SHORT_WINDOW`` to ``WINDOW``."""
-    steps = list(accumulate(row.steps for row in islice(reversed(rows), WINDOW)))
-    return max(SHORT_WINDOW, min(WINDOW, 1 + bisect_left(steps, WINDOW)))
+def _short_window(rows: Sequence[StepRow]) -> int:
+    """Return how many of the last rows cover ``WINDOW_ROWS`` steps: from ``SHORT_WINDOW_ROWS`` to ``WINDOW_ROWS``."""
+    steps = list(accumulate(row.steps for row in islice(reversed(rows), WINDOW_ROWS)))
+    return max(SHORT_WINDOW_ROWS, min(WINDOW_ROWS, 1 + bisect_left(steps, WINDOW_ROWS)))
 
 
-def _own_excess(window: Sequence[CycleRow]) -> list[float]:
-    """Return by how much each rank's own work usually exceeds the other ranks', ms."""
+def _own_excess(window: Sequence[StepRow]) -> list[float]:
+    """Return each rank's median excess of own work over a window, ms."""
     return [median(late) for late in zip(*(row.own_excess for row in window), strict=True)]
 
 
-def _slow(
-    state: RunState, ranks: Sequence[int], rows: Sequence[CycleRow], index: int, base: float, length: int
+def _own_work_symptom(
+    state: RunState, ranks: Sequence[int], rows: Sequence[StepRow], index: int, base: float, length: int
 ) -> Symptom:
-    """Judge what a rank itself does longer than the others.
+    """Return the symptom of a rank whose own work takes longer than the others'.
 
     Args:
         state: the run.
         ranks: all of them.
-        rows: the last steps.
-        index: the rank's place in them.
-        base: how long a step takes with a core for everybody and nobody late, ms.
-        length: how many of the last rows must agree.
+        rows: the last rows.
+        index: of the rank in the rows.
+        base: duration of a step without stragglers, ms.
+        length: number of the last rows that are compared.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
     recent = late[-length:]
     late_ms = median(recent)
     step_ms = base + max(late_ms, 0.0)
-    gate = WARNING * step_ms
-    blocks = [median(late[-WINDOW * (n + 1) : len(late) - WINDOW * n]) for n in range(len(late) // WINDOW)]
-    troubled = [row.troubled for row in rows]
-    noise = _noise(late, troubled)
+    gate = WARNING_SHARE * step_ms
+    blocks = [
+        median(late[-WINDOW_ROWS * (n + 1) : len(late) - WINDOW_ROWS * n]) for n in range(len(late) // WINDOW_ROWS)
+    ]
+    straggling = [row.straggling for row in rows]
+    noise = _noise(late, straggling)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
     agreed_ms = median([row.own_excess[index] for row in agreeing])  # of the same steps as its phases
     phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
     cause = cause_of(state, rank, agreed_ms, phases, agreeing, ranks)
     if noise > gate and cause.name in PHASES:  # a phase may stand out from its own noise where all of them are noisier
         alone = [row.excess(cause.name, index) for row in rows]
-        noise_alone = _noise(alone, troubled)
+        noise_alone = _noise(alone, straggling)
         if median(alone[-length:]) >= noise_alone:
             noise = min(noise, noise_alone)
     threshold = max(gate, noise)
-    windows = SUSTAINED if late_ms < AT_ONCE * step_ms else 0
+    windows = SUSTAINED_WINDOWS if late_ms < ONE_WINDOW_SHARE * step_ms else 0
     if cause.name == "unattributed":
-        windows = max(windows, UNEXPLAINED if _on_gpu(state, rank) else _windows_of(window, UNEXPLAINED_S))
+        windows = max(windows, UNEXPLAINED_WINDOWS if _on_gpu(state, rank) else _windows_of(window, UNEXPLAINED_S))
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])
     share = late_ms / step_ms
     return Symptom(
@@ -142,7 +145,7 @@ def _slow(
         rank=rank,
         value=late_ms,
         threshold=threshold,
-        confirmed=lasting and len(agreeing) >= AGREEING * len(recent),
+        confirmed=lasting and len(agreeing) >= MIN_AGREEING_SHARE * len(recent),
         severity=_severity(share),
         cause=cause.name,
         step=window[-1].step,
@@ -165,33 +168,36 @@ def _on_gpu(state: RunState, rank: int) -> bool:
     return (state.ranks[rank].device or "").startswith("cuda")
 
 
-def _windows_of(window: Sequence[CycleRow], seconds: float) -> int:
-    """Return how many windows like this one last that long, at least ``UNEXPLAINED`` and at most all that are kept."""
+def _windows_of(window: Sequence[StepRow], seconds: float) -> int:
+    """Return how many windows like this one last so long, within ``UNEXPLAINED_WINDOWS`` and the history."""
     window_s = sum(row.step_ms * row.steps for row in window) * 1e-3
     lasting = math.ceil(seconds / max(window_s, 1e-6))
-    return max(UNEXPLAINED, min(lasting, HISTORY // WINDOW))
+    return max(UNEXPLAINED_WINDOWS, min(lasting, HISTORY // WINDOW_ROWS))
 
 
-def _waits_for_cores(rows: Sequence[CycleRow]) -> list[float] | None:
-    """Return by how much each rank waits longer for a core than the others; None while the steps are too few."""
-    if len(rows) < CORE_STEPS:
+def _core_wait_excess(rows: Sequence[StepRow]) -> list[float] | None:
+    """Return each rank's median excess of waits for a core, ms; None while there are too few rows."""
+    if len(rows) < CORE_WAIT_ROWS:
         return None
-    recent = rows[-CORE_STEPS:]
+    recent = rows[-CORE_WAIT_ROWS:]
     return [median(waits) for waits in zip(*(row.core_wait_excess for row in recent), strict=True)]
 
 
-def _without_core(recent: Sequence[CycleRow], rank: int, index: int, late_ms: float) -> Symptom | None:
-    """Judge how much longer than the others a rank waits for a core, over a longer time: that comes in bursts."""
+def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms: float) -> Symptom | None:
+    """Return the symptom of a rank that waits longer for a core, over a longer time: waits come in bursts."""
     if late_ms <= 0.0:
         return None
     step_ms = median([row.step_ms for row in recent])
-    gate = WARNING * step_ms
+    gate = WARNING_SHARE * step_ms
     if late_ms < gate / 2:
         return None
     waits = [row.core_wait_excess[index] for row in recent]
-    blocks = [median(waits[start : start + WINDOW]) for start in range(0, CORE_STEPS, WINDOW)]
+    blocks = [median(waits[start : start + WINDOW_ROWS]) for start in range(0, CORE_WAIT_ROWS, WINDOW_ROWS)]
     threshold = max(gate, BLOCK_SIGMAS * spread(blocks))
-    steady = min(blocks) >= gate and sum(value >= late_ms / 2 for value in waits) >= CORE_AGREEING * CORE_STEPS
+    steady = (
+        min(blocks) >= gate
+        and sum(value >= late_ms / 2 for value in waits) >= CORE_WAIT_AGREEING_SHARE * CORE_WAIT_ROWS
+    )
     share = late_ms / step_ms
     return Symptom(
         kind="straggler",
@@ -203,7 +209,7 @@ def _without_core(recent: Sequence[CycleRow], rank: int, index: int, late_ms: fl
         cause="core_wait",
         step=recent[-1].step,
         message=f"rank {rank} is {late_ms:.1f} ms late in each step ({percent(share)} of a step), "
-        f"because of {NAMES['core_wait']}",
+        f"because of {CAUSE_NAMES['core_wait']}",
         evidence={
             "late_ms": late_ms,
             "step_ms": step_ms,
@@ -217,19 +223,19 @@ def _without_core(recent: Sequence[CycleRow], rank: int, index: int, late_ms: fl
 
 
 def _severity(share: float) -> Severity:
-    return "critical" if share >= CRITICAL else "warning"
+    return "critical" if share >= CRITICAL_SHARE else "warning"
 
 
-def _noise(late: Sequence[float], troubled: Sequence[bool]) -> float:
-    """Return how late a rank must be over a window not to be taken for noise, ms.
+def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
+    """Return the lateness over a window that noise may reach, ms.
 
     Args:
-        late: by how much it was at each row.
-        troubled: whether a rank was known to be late at that row: faults that are over are not the machine's noise.
+        late: the rank's lateness by row.
+        straggling: whether a straggler was known at each row: such rows are no sample of noise.
     """
-    step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW)  # 1.2533: a median's against a mean's
-    earlier = [value for value, known in zip(late[:-WINDOW], troubled[:-WINDOW], strict=True) if not known]
-    starts = range(len(earlier) % WINDOW, len(earlier), WINDOW)
-    blocks = [median(earlier[start : start + WINDOW]) for start in starts]
-    in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= LEAST_BLOCKS else 0.0
+    step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW_ROWS)  # 1.2533: a median's against a mean's
+    earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
+    starts = range(len(earlier) % WINDOW_ROWS, len(earlier), WINDOW_ROWS)
+    blocks = [median(earlier[start : start + WINDOW_ROWS]) for start in starts]
+    in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= MIN_BLOCKS else 0.0
     return max(step_to_step, in_bursts)

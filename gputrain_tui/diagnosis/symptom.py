@@ -8,34 +8,34 @@ from typing import Literal
 from gputrain_tui.state import RunState
 
 Severity = Literal["info", "warning", "critical"]
-CLEARED = 0.5
-"""Share of the threshold below which a finding is cleared; what shows less of it need not be told."""
+CLEAR_SHARE = 0.5
+"""Of the threshold: a finding is cleared below it, so that it does not flicker around its threshold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Symptom:
-    """Something that may be wrong, and how much of it there is."""
+    """A possible finding with its magnitude."""
 
     kind: str
     rank: int | None = None
-    """None where it is nobody's own."""
+    """None for the run as a whole."""
     value: float
-    """How much; in the unit of ``threshold``."""
+    """Magnitude, in the unit of ``threshold``."""
     threshold: float
-    """From how much on it is a finding. A finding is cleared at half of what this was when it was raised."""
+    """Value from which it is a finding; cleared at ``CLEAR_SHARE`` of the threshold at which it was raised."""
     confirmed: bool = True
     """Whether it has lasted long enough to be raised."""
     severity: Severity = "warning"
     cause: str | None = None
     step: int | None = None
-    """The newest step that was looked at."""
+    """The newest step that was checked."""
     message: str = ""
     evidence: dict[str, float] = field(default_factory=dict)
     """Numbers by name; the name ends in the unit."""
     advice: str = ""
 
 
-def who(state: RunState, rank: int) -> tuple[str | None, str | None]:
+def host_and_device(state: RunState, rank: int) -> tuple[str | None, str | None]:
     """Return a rank's host and device."""
     view = state.ranks.get(rank)
     return (view.host, view.device) if view is not None else (None, None)

@@ -1,6 +1,6 @@
-"""Follows a run's steps and lays those that every rank has reported side by side, each of them once.
+"""Aligns the steps of all ranks in rows, each step once.
 
-A look takes up what is new since the last one, so that its cost grows with the ranks and not with the history.
+An update reads only new events: its cost depends on the number of ranks, not on the history.
 """
 
 from __future__ import annotations
@@ -11,79 +11,79 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from gputrain_tui.diagnosis.row import Cycle, CycleRow
+from gputrain_tui.diagnosis.row import StepPhases, StepRow
 from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Step
 
 HISTORY = 128
-"""Step events per rank that a state must keep to be followed, and rows that are kept here."""
-WARM_UP = 5
-"""First steps of a start that are passed over: caches, allocators and DDP's buckets are still being arranged."""
+"""Step events per rank that the run state must keep, and rows kept here: ten windows for the noise of earlier steps."""
+WARM_UP_STEPS = 5
+"""First steps of a start that are skipped: caches and allocators fill, DDP rebuilds its buckets."""
 
 
-class Stretch(NamedTuple):
-    """Consecutive steps of a rank of which the record tells the same."""
+class StepRange(NamedTuple):
+    """Consecutive steps of a rank with the same values in the record."""
 
     first: int
     last: int
     until: int
-    """Last step of the event that told it."""
-    cycle: Cycle | None
+    """Last step of the event that reported it."""
+    rank_phases: StepPhases | None
     """None where its phases were not measured."""
     loss: float | None
 
 
-class Lane:
-    """One rank's steps that are in no row yet."""
+class RankSteps:
+    """Steps of one rank that are in no row yet."""
 
     def __init__(self) -> None:
-        self.stretches: deque[Stretch] = deque()
-        self.reach = 0
-        """Last step that was reported."""
-        self.taken = 0
-        """Step events taken up, of all that the rank ever reported."""
-        self._tail: tuple[float, float, float] | None = None
-        """Of the last step, optimizer, other and their waits for a core: what belongs to the next synchronisation."""
+        self.ranges: deque[StepRange] = deque()
+        self.last_reported = 0
+        """Last reported step."""
+        self.events_seen = 0
+        """Number of the rank's step events that were read."""
+        self._step_end: tuple[float, float, float] | None = None
+        """Optimizer, other and their waits for a core of the last step, which precede the next synchronisation."""
 
-    def take_up(self, view: RankView) -> bool:
-        """Take up a rank's new events; False where some were missed or the rank began anew."""
-        new, self.taken = view.events - self.taken, view.events
+    def append_new(self, view: RankView) -> bool:
+        """Append a rank's new events; return False where some were missed or the rank was restarted."""
+        new, self.events_seen = view.events - self.events_seen, view.events
         kept = len(view.steps)
-        if self.reach and new >= kept:
+        if self.last_reported and new >= kept:
             return False
         for index in range(max(kept - new, 0), kept):
             self._append(view.steps[index])
         return True
 
-    def drop_until(self, step: int) -> None:
-        """Forget the steps until this one, itself included."""
-        while self.stretches and self.stretches[0].last <= step:
-            self.stretches.popleft()
+    def drop_through(self, step: int) -> None:
+        """Drop the steps up to and including this one."""
+        while self.ranges and self.ranges[0].last <= step:
+            self.ranges.popleft()
 
     def _append(self, event: Step) -> None:
         first = event.step - event.steps + 1
-        if first > self.reach + 1:
-            self._tail = None
+        if first > self.last_reported + 1:
+            self._step_end = None
         loss = event.loss if event.loss is not None and math.isfinite(event.loss) else None
-        cycle, end_wait = _cycle(event)
-        if cycle is None:
-            self._tail = None
-            self.stretches.append(Stretch(first, event.step, event.step, None, loss))
+        rank_phases, end_wait = _step_phases(event)
+        if rank_phases is None:
+            self._step_end = None
+            self.ranges.append(StepRange(first, event.step, event.step, None, loss))
         else:
-            tail, end = self._tail, (cycle.optimizer, cycle.other, end_wait)
-            # A wait that was not measured lies in the rest of its step, and must not count as work of the next.
-            self._tail = end if cycle.exposed is not None else None
+            tail, end = self._step_end, (rank_phases.optimizer, rank_phases.other, end_wait)
+            # An unmeasured wait is part of ``other``, which must not count as work of the next step.
+            self._step_end = end if rank_phases.exposed is not None else None
             begins = first
             if tail is not None and tail != end:
                 optimizer, other, waited = tail
-                own = cycle.own - cycle.optimizer - cycle.other + optimizer + other
-                before = cycle.core_wait_before - end_wait + waited
-                start = cycle._replace(optimizer=optimizer, other=other, own=own, core_wait_before=before)
-                self.stretches.append(Stretch(first, first, event.step, start, loss))
+                own = rank_phases.own - rank_phases.optimizer - rank_phases.other + optimizer + other
+                before = rank_phases.core_wait_before - end_wait + waited
+                start = rank_phases._replace(optimizer=optimizer, other=other, own=own, core_wait_before=before)
+                self.ranges.append(StepRange(first, first, event.step, start, loss))
                 begins = first + 1
             if begins <= event.step:
-                self.stretches.append(Stretch(begins, event.step, event.step, cycle, loss))
-        self.reach = event.step
+                self.ranges.append(StepRange(begins, event.step, event.step, rank_phases, loss))
+        self.last_reported = event.step
 
 
 class Timeline:
@@ -91,111 +91,115 @@ class Timeline:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self.rows: deque[CycleRow] = deque(maxlen=HISTORY)
+        self.rows: deque[StepRow] = deque(maxlen=HISTORY)
         """Ascending; a step of which a rank did not measure the phases has none."""
         self.losses: deque[float] = deque(maxlen=HISTORY)
         """Mean over the ranks at each step that has one, nats."""
-        self._lanes: list[Lane] = []
-        self._done = 0
+        self._rank_steps: list[RankSteps] = []
+        self._last_row = 0
         """Last step that is in a row, or passed over."""
-        self._warm = 0
+        self._last_warm_up = 0
         """Last step of the warm-up."""
 
     def follow(self, state: RunState) -> None:
-        """Take up what is new; nothing is left of what was before a rank began anew."""
+        """Add the rows of new events; start over after the restart of a rank."""
         views = [state.ranks[rank] for rank in sorted(state.ranks)]
         ranks = tuple(view.rank for view in views)
         if not views or any(not view.steps for view in views):
-            self._begin(())
+            self._reset(())
             return
-        known = ranks == self.ranks and all(lane.take_up(view) for lane, view in zip(self._lanes, views, strict=True))
+        known = ranks == self.ranks and all(
+            steps.append_new(view) for steps, view in zip(self._rank_steps, views, strict=True)
+        )
         if not known:
-            self._begin(ranks)
-            for lane, view in zip(self._lanes, views, strict=True):
-                lane.take_up(view)
-            self._warm = max(view.started_at for view in views) + WARM_UP
-            self._done = max(lane.stretches[0].first for lane in self._lanes) - 1
-        self._lay_out()
+            self._reset(ranks)
+            for steps, view in zip(self._rank_steps, views, strict=True):
+                steps.append_new(view)
+            self._last_warm_up = max(view.started_at for view in views) + WARM_UP_STEPS
+            self._last_row = max(steps.ranges[0].first for steps in self._rank_steps) - 1
+        self._add_rows()
 
-    def last(self, count: int) -> list[CycleRow]:
-        """Return the newest so many rows."""
+    def last(self, count: int) -> list[StepRow]:
+        """Return the newest ``count`` rows."""
         return list(islice(self.rows, max(len(self.rows) - count, 0), None))
 
-    def _begin(self, ranks: tuple[int, ...]) -> None:
+    def _reset(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.rows.clear()
         self.losses.clear()
-        self._lanes = [Lane() for _ in ranks]
+        self._rank_steps = [RankSteps() for _ in ranks]
 
-    def _lay_out(self) -> None:
-        """Make rows of all that every rank has reported.
+    def _add_rows(self) -> None:
+        """Add rows for the steps that every rank has reported.
 
-        Where an event covers several steps, so does a row: one for each event of the rank that tells least often, so
-        that no two rows say the same.
+        Where events cover several steps, so does a row: one for each event of the rank with the longest events, so that
+        no two rows repeat the same measurement.
         """
-        reach = min(lane.reach for lane in self._lanes)
-        while self._done < reach:
-            for lane in self._lanes:
-                lane.drop_until(self._done)
-            first = self._done + 1
-            begins = max(lane.stretches[0].first for lane in self._lanes)
+        last_reported = min(steps.last_reported for steps in self._rank_steps)
+        while self._last_row < last_reported:
+            for steps in self._rank_steps:
+                steps.drop_through(self._last_row)
+            first = self._last_row + 1
+            begins = max(steps.ranges[0].first for steps in self._rank_steps)
             if begins > first:  # a rank's record has a gap
-                self._done = begins - 1
+                self._last_row = begins - 1
                 continue
-            last = max(lane.stretches[0].until for lane in self._lanes)
-            if last > reach:
+            last = max(steps.ranges[0].until for steps in self._rank_steps)
+            if last > last_reported:
                 return
-            if first <= self._warm < last:  # the warm-up ends within
-                last = self._warm
-            self._done = last
+            if first <= self._last_warm_up < last:  # the warm-up ends within
+                last = self._last_warm_up
+            self._last_row = last
             if first == last:
-                heads = [lane.stretches[0] for lane in self._lanes]
-                self._add(last, 1, [head.cycle for head in heads], [head.loss for head in heads])
+                heads = [steps.ranges[0] for steps in self._rank_steps]
+                self._add(last, 1, [head.rank_phases for head in heads], [head.loss for head in heads])
             else:
-                phases = [list(_within(lane, first, last)) for lane in self._lanes]
-                cycles = [_mean_cycle(each) for each in phases]
-                self._add(last, last - first + 1, cycles, [_mean_loss(each) for each in phases])
+                phases = [list(_within(steps, first, last)) for steps in self._rank_steps]
+                all_phases = [_mean_phases(each) for each in phases]
+                self._add(last, last - first + 1, all_phases, [_mean_loss(each) for each in phases])
 
-    def _add(self, step: int, steps: int, cycles: Sequence[Cycle | None], losses: Sequence[float | None]) -> None:
-        told = [loss for loss in losses if loss is not None]
-        if told:
-            self.losses.append(sum(told) / len(told))
-        measured = [cycle for cycle in cycles if cycle is not None]
-        if step > self._warm and len(measured) == len(cycles):
-            self.rows.append(CycleRow(step, measured, steps))
+    def _add(
+        self, step: int, steps: int, all_phases: Sequence[StepPhases | None], losses: Sequence[float | None]
+    ) -> None:
+        known = [loss for loss in losses if loss is not None]
+        if known:
+            self.losses.append(sum(known) / len(known))
+        measured = [rank_phases for rank_phases in all_phases if rank_phases is not None]
+        if step > self._last_warm_up and len(measured) == len(all_phases):
+            self.rows.append(StepRow(step, measured, steps))
 
 
-def _within(lane: Lane, first: int, last: int) -> Iterator[tuple[int, Stretch]]:
-    """Yield how many steps of each stretch lie within some steps."""
-    for stretch in lane.stretches:
-        if stretch.first > last:
+def _within(steps: RankSteps, first: int, last: int) -> Iterator[tuple[int, StepRange]]:
+    """Yield each range that overlaps the steps, with the number of common steps."""
+    for step_range in steps.ranges:
+        if step_range.first > last:
             return
-        yield min(stretch.last, last) - max(stretch.first, first) + 1, stretch
+        yield min(step_range.last, last) - max(step_range.first, first) + 1, step_range
 
 
-def _mean_cycle(phases: Sequence[tuple[int, Stretch]]) -> Cycle | None:
+def _mean_phases(phases: Sequence[tuple[int, StepRange]]) -> StepPhases | None:
     """Return the mean over some steps, None where one of them was not measured."""
     if len(phases) == 1:
-        return phases[0][1].cycle
-    cycles = [stretch.cycle for _, stretch in phases if stretch.cycle is not None]
-    if len(cycles) < len(phases):
+        return phases[0][1].rank_phases
+    all_phases = [step_range.rank_phases for _, step_range in phases if step_range.rank_phases is not None]
+    if len(all_phases) < len(phases):
         return None
     weights = [steps for steps, _ in phases]
     total = sum(weights)
-    columns = zip(*cycles, strict=True)
-    return Cycle._make(
+    columns = zip(*all_phases, strict=True)
+    return StepPhases._make(
         None if None in column else sum(value * steps for value, steps in zip(column, weights, strict=True)) / total
         for column in columns
     )
 
 
-def _mean_loss(phases: Sequence[tuple[int, Stretch]]) -> float | None:
-    told = [(steps, stretch.loss) for steps, stretch in phases if stretch.loss is not None]
-    return sum(steps * loss for steps, loss in told) / sum(steps for steps, _ in told) if told else None
+def _mean_loss(phases: Sequence[tuple[int, StepRange]]) -> float | None:
+    known = [(steps, step_range.loss) for steps, step_range in phases if step_range.loss is not None]
+    return sum(steps * loss for steps, loss in known) / sum(steps for steps, _ in known) if known else None
 
 
-def _cycle(event: Step) -> tuple[Cycle | None, float]:
-    """Return what an event tells of a step, with the end of that very step, and the waits for a core at that end, ms.
+def _step_phases(event: Step) -> tuple[StepPhases | None, float]:
+    """Return the phases of an event, with the end of the same step, and the waits for a core at that end, ms.
 
     None where its phases were not measured.
     """
@@ -204,7 +208,7 @@ def _cycle(event: Step) -> tuple[Cycle | None, float]:
         return None, 0.0
     data, h2d = event.data_ms or 0.0, event.h2d_ms or 0.0
     backward, optimizer = backward_ms or 0.0, event.optimizer_ms or 0.0
-    # Where the exposed synchronisation is not known, neither is the backward pass without it: both are in the rest.
+    # Without the exposed synchronisation the backward pass is not known either: both are in ``other``.
     exposed = event.sync_exposed_ms if backward_ms is not None else None
     forward, wire = forward_ms, exposed
     core_wait = core_wait_before = end_wait = 0.0
@@ -224,6 +228,6 @@ def _cycle(event: Step) -> tuple[Cycle | None, float]:
             wire = max(0.0, exposed - waits.get("sync", 0.0))
     own = data + h2d + forward + backward + optimizer + other
     gc = event.gc_ms or 0.0
-    return Cycle(
+    return StepPhases(
         data, h2d, forward, backward, optimizer, other, own, core_wait, core_wait_before, gc, exposed, wire, step_ms
     ), end_wait

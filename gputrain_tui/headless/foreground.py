@@ -1,4 +1,4 @@
-"""Follows a run that this command started: shows it, passes Ctrl-C on, and waits for its end."""
+"""Shows a run that this command started, forwards Ctrl-C, and waits for its end."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from trainer.host.processes import is_held
 from trainer.host.stop_request import StopRequest
 
 POLL_MS = 100
-"""How often the record is looked at while the supervisor runs."""
+"""Poll interval of the record, milliseconds: the progress line is redrawn as often."""
 GIVEN_UP_S = 30.0
-"""How long a supervisor that was given up may take to end the run at once."""
+"""For a supervisor to kill all processes of the run after its lease ended; then it is killed."""
 LOG_LINES = 12
-"""How much of the culprit's output is shown."""
+"""Last lines shown of the failed rank's output: the end of most tracebacks."""
 
 
 STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
@@ -44,39 +44,36 @@ NOT_WAITING = "not waiting"
 
 
 class EventReader(Protocol):
-    """Gives the events that were appended since it was asked last."""
+    """Reads the events of a run as they are appended."""
 
     def poll(self) -> list[AnyEvent]:
-        """Return the new events in the order of their times."""
+        """Return the events appended since the last poll, by time."""
 
     @property
     def backlog_bytes(self) -> int:
-        """What the last poll left for the next."""
+        """Bytes that the last poll left for the next."""
 
     @property
     def out(self) -> SafeStream | None:
-        """Where the events are passed on to; None where they are not."""
+        """Stream to which events are copied; None for none."""
 
     @property
     def refused(self) -> OSError | None:
-        """What the stream answered that no longer takes what is passed on; None while it takes it."""
+        """Error of that stream; None while it works."""
 
     def close(self) -> None:
         """Let go of the files."""
 
 
 class RecordReader(RunReader):
-    """Reads and passes nothing on."""
+    """A ``RunReader`` that copies nothing."""
 
     out = None
     refused = None
 
 
 class JsonStream:
-    """Reads like ``RunReader`` and passes every line on with what was written in it, as long as somebody takes it.
-
-    No faster than that: what is not read yet stays in the record.
-    """
+    """A ``RunReader`` that copies every line to a stream, at the speed of the stream's reader."""
 
     budget_bytes = 1 << 20
 
@@ -87,7 +84,7 @@ class JsonStream:
         self._last: tuple[bytes, AnyEvent] | None = None
 
     def poll(self) -> list[AnyEvent]:
-        """Print the new lines in the order of their times; the end of the run comes last of all."""
+        """Copy the new lines, by time; ``run_ended`` comes last of all."""
         if not self.out.has_room:
             return []
         found: list[tuple[float, bytes, AnyEvent]] = []
@@ -105,17 +102,17 @@ class JsonStream:
             lines_out.append(self._last[0])
             events.append(self._last[1])
             self._last = None
-        self.out.pass_on(b"".join(json_line(line) + b"\n" for line in lines_out))
+        self.out.write_bytes(b"".join(json_line(line) + b"\n" for line in lines_out))
         return events
 
     @property
     def refused(self) -> OSError | None:
-        """What the stream answered that no longer takes what is passed on."""
-        return self.out.trouble
+        """Error of the stream; None while it works."""
+        return self.out.error
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that are there and that nobody was given yet."""
+        """Bytes that the last poll left for the next."""
         return self._follower.backlog_bytes
 
     def close(self) -> None:
@@ -127,7 +124,7 @@ def follow(
     supervisor: subprocess.Popen[bytes],
     *,
     state: RunState,
-    view: progress.Headless | None,
+    view: progress.ProgressView | None,
     reader: EventReader,
     stop_request: StopRequest,
     say: Callable[[str], None],
@@ -167,11 +164,11 @@ def follow(
                     asked_at = min(asked_at, time.monotonic())
                 if not over and time.monotonic() - asked_at >= HELD_S and is_held(supervisor.pid):
                     supervisor.kill()  # another one finds out what became of the run, and ends it
-                if over and stop_request.level and out is not None and out.stands_still():
-                    out.give_up()  # the run has ended as it was asked to, and so does this command
+                if over and stop_request.level and out is not None and out.is_stalled():
+                    out.abandon()  # the run has ended as it was asked to, and so does this command
                 if reader.refused is not None and out is not None and not refused:
                     refused = True
-                    out.give_up()
+                    out.abandon()
                     if isinstance(reader.refused, BrokenPipeError):
                         supervisor.terminate()  # as at the end of any pipe, but not before the training is saved
                     else:
@@ -196,7 +193,7 @@ def follow(
 
 
 def catch_up(reader: EventReader, state: RunState) -> None:
-    """Read what was written since the last supervisor ended."""
+    """Read the rest of the record."""
     while True:
         state.apply_all(reader.poll())
         if not reader.backlog_bytes:
@@ -254,8 +251,8 @@ def conclude(
         for line in progress.closing_lines(state, columns, is_there=lambda path: Path(path).exists()):
             out.write(progress.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
     out.settle(hurried=hurried)
-    if narrate and out.trouble is not None and not isinstance(out.trouble, BrokenPipeError):
-        err.line(f"gputrain: cannot write standard output: {out.trouble.strerror}")
+    if narrate and out.error is not None and not isinstance(out.error, BrokenPipeError):
+        err.line(f"gputrain: cannot write standard output: {out.error.strerror}")
     for line in _log_tail(run, status, state):
         err.line(progress.paint(line, colour=colour))
     if narrate:
@@ -301,10 +298,10 @@ def use_colour(terminal: bool, environ: Mapping[str, str]) -> bool:
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> progress.Headless:
+def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> progress.ProgressView:
     """Return the view that fits this terminal, or the log that stands in its place."""
     terminal = sys.stderr.isatty()
-    return progress.Headless(
+    return progress.ProgressView(
         state,
         err,
         live=terminal and environ.get("TERM") != "dumb",

@@ -1,6 +1,6 @@
-"""Progress line, plain lines and closing table of a run. Rendering is pure; one class acts.
+"""Renders the progress line, plain lines and closing table of a run; only ``ProgressView`` writes.
 
-Everything here but the closing table is narration and goes to stderr.
+All but the closing table is narration and goes to stderr.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from gputrain_tui.plan.planner import Plan
 
 REDRAW_S = 0.1
-"""Shortest time between two drawings of the progress line."""
+"""Between two drawings of the progress line: faster changes cannot be read."""
 PLAIN_S = 5.0
-"""Time between two plain lines."""
-UNTOLD_S = 15.0
-"""How long a start may take before a log tells of it: a refusal that only ranks can give stands alone till then."""
-TABLE_RANKS = 32
-"""Ranks that the closing table lists; of more, those that the others waited for most."""
-FINDINGS = 10
-"""Findings that the closing words tell."""
-BAR = (10, 40)
-"""Least and greatest width of the bar."""
-FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
-    (False, BAR[0], ()),
-    (True, BAR[0], ()),
+"""Between two plain lines: a log of an hour has 720."""
+PLAIN_START_S = 15.0
+"""Time without plain lines at the start: a refusal by the ranks then stands alone."""
+MAX_TABLE_RANKS = 32
+"""More would scroll the run's result away; those that the others waited for most are listed."""
+MAX_FINDINGS = 10
+"""More would scroll the run's result away."""
+BAR_COLUMNS = (10, 40)
+"""Minimum and maximum width of the bar."""
+LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
+    (False, BAR_COLUMNS[0], ()),
+    (True, BAR_COLUMNS[0], ()),
     (True, 4, ()),
     (True, 4, ("slowest",)),
     (True, 4, ("slowest", "sync")),
@@ -41,7 +41,7 @@ FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
     (True, 4, ("slowest", "sync", "rate", "epoch")),
     (True, 4, ("slowest", "sync", "rate", "epoch", "eta")),
 )
-"""Forms of the progress line, widest first: short words or not, columns for the bar, measures left out."""
+"""Forms of the progress line, widest first: short words, columns of the bar, omitted measures."""
 
 Piece = tuple[str, str]
 """Text and its style: ``""``, ``dim``, ``bold``, ``accent`` or ``alarm``."""
@@ -84,7 +84,7 @@ def percent(share: float | None) -> str:
 
 
 def progress_line(state: RunState, width: int, *, now: float) -> list[Piece]:
-    """Return one line of at most ``width`` columns: what matters most is dropped last.
+    """Return one line of at most ``width`` columns; the least important measures are omitted first.
 
     Args:
         state: the run.
@@ -94,7 +94,7 @@ def progress_line(state: RunState, width: int, *, now: float) -> list[Piece]:
     if state.step == 0:
         return clip(_starting(state, now), width)
     progress = state.progress
-    for compact, least, dropped in FORMS:
+    for compact, least, dropped in LINE_FORMS:
         parts = [pieces for name, pieces in _measures(state, compact=compact) if name not in dropped]
         taken = sum(length(pieces) + 2 for pieces in parts) - 2
         lead = least + 2 if progress is not None else 0
@@ -103,7 +103,7 @@ def progress_line(state: RunState, width: int, *, now: float) -> list[Piece]:
     line: list[Piece] = []
     if progress is not None:
         room = width - taken - 2
-        line += bar(progress, min(room, BAR[1])) if room >= BAR[0] else [(f"{progress:>4.0%}", "bold")]
+        line += bar(progress, min(room, BAR_COLUMNS[1])) if room >= BAR_COLUMNS[0] else [(f"{progress:>4.0%}", "bold")]
         line.append(("  ", ""))
     for index, pieces in enumerate(parts):
         line += ([("  ", "")] if index else []) + pieces
@@ -132,7 +132,7 @@ def clip(pieces: Sequence[Piece], width: int) -> list[Piece]:
 
 
 def _measures(state: RunState, *, compact: bool = False) -> list[tuple[str, list[Piece]]]:
-    """Name and text of each measure in the order of the line."""
+    """Return name and text of each measure in the order of the line."""
     total = state.updates_total
     epochs = f"/{state.max_epochs}" if state.max_epochs else ""
     steps = f"{state.step}/{total}" if total else f"{state.step}"
@@ -236,19 +236,19 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
     (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.sync_share)),
     (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.optimizer_share)),
 )
-"""Columns of the closing table, in what order they give way on a narrow terminal (0: never), and their cells.
+"""Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
-The loss is the mean of the last events, everything else that of the whole run.
+The loss is a mean over the last events, all else over the whole run.
 """
 
 
 def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     """Return a title and a row per rank; of very many ranks those that the others waited for most."""
     views = list(state.ranks.values())
-    hidden = len(views) - TABLE_RANKS
+    hidden = len(views) - MAX_TABLE_RANKS
     if hidden > 0:
         late = state.lateness()
-        views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:TABLE_RANKS]
+        views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:MAX_TABLE_RANKS]
     for dropped in range(5, 0, -1):
         shown = [column for column in COLUMNS if column[1] < dropped]
         text = table([title for title, _, _ in shown], [[cell(view) for _, _, cell in shown] for view in views])
@@ -264,12 +264,12 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
 def closing_lines(
     state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True
 ) -> list[list[Piece]]:
-    """Return what a run that trained says at its end: the table, the last evaluation, what was kept.
+    """Return the closing lines of a run that trained: table, last evaluations, findings, last checkpoint, sample.
 
     Args:
-        state: what the record says.
+        state: of the run.
         width: columns of the terminal.
-        is_there: whether a checkpoint that was written is still there.
+        is_there: whether a checkpoint still exists.
     """
     lines = closing_table(state, width)
     for split in ("valid", "test"):
@@ -291,7 +291,7 @@ def closing_lines(
 
 
 def finding_lines(state: RunState) -> list[list[Piece]]:
-    """Return a line per finding, those that stand first; none when nothing was found."""
+    """Return a line per finding, those that are not cleared first."""
     found = [finding for finding in state.past_findings if finding.state == "raised" and finding.severity != "info"]
     newest = {(finding.kind, finding.rank): finding for finding in found}
     lines: list[list[Piece]] = []
@@ -301,12 +301,12 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
         what = finding.message or finding.kind.replace("_", " ")
         title = (f"{'finding' if stands else 'was found':<11}", "dim")
         lines.append([title, (what + (since if stands else ", no longer"), "alarm" if stands else "dim")])
-    hidden = len(lines) - FINDINGS
-    return lines if hidden <= 0 else [*lines[:FINDINGS], [(f"… and {hidden} findings more", "dim")]]
+    hidden = len(lines) - MAX_FINDINGS
+    return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
 
 
 def ending(state: RunState) -> list[Piece]:
-    """Return the last line: how it ended and how long it took."""
+    """Return the last line: status, duration, steps and samples."""
     took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
@@ -316,12 +316,12 @@ def ending(state: RunState) -> list[Piece]:
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
-    """Return who failed, why, and the last lines that they printed.
+    """Return the rank that failed, the reason, and its last output.
 
     Args:
         failure: the root cause.
-        log: last lines of the culprit's output.
-        path: where the rest of it is.
+        log: last lines of its output.
+        path: of the whole output.
     """
     who = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {failure.host}" if failure.host else ""
@@ -341,17 +341,17 @@ def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[
 
 
 class Stream(Protocol):
-    """Takes text for people."""
+    """A text stream for narration."""
 
     def write(self, text: str, /) -> object:
-        """Take it."""
+        """Write text."""
 
     def flush(self) -> None:
-        """Let it be seen."""
+        """Flush what was written."""
 
 
-class Headless:
-    """Shows a run while it lasts: a line that changes in place on a terminal, a line now and then elsewhere."""
+class ProgressView:
+    """Shows the progress of a run: a line updated in place on a terminal, plain lines at intervals elsewhere."""
 
     def __init__(
         self,
@@ -364,15 +364,15 @@ class Headless:
         keeps_up: Callable[[], bool] = lambda: True,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Show nothing yet.
+        """Start without output.
 
         Args:
             state: the run.
-            stream: takes what is shown.
-            live: whether a line may change in place.
+            stream: output.
+            live: whether to update a line in place.
             colour: whether to colour.
             width: columns.
-            keeps_up: whether the stream is read as fast as it is written; a progress line waits for that.
+            keeps_up: whether the stream's reader keeps up; otherwise the progress line is not redrawn.
             now: Unix seconds.
         """
         self._state = state
@@ -384,29 +384,29 @@ class Headless:
         self._now = now
         self._drawn_at = float("-inf")
         self._drawn = ""
-        self._said_at = now()
-        self._lead: Sequence[Piece] | None = None
-        """The first line, while nothing has called for it."""
+        self._plain_at = now()
+        self._first_line: Sequence[Piece] | None = None
+        """The first line while it is held back."""
 
     def introduce(self, pieces: Sequence[Piece]) -> None:
-        """Keep a line that is to be the first, until there is a second one or the ranks are past what they may refuse.
+        """Hold back the first line until there is a second one, or the ranks can no longer refuse the request.
 
-        A request that only a rank can refuse is then answered with the refusal alone, like any other.
+        A refusal by a rank is then the only output, like any other refusal.
         """
-        self._lead = pieces
+        self._first_line = pieces
 
     def open(self) -> None:
-        """Write the line that is to be the first, unless it stands already."""
-        if self._lead is not None:
-            lead, self._lead = self._lead, None
+        """Write the first line, if it is held back."""
+        if self._first_line is not None:
+            lead, self._first_line = self._first_line, None
             self.say(lead)
 
     def update(self, events: Iterable[AnyEvent]) -> None:
-        """Show what the events, already folded into the state, have changed."""
+        """Show the changes by events that are already applied to the state."""
         if any(view.state in PAST_REFUSAL for view in self._state.ranks.values()):
             self.open()
         for event in events:
-            # On a terminal the last checkpoint is told at the end; a log tells each as it comes.
+            # A terminal shows the last checkpoint at the end, a log each one as it comes.
             if type(event) is Step or (self._live and type(event) is Checkpoint):
                 continue
             if (line := event_line(event)) is not None:
@@ -416,19 +416,19 @@ class Headless:
             if now - self._drawn_at >= REDRAW_S:
                 self._drawn_at = now
                 self._draw(paint(progress_line(self._state, self._width() - 1, now=now), colour=self._colour))
-        elif now - self._said_at >= (PLAIN_S if self._lead is None else UNTOLD_S):
-            self._said_at = now
+        elif now - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
+            self._plain_at = now
             self.say([(plain_line(self._state, now=now), "")])
 
     def say(self, pieces: Sequence[Piece]) -> None:
-        """Write one line that stays."""
+        """Write a permanent line."""
         self.open()
         self.erase()
         self._stream.write(paint(pieces, colour=self._colour) + "\n")
         self._stream.flush()
 
     def erase(self) -> None:
-        """Take the progress line away."""
+        """Erase the progress line."""
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

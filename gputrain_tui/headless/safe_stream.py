@@ -1,7 +1,7 @@
-"""A standard stream that may close or fill up while a run goes on: what it does not take is dropped.
+"""A standard stream whose reader may stall or close while a run goes on; the run never waits for it.
 
-A pager that nobody scrolls, a terminal held by Ctrl-S, a ``tee`` that Ctrl-C has ended as well, a log on a full disk:
-none is a reason to end a training, to end it without saving, or to leave a request to stop unheard.
+A pager at its prompt, a terminal held by Ctrl-S, a ``tee`` ended by Ctrl-C, a log on a full disk: none may end a
+training, keep it from saving, or delay a stop request.
 """
 
 from __future__ import annotations
@@ -15,122 +15,122 @@ from typing import TextIO
 
 from gputrain_tui.output import discard
 
-GONE = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF})
-"""How a stream says that nobody will ever read it again: a pipe's reader or the terminal is gone."""
-ROOM_BYTES = 64 << 10
-"""What waits for a reader at most, before more is not taken: as much again as a pipe holds."""
-PATIENCE_S = 2.0
-"""How long a reader that takes nothing keeps a command that was asked to end."""
-PART_BYTES = 4 << 10
-"""What is written at once; whether a reader gets on is seen in such parts."""
+CLOSED_ERRORS = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF})
+"""Errors of a stream without a reader: the pipe or terminal is closed for good."""
+MAX_BACKLOG_BYTES = 64 << 10
+"""Backlog above which narration is dropped: as much again as a pipe holds."""
+STALL_S = 2.0
+"""Time without progress after which a command that was interrupted no longer waits for its reader."""
+WRITE_BYTES = 4 << 10
+"""Bytes per write: the progress of a slow reader is seen in such steps."""
 
 
 class SafeStream:
-    """Writes to a stream from a thread of its own, without ever raising an ``OSError`` or making the caller wait."""
+    """Writes to a stream from its own thread; never raises ``OSError`` and never blocks the caller."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to the stream's descriptor; the stream itself holds nothing back."""
+        """Write to the stream's descriptor, past its buffer."""
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
-        self.trouble: OSError | None = None
-        """What the stream answered when it last refused; None when it never did."""
+        self.error: OSError | None = None
+        """The last error of the stream; None without one."""
         self._changed = threading.Condition()
         self._waiting = bytearray()
         self._writing = 0
-        """Bytes that the thread has taken and the stream has not."""
-        self._moved_at = time.monotonic()
-        """When the reader last took anything, or had nothing to take."""
-        self._given_up = False
+        """Bytes of the write in progress."""
+        self._progress_at = time.monotonic()
+        """When the reader last read anything, or had nothing to read."""
+        self._abandoned = False
         self._thread: threading.Thread | None = None
 
     @property
     def backlog_bytes(self) -> int:
-        """What the reader has yet to take."""
+        """Bytes that are not written yet."""
         return len(self._waiting) + self._writing
 
     @property
     def has_room(self) -> bool:
-        """Whether more may be written without piling up."""
-        return self.backlog_bytes < ROOM_BYTES
+        """Whether the backlog is below its limit."""
+        return self.backlog_bytes < MAX_BACKLOG_BYTES
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is left to write, or nobody waits for it any more."""
-        return self._given_up or not self.backlog_bytes
+        """Whether everything is written or abandoned."""
+        return self._abandoned or not self.backlog_bytes
 
     def write(self, text: str) -> None:
-        """Write; what a reader that stands still has no room for is dropped."""
+        """Write text; drop it when the backlog is full."""
         if self.has_room:
-            self.pass_on(text.encode(self._encoding, "backslashreplace"))
+            self.write_bytes(text.encode(self._encoding, "backslashreplace"))
 
     def flush(self) -> None:
-        """Do nothing: all is written as soon as the stream takes it."""
+        """Do nothing: the thread writes as soon as the stream is ready."""
 
     def line(self, text: str) -> None:
-        """Write one line, also behind what waits for a reader that stands still."""
-        self.pass_on((text + "\n").encode(self._encoding, "backslashreplace"))
+        """Write one line, also when the backlog is full."""
+        self.write_bytes((text + "\n").encode(self._encoding, "backslashreplace"))
 
-    def pass_on(self, data: bytes) -> None:
-        """Write bytes, all of them however long that takes."""
+    def write_bytes(self, data: bytes) -> None:
+        """Write bytes, also when the backlog is full."""
         with self._changed:
-            if self._given_up or not data:
+            if self._abandoned or not data:
                 return
             if not self.backlog_bytes:
-                self._moved_at = time.monotonic()
+                self._progress_at = time.monotonic()
             self._waiting += data
             self._changed.notify_all()
         if self._thread is None:
-            # A daemon: a stream that nobody reads must not keep the process either.
-            self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
+            # A daemon: a stalled stream must not keep the process alive.
+            self._thread = threading.Thread(target=self._run, name="safe-stream", daemon=True)
             self._thread.start()
 
-    def stands_still(self) -> bool:
-        """Whether a reader has taken nothing for longer than anybody who wants to leave would wait."""
+    def is_stalled(self) -> bool:
+        """Whether the reader has read nothing for ``STALL_S``."""
         with self._changed:
-            return self.backlog_bytes > 0 and time.monotonic() - self._moved_at > PATIENCE_S
+            return self.backlog_bytes > 0 and time.monotonic() - self._progress_at > STALL_S
 
-    def give_up(self) -> None:
-        """Drop what waits, and all that comes."""
+    def abandon(self) -> None:
+        """Drop the backlog and everything written later."""
         with self._changed:
-            self._given_up = True
+            self._abandoned = True
             self._waiting.clear()
 
     def settle(self, *, hurried: Callable[[], bool]) -> None:
         """Wait until everything is written.
 
         Args:
-            hurried: whether the command was asked to end, so that it waits no longer for a reader that stands still.
+            hurried: whether the command was interrupted, so that it does not wait for a stalled reader.
         """
         with self._changed:
-            while self.backlog_bytes and not (hurried() and self.stands_still()):
-                self._changed.wait(0.1)  # signals are heard in between
-        self.give_up()
+            while self.backlog_bytes and not (hurried() and self.is_stalled()):
+                self._changed.wait(0.1)  # in short waits, so that signals are handled
+        self.abandon()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._waiting:
                     self._changed.wait()
-                part = bytes(self._waiting[:PART_BYTES])
-                del self._waiting[:PART_BYTES]
-                self._writing = len(part)
-            trouble = self._written(part)
+                chunk = bytes(self._waiting[:WRITE_BYTES])
+                del self._waiting[:WRITE_BYTES]
+                self._writing = len(chunk)
+            error = self._write_chunk(chunk)
             with self._changed:
                 self._writing = 0
-                self._moved_at = time.monotonic()
-                self.trouble = trouble or self.trouble
+                self._progress_at = time.monotonic()
+                self.error = error or self.error
                 self._changed.notify_all()
 
-    def _written(self, part: bytes) -> OSError | None:
-        """Write a part; return what the stream answered when it refused."""
-        view = memoryview(part)
-        while view and not self._given_up:
+    def _write_chunk(self, chunk: bytes) -> OSError | None:
+        """Write a chunk; return the error of the stream, if any."""
+        view = memoryview(chunk)
+        while view and not self._abandoned:
             try:
                 view = view[os.write(self._stream.fileno(), view) :]
             except OSError as error:
-                if error.errno in GONE:
+                if error.errno in CLOSED_ERRORS:
                     discard(self._stream)
                 return error
             self._writing = len(view)
-            self._moved_at = time.monotonic()
+            self._progress_at = time.monotonic()
         return None

@@ -53,7 +53,7 @@ class LiveDiagnosis:
         began = self._cost()
         self._state.apply_all(self._reader.poll())
         behind = self._reader.backlog_bytes > 0
-        found = [] if behind else self._diagnosis.look(self._state, self._now())
+        found = [] if behind else self._diagnosis.update(self._state, self._now())
         pause_s = 0.0 if behind else INTERVAL_S
         spent_s = self._cost() - began
         usual_s = spent_s if self._usual_s is None else self._usual_s

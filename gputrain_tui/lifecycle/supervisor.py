@@ -303,12 +303,12 @@ class Supervisor:
 
     def _missing(self) -> Failure | None:
         """Return the failure of the rank that others have lost, where the record shows which one that is."""
-        from gputrain_tui.diagnosis.missing import missing
+        from gputrain_tui.diagnosis.missing import lost_peer
         from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 
         try:
             watch = self._diagnosis or LiveDiagnosis(self.dir, now=self._now)
-            return missing(watch.state_at_end())
+            return lost_peer(watch.state_at_end())
         except Exception:  # noqa: BLE001 - without a diagnosis the ranks' own failures stand
             traceback.print_exc()
             return None

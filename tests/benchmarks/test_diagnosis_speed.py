@@ -34,7 +34,7 @@ def look_ms(ranks: int) -> float:
                 )
             )  # fmt: skip
         began = time.process_time()
-        found = diagnosis.look(state, float(number))
+        found = diagnosis.update(state, float(number))
         costs.append(time.process_time() - began)
         state.apply_all(found)
     assert [finding.rank for finding in state.past_findings] == [3]

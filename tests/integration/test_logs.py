@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gputrain_tui.commands.logs import dressed, follow_logs, prefix, print_logs
+from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
 from gputrain_tui.history.runs import Run, create, find, open_run, write_status
 from gputrain_tui.history.summary import summarize
@@ -131,15 +131,15 @@ def test_following_one_rank_leaves_the_others_unread(home: Path) -> None:
     ],
 )
 def test_nothing_that_a_rank_prints_commands_the_terminal(line: bytes, shown: bytes) -> None:
-    assert dressed(line, b"", True) == shown + b"\n"
-    assert dressed(line, b"[rank 0] ", False) == b"[rank 0] " + line + b"\n"
+    assert format_line(line, b"", True) == shown + b"\n"
+    assert format_line(line, b"[rank 0] ", False) == b"[rank 0] " + line + b"\n"
 
 
 def test_ranks_are_told_apart_by_colour_on_a_terminal_only() -> None:
-    assert prefix("3", colour=False) == b"[rank 3] "
-    assert prefix("node-1", colour=False) == b"[node 1] "
-    assert prefix("0", colour=True) == b"\x1b[36m[rank 0]\x1b[0m "
-    assert prefix("0", colour=True) != prefix("1", colour=True)
+    assert line_prefix("3", colour=False) == b"[rank 3] "
+    assert line_prefix("node-1", colour=False) == b"[node 1] "
+    assert line_prefix("0", colour=True) == b"\x1b[36m[rank 0]\x1b[0m "
+    assert line_prefix("0", colour=True) != line_prefix("1", colour=True)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class Run:
 
     def look(self, after_s: float = 0.0) -> list[Finding]:
         self.now += after_s
-        found = self.diagnosis.look(self.state, self.now)
+        found = self.diagnosis.update(self.state, self.now)
         self.state.apply_all(found)
         return found
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.diagnosis.missing import missing
+from gputrain_tui.diagnosis.missing import lost_peer
 from gputrain_tui.state import RunState
 from trainer.contract.record import AnyEvent, Failure, Finding, RankState, Step
 
@@ -61,7 +61,7 @@ def test_the_rank_that_others_lost_is_the_stalled_one_else_who_left_else_who_sai
     state.apply_all(entered(each, "training", 0.0) for each in range(3))
     state.apply_all([step(0, 6), step(1, 5), step(2, 6)])
     state.apply_all(events)
-    found = missing(state)
+    found = lost_peer(state)
     if kind is None:
         assert found is None
         return

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from gputrain_tui.headless.progress import (
-    Headless,
+    ProgressView,
     clip,
     closing_lines,
     closing_table,
@@ -280,9 +280,9 @@ class Clock:
         return self.now
 
 
-def view(state: RunState, clock: Clock, *, live: bool) -> tuple[Headless, io.StringIO]:
+def view(state: RunState, clock: Clock, *, live: bool) -> tuple[ProgressView, io.StringIO]:
     stream = io.StringIO()
-    return Headless(state, stream, live=live, colour=False, width=lambda: 80, now=clock), stream
+    return ProgressView(state, stream, live=live, colour=False, width=lambda: 80, now=clock), stream
 
 
 def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_only_when_something_changed() -> None:
@@ -331,7 +331,7 @@ def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
 def test_a_log_tells_of_a_start_only_when_it_takes_long() -> None:
     clock = [1000.0]
     told = io.StringIO()
-    view = Headless(RunState(world_size=2), told, live=False, colour=False, width=lambda: 80, now=lambda: clock[0])
+    view = ProgressView(RunState(world_size=2), told, live=False, colour=False, width=lambda: 80, now=lambda: clock[0])
     view.introduce([("run one", "")])
     clock[0] += 14.0  # torch loads on a slow machine; a rank may still refuse
     view.update([])

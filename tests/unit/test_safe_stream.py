@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.headless.foreground import JsonStream
-from gputrain_tui.headless.safe_stream import ROOM_BYTES, SafeStream
+from gputrain_tui.headless.safe_stream import MAX_BACKLOG_BYTES, SafeStream
 from gputrain_tui.history.runs import Run, create
 
 
@@ -35,7 +35,7 @@ def test_what_is_written_arrives_in_order_also_when_it_is_more_than_a_pipe_holds
     with os.fdopen(os.dup(writer), "w") as stream:
         out = SafeStream(stream)
         for at in range(0, len(text), 100_000):
-            out.pass_on(text[at : at + 100_000])
+            out.write_bytes(text[at : at + 100_000])
         read = bytearray()
         while len(read) < len(text):
             read += os.read(reader, 1 << 16)
@@ -48,7 +48,7 @@ def test_narration_that_nobody_reads_is_dropped_and_not_kept(pipe: tuple[int, in
         out = SafeStream(stream)
         for _ in range(100_000):
             out.write("a line of a run that goes on for ever\n")
-        assert out.backlog_bytes < 2 * ROOM_BYTES
+        assert out.backlog_bytes < 2 * MAX_BACKLOG_BYTES
         begin = time.monotonic()
         out.settle(hurried=lambda: True)
         assert time.monotonic() - begin < 30
@@ -63,8 +63,8 @@ def test_a_full_disk_is_told_and_raises_nothing() -> None:
         out = SafeStream(full)
         out.line("x")
         out.settle(hurried=lambda: False)
-        assert out.trouble is not None
-        assert out.trouble.errno == errno.ENOSPC
+        assert out.error is not None
+        assert out.error.errno == errno.ENOSPC
 
 
 def test_events_are_passed_on_without_a_control_and_mean_the_same(run: Run, pipe: tuple[int, int]) -> None:
