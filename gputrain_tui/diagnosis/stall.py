@@ -138,11 +138,12 @@ def awaited(state: RunState) -> list[RankView]:
     behind = [view for view in running if places[view.rank] != ahead]
     if 0 < len(behind) <= len(running) / 2:
         return behind
-    phases = {view.rank: _parts_done(view) for view in running}
+    progress = {view.rank: _progress(view) for view in running}
     told = [view.doing.part for view in running if view.doing is not None]
     if len(told) < len(running) and not {"sync", "group"} & set(told):
         return []
-    behind = [view for view in running if phases[view.rank] < max(phases.values())]
+    furthest = max(progress.values(), default=None)
+    behind = [view for view in running if progress[view.rank] != furthest]
     return behind if 0 < len(behind) <= len(running) / 2 else []
 
 
@@ -152,11 +153,14 @@ def _place(view: RankView) -> Place:
     return begun, view.step, view.turns
 
 
-def _parts_done(view: RankView) -> float:
-    """Return how far within a step it told to be; who waits outside of steps has done its own phase."""
+def _progress(view: RankView) -> tuple[int, float]:
+    """Return the step that a rank is in, and how many of its parts it has done; one that waits for all has done them.
+
+    The record of a step that is done may come later than what the rank is doing now.
+    """
     if view.doing is None:
-        return -1.0
-    return float("inf") if view.doing.part == "group" else view.doing.parts_done
+        return view.step + 1, -1.0
+    return view.doing.step, float("inf") if view.doing.part == "group" else view.doing.parts_done
 
 
 def _patience(state: RunState, views: Sequence[RankView]) -> float | None:

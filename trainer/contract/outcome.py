@@ -144,7 +144,11 @@ _LOST_PEER = re.compile(
     r"connectfullmesh|failed to recv|sendbytes failed|recvvalue failed|remote process exited|"
     r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted|another rank|peer.{0,40}(gone|lost|failed)|"
     r"timed out waiting \d+ms for (recv|send)|wait timeout|watchdog caught collective operation timeout|"
-    r"received errors while waiting for send/recv|timeout caused pair closure",
+    r"received errors while waiting for send/recv|timeout caused pair closure|"
+    # Aborts: gloo's of ranks that reduce unlike values, NCCL's of ranks whose collectives do not end.
+    r"gloo/transport/tcp/(pair|buffer|unbound_buffer)\.cc:\d+\] op\.|"
+    r"watchdog got stuck|heartbeat monitor timed out|flight recorder dump signal|"
+    r"dump debug info, due to collective timeout",
     re.IGNORECASE,
 )
 
