@@ -89,6 +89,10 @@ class RankAssignment:
         """Say that from here on the rank can be asked to stop."""
         self.report(RankReport(listens=True))
 
+    def step_took(self, seconds: float) -> None:
+        """Report how long steps take of late: a stop request is answered after a step."""
+        self.report(RankReport(step_s=seconds))
+
     def stopping(self) -> None:
         """Say that the rank is about to keep its work, which takes as long as the disk takes, and then leaves."""
         self.report(RankReport(stopping=True))

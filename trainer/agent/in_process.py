@@ -21,7 +21,15 @@ from trainer.agent.assignment import RankAssignment
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import NodeSampler, gpus_of
 from trainer.contract.errors import ExitCode, narrated
-from trainer.contract.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
+from trainer.contract.outcome import (
+    SAVE_S,
+    NodeOutcome,
+    RankOutcome,
+    RankReport,
+    answer_s,
+    exit_code_of,
+    stopped_where,
+)
 from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants
@@ -114,6 +122,10 @@ class _InProcessAgent:
     def report(self, report: RankReport) -> None:
         """Take the rank's own word, before its teardown, which may never come back."""
         self._listens |= report.listens
+        if report.step_s is not None:
+            if not self._asked:
+                self._patience_s = answer_s(self._assignment.distributed.stop_grace, report.step_s)
+            return
         if report.stopping:
             self._patience_s = SAVE_S
             if self._leave_at is not None:

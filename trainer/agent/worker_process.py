@@ -35,6 +35,8 @@ class WorkerProcess:
     """When it succeeded, by its own word, nanoseconds of the Unix clock."""
     failed: bool = False
     listens: bool = False
+    step_s: float = 0.0
+    """How long its steps take of late."""
     stopping: bool = False
     """Whether it has answered a stop request."""
     stopped: RankReport | None = None

@@ -31,7 +31,7 @@ from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.optimizers import Schedule, build_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
 from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
-from trainer.engine.stopping import Best, end_reached
+from trainer.engine.stopping import Best, StepTimes, end_reached
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 from trainer.telemetry.step_meter import StepMeter
@@ -160,6 +160,7 @@ class Loop:
             leads=self.ctx.rank == 0,
             first_update=self.updates,
         )
+        step_times = StepTimes(self.ctx.step_took)
         if self.updates and self._due(self.options.valid_every_updates) and self._validated_at != self.updates:
             self._validate()  # the stop came before it
         while not (self._stopped or (reason := self._end())):
@@ -168,6 +169,7 @@ class Loop:
                 agreement.soon(self.updates)
             for update in self.train_batches.updates(self._update_freq(epoch)):
                 self._update(update)
+                step_times.step_done()
                 agreed = agreement.after(self.updates)
                 self._stopped, self._time_is_up = agreed.stop, agreed.end
                 if not self._stopped and self._due(self.options.valid_every_updates):

@@ -165,6 +165,7 @@ class _Rank:
             say=self._say if assignment.rank == 0 else _discard_line,
             checkpoints=folder,
             stop_asked=assignment.stop_asked,
+            step_took=assignment.step_took,
             stopping=assignment.stopping,
             waits=self._waits,
             run_id=assignment.run_id,

@@ -32,6 +32,8 @@ class WorkerContext:
     """What a checkpoint keeps of the request."""
     stop_asked: Callable[[], bool] = lambda: False
     """Whether somebody wants this rank to stop at the next occasion."""
+    step_took: Callable[[float], None] = lambda seconds: None
+    """Told how many seconds a step takes of late, where that has changed much."""
     stopping: Callable[[], None] = lambda: None
     """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""
     waits: Callable[[], None] = lambda: None
