@@ -144,11 +144,12 @@ def awaited_ranks(state: RunState) -> list[RankView]:
     behind = [view for view in running if positions[view.rank] != ahead]
     if 0 < len(behind) <= len(running) / 2:
         return behind
-    phases = {view.rank: _phases_done(view) for view in running}
+    progress = {view.rank: _progress(view) for view in running}
     known = [view.doing.part for view in running if view.doing is not None]
     if len(known) < len(running) and not {"sync", "group"} & set(known):
         return []
-    behind = [view for view in running if phases[view.rank] < max(phases.values())]
+    furthest = max(progress.values(), default=None)
+    behind = [view for view in running if progress[view.rank] != furthest]
     return behind if 0 < len(behind) <= len(running) / 2 else []
 
 
@@ -158,11 +159,14 @@ def _position(view: RankView) -> Position:
     return begun, view.step, view.validation_turns
 
 
-def _phases_done(view: RankView) -> float:
-    """Return a rank's reported position within a step; infinite where it waits outside of steps."""
+def _progress(view: RankView) -> tuple[int, float]:
+    """Return the step that a rank is in, and how many of its phases it has done; one that waits for all has done them.
+
+    The record of a step that is done may come later than what the rank is doing now.
+    """
     if view.doing is None:
-        return -1.0
-    return float("inf") if view.doing.part == "group" else view.doing.parts_done
+        return view.step + 1, -1.0
+    return view.doing.step, float("inf") if view.doing.part == "group" else view.doing.parts_done
 
 
 def _stall_threshold_s(state: RunState, views: Sequence[RankView]) -> float | None:

@@ -61,6 +61,12 @@ class LiveDiagnosis:
         self._due = self._clock() + max(pause_s, self._usual_s / DUTY)
         return found
 
+    @property
+    def step_s(self) -> float:
+        """Duration of the slowest rank's last step, seconds; 0 while there is none."""
+        last = [view.last for view in self._state.ranks.values() if view.last is not None]
+        return max((event.step_ms / 1e3 for event in last if event.step_ms is not None), default=0.0)
+
     def state_at_end(self) -> RunState:
         """Return the state after the whole record, once nothing more is written."""
         while events := self._reader.poll():

@@ -248,6 +248,18 @@ def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(sta
             "collective operation timeout: WorkNCCL(...)",
         ),
         (
+            "one_is_ended_by_the_heartbeat_monitor_of_nccl",
+            "silent",
+            "rank 1 said nothing; rank 0 gave up: the process was ended by SIGABRT: ProcessGroupNCCL.cpp:1557] "
+            "[PG ID 0 Rank 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress",
+        ),
+        (
+            "one_ends_as_its_peer_is_gone",
+            "silent",
+            "rank 1 said nothing; rank 0 gave up: the process ended with exit code 1 before its training was complete: "
+            "RuntimeError: Connection closed by peer",
+        ),
+        (
             "one_has_left",
             "left_early",
             "rank 1 had left with exit code 0, and others went on; rank 0 gave up: Connection reset by peer",
@@ -391,6 +403,20 @@ def test_the_root_cause_is_the_earliest_failure_that_is_no_consequence(
         ("Failed to recv, got 0 bytes. Connection was likely closed.", True),
         ("Gloo connectFullMesh failed with ... timed out connecting", True),
         ("NCCL error: remote process exited or there was a network error, ncclRemoteError", True),
+        (
+            "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= "
+            "op.nbytes. 16 vs 8. Received data size doesn't match expected size.",
+            True,
+        ),
+        ("[PG ID 0 Rank 1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress", True),
+        ("[PG ID 0 Rank 1] Heartbeat monitor timed out! Process will be terminated after dumping debug info.", True),
+        ("[Rank 1] Observed flight recorder dump signal from another rank via TCPStore.", True),
+        (
+            "[PG ID 0 Rank 1] Process group watchdog thread terminated with exception: CUDA error: an illegal memory "
+            "access was encountered",
+            False,
+        ),
+        ("[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find interface for: eth9", False),
         ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
         ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
         ("No such file or directory: 'train.tsv'", False),

@@ -91,6 +91,26 @@ def one_is_ended_by_the_watchdog_of_nccl(assignment: RankAssignment) -> None:
     _hang_without_gil()
 
 
+def one_is_ended_by_the_heartbeat_monitor_of_nccl(assignment: RankAssignment) -> None:
+    if assignment.rank == 0:
+        print(
+            "[rank0]:[F1123 04:00:00.000000000 ProcessGroupNCCL.cpp:1557] [PG ID 0 Rank 0] ProcessGroupNCCL's watchdog "
+            "got stuck for 480 seconds without making progress",
+            file=sys.stderr,
+        )
+        os.abort()
+    _hang_without_gil()
+
+
+def one_ends_as_its_peer_is_gone(assignment: RankAssignment) -> None:
+    """As a script does, which reports nothing by itself."""
+    if assignment.rank == 0:
+        print("Traceback (most recent call last):\n  File x\nRuntimeError: Connection closed by peer", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+    _hang_without_gil()
+
+
 def one_has_left(assignment: RankAssignment) -> None:
     if assignment.rank == 1:
         assignment.finished()

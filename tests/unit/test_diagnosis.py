@@ -689,6 +689,42 @@ def test_the_rank_that_is_at_an_earlier_part_of_the_step_is_named_with_that_part
     assert run.state.ranks[1].doing is None
 
 
+@pytest.mark.parametrize(
+    ("places", "behind"),
+    [
+        ([(42, "sync", 4), (41, "optimizer", 7)], 1),
+        ([(41, "backward", 6), (42, "data", 0)], 0),
+        ([(41, "optimizer", 4), (41, "optimizer", 4), (42, "forward", 2)], None),
+        ([(41, "sync", 4), (41, "sync", 4), (41, "data", 0)], 2),
+        ([(41, "sync", 4), (41, "sync", 4), None], 2),
+        ([(42, "group", 0), (42, "group", 0), (41, "optimizer", 9)], 2),
+    ],
+    ids=[
+        "fewer parts of a later step",
+        "no part of a later step",
+        "most in an earlier step",
+        "one step",
+        "silent",
+        "outside of steps",
+    ],
+)
+def test_progress_is_compared_by_the_step_that_each_rank_is_in_and_then_within_it(
+    places: list[tuple[int, str, int] | None], behind: int | None
+) -> None:
+    """A GPU, or events that share a line, may hold back the record of a step that a rank has done."""
+    run = Run(len(places))
+    run.steps(40)
+    run.look()
+    for rank, place in enumerate(places):
+        if place is not None:
+            step, part, done = place
+            run.state.apply(
+                Doing(time=run.now + 5.0, rank=rank, step=step, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
+            )
+    run.look()
+    assert [(finding.kind, finding.rank) for finding in run.look(30.0)] == [("stalled", behind)]
+
+
 def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
     run = Run(2)
     run.steps(40)

@@ -105,3 +105,18 @@ def test_a_long_record_is_read_before_anything_is_said_of_it(run_dir: RunDir) ->
         found += watch.check()
     assert found == []
     watch.close()
+
+
+def test_the_last_step_of_the_slowest_rank_tells_how_long_a_stop_may_take(run_dir: RunDir) -> None:
+    clock, cost = Hand(), Hand()
+    watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
+    assert watch.step_s == 0.0
+    record(run_dir, 1, 3, late_ms=29950.0)
+    clock.seconds += INTERVAL_S
+    watch.look()
+    assert watch.step_s == 30.0
+    record(run_dir, 4, 4)
+    clock.seconds += INTERVAL_S
+    watch.look()
+    assert watch.step_s == 0.05
+    watch.close()

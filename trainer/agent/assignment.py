@@ -89,6 +89,10 @@ class RankAssignment:
         """Report that from here on the rank saves its work when it is to stop."""
         self.report(RankReport(stoppable=True))
 
+    def step_took(self, seconds: float) -> None:
+        """Report how long steps take of late: a stop request is answered after a step."""
+        self.report(RankReport(step_s=seconds))
+
     def stopping(self) -> None:
         """Report that the rank saves its work, which takes as long as the disk takes, and then leaves."""
         self.report(RankReport(stopping=True))

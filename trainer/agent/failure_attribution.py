@@ -71,7 +71,9 @@ class FailureAttribution:
         words = last_error(rank.log, since=rank.log_from)
         if rank.exit_code >= 0:
             message = f"the process ended with exit code {rank.exit_code} before its training was complete"
-            self.fail(rank.assignment, "exit", f"{message}: {words}" if words else message)
+            # A script that lost its peer ends by the exception which says so.
+            kind = "lost_peer" if is_lost_peer(words) else "exit"
+            self.fail(rank.assignment, kind, f"{message}: {words}" if words else message)
             return
         message = f"the process was ended by {signal_name(-rank.exit_code)}"
         message += self._why(-rank.exit_code) or (words and f": {words}")

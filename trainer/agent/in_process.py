@@ -20,7 +20,15 @@ from trainer.agent.assignment import RankAssignment
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import NodeSampler, gpus_of
 from trainer.contract.errors import ExitCode, narrated
-from trainer.contract.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
+from trainer.contract.outcome import (
+    SAVE_S,
+    NodeOutcome,
+    RankOutcome,
+    RankReport,
+    answer_s,
+    exit_code_of,
+    stopped_where,
+)
 from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
@@ -113,6 +121,10 @@ class _InProcessAgent:
     def report(self, report: RankReport) -> None:
         """Take the rank's report, before its teardown, which may never return."""
         self._stoppable |= report.stoppable
+        if report.step_s is not None:
+            if self._leave_at is None:
+                self._grace_s = answer_s(self._assignment.distributed.stop_grace, report.step_s)
+            return
         if report.stopping:
             self._grace_s = SAVE_S
             if self._leave_at is not None:

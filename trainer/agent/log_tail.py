@@ -14,6 +14,8 @@ MESSAGE_LENGTH = 300
 
 _CARRIED = re.compile(r"Caught \S+ in (.+?)\.?$")
 """First line of an error that torch carries from another process or thread, before that one's traceback."""
+_GROUP = re.compile(r"^(?:\[rank\d+\]:)?\[[EF]\S+ \S+ (?:\S+ )?(ProcessGroup\w+\.cpp:\d+\] .+)")
+"""An error in torch's own log of a process group, which ends a process without an exception."""
 _CPP = re.compile(r"^\s*what\(\):\s+(.+)|^(Fatal Python error: .+)")
 
 
@@ -29,7 +31,7 @@ def error_line(error: BaseException) -> str:
 
 
 def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> str:
-    """Return the line that names the error of the last traceback, or an empty string.
+    """Return the line that names the error of the last traceback, else of a process group, or an empty string.
 
     Args:
         log: the file; None where a rank prints to the terminal.
@@ -43,7 +45,7 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
         lines = read_part(log, begin, TAIL_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    found = _last_error(lines)
+    found = _last_error(lines) or next((match[1] for line in reversed(lines) if (match := _GROUP.match(line))), "")
     if not found and any_line:
         found = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return found[:MESSAGE_LENGTH]

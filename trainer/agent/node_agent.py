@@ -205,6 +205,7 @@ class _NodeAgent:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
                 rank.stoppable |= report.stoppable
+                rank.step_s = rank.step_s if report.step_s is None else report.step_s
                 self._attribution.not_recorded = report.not_recorded or self._attribution.not_recorded
                 rank.stopping |= report.stopping
                 if report.stopped:

@@ -36,6 +36,8 @@ class WorkerProcess:
     failed: bool = False
     stoppable: bool = False
     """Whether it saves its work on a stop request."""
+    step_s: float = 0.0
+    """How long its steps take of late."""
     stopping: bool = False
     """Whether it has answered a stop request."""
     stopped: RankReport | None = None

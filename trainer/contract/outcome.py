@@ -23,6 +23,9 @@ NO_UPDATE_LEFT = "no_update_left"
 """Kind of the finding that a resumed training had made all of its updates before."""
 SEED_ON_RESUME = "seed_on_resume"
 """Kind of the finding that a resumed training was given another seed, and what that does."""
+STOP_STEPS = 3
+"""Steps that ranks may take to answer a stop request: the one under way, the next, after which all know of it, and
+one more, as none is exactly as long as those before."""
 SAVE_S = 60.0
 """How long ranks that have agreed to stop may take to save."""
 
@@ -42,6 +45,8 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     failure: Failure | None = None
     stoppable: bool = False
     """From here on the rank answers a stop request, and saves its work first."""
+    step_s: float | None = None
+    """How long the longer of the last two steps took, where that has changed much; else None."""
     stopping: bool = False
     """It is about to save, because of a stop request or because training is complete."""
     stopped: bool = False
@@ -144,7 +149,11 @@ _LOST_PEER = re.compile(
     r"connectfullmesh|failed to recv|sendbytes failed|recvvalue failed|remote process exited|"
     r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted|another rank|peer.{0,40}(gone|lost|failed)|"
     r"timed out waiting \d+ms for (recv|send)|wait timeout|watchdog caught collective operation timeout|"
-    r"received errors while waiting for send/recv|timeout caused pair closure",
+    r"received errors while waiting for send/recv|timeout caused pair closure|"
+    # Aborts: gloo's of ranks that reduce unlike values, NCCL's of ranks whose collectives do not end.
+    r"gloo/transport/tcp/(pair|buffer|unbound_buffer)\.cc:\d+\] op\.|"
+    r"watchdog got stuck|heartbeat monitor timed out|flight recorder dump signal|"
+    r"dump debug info, due to collective timeout",
     re.IGNORECASE,
 )
 
@@ -163,6 +172,11 @@ def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
     ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
     return ordered[0][1] if ordered else None
+
+
+def answer_s(stop_grace_s: float, step_s: float) -> float:
+    """Return how long ranks may take to answer a stop request: at least the grace, and as many steps as they need."""
+    return max(stop_grace_s, STOP_STEPS * step_s)
 
 
 def stopped_where(update: int | None, saved: str | None, not_kept: str = "") -> str:

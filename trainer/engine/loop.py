@@ -46,7 +46,7 @@ from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
 from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
-from trainer.engine.stopping import Best, end_reached
+from trainer.engine.stopping import Best, StepTimes, end_reached
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 from trainer.telemetry.step_meter import StepMeter
@@ -184,6 +184,7 @@ class Loop:
             leads=self.ctx.rank == 0,
             first_update=self.updates,
         )
+        step_times = StepTimes(self.ctx.step_took)
         if self.updates and self._due(self.options.valid_every_updates) and self._validated_at != self.updates:
             self._validate()  # the stop came before it
         tried = self.updates  # and not every one is taken in fp16
@@ -194,6 +195,7 @@ class Loop:
             for update in self.train_batches.updates(self._update_freq(epoch)):
                 stepped = self._update(update)
                 tried += 1
+                step_times.step_done()
                 agreed = agreement.after(tried)
                 self._stopped, self._time_is_up = agreed.stop, agreed.end
                 if stepped and not self._stopped and self._due(self.options.valid_every_updates):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.contract.errors import RequestError, nearest
@@ -18,6 +20,35 @@ def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> st
     if lr <= options.min_lr:
         return f"the learning rate is not above min_lr {options.min_lr:g}"
     return ""
+
+
+class StepTimes:
+    """Reports how long a step takes of late, by which a stop request is waited for.
+
+    The longer of the last two counts: the next one may be as long, and a first one that compiles is forgotten.
+    """
+
+    LEAST_S = 0.3
+    """Shorter steps are all alike: three of them are within any grace."""
+    CHANGE = 1.25
+    """Factor by which it must have changed to be reported again."""
+
+    def __init__(self, report: Callable[[float], None], *, now: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._now = now
+        self._began = now()
+        self._last_s = 0.0
+        self._reported_s = self.LEAST_S
+
+    def step_done(self) -> None:
+        """Take the time since the last call as a step's, with all that came between."""
+        now = self._now()
+        took_s, self._began = now - self._began, now
+        longer_s = max(self.LEAST_S, took_s, self._last_s)
+        self._last_s = took_s
+        if not 1 / self.CHANGE <= longer_s / self._reported_s <= self.CHANGE:
+            self._reported_s = longer_s
+            self._report(longer_s)
 
 
 @dataclass(kw_only=True)

@@ -164,6 +164,7 @@ class _Rank:
             say=self._say if assignment.rank == 0 else _discard_line,
             checkpoints=folder,
             stop_requested=assignment.stop_requested,
+            step_took=assignment.step_took,
             stopping=assignment.stopping,
             waits=self._waits,
             run_id=assignment.run_id,

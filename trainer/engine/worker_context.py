@@ -35,6 +35,8 @@ class WorkerContext:
     """Brings numbers from the device without waiting; None chooses by the device."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether somebody wants this rank to stop at the next occasion."""
+    step_took: Callable[[float], None] = lambda seconds: None
+    """Told how many seconds a step takes of late, where that has changed much."""
     stopping: Callable[[], None] = lambda: None
     """Told before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""
     waits: Callable[[], None] = lambda: None
