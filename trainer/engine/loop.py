@@ -151,7 +151,7 @@ class Loop:
         self.model.train()
         self.meter.start()
         agreement = self._agreement = Agreement(
-            distributed.max_later,
+            distributed.max_async,
             self._requests,
             leads=self.ctx.rank == 0,
             first_update=self.updates,
@@ -214,7 +214,7 @@ class Loop:
                         local_sum, local_count = local_sum * 0.0, 0
                     count = count + local_count
                     if last and not per_sample:
-                        pending = distributed.sum_later(count, device)
+                        pending = distributed.sum_async(count, device)
                     meter.lap("forward")
                     loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
                     scaled = local_sum * (self.ctx.world_size / denominator)

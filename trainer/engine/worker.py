@@ -241,7 +241,7 @@ class _Rank:
         message = printable(str(error)) if kind == "request" else first_line if told else error_line(error)
         if kind != "lost_peer":
             distributed.report_failure(message)
-        elif lost := distributed.lost_by():
+        elif lost := distributed.describe_lost_peers():
             message = f"{lost} ({message})"
         return Failure(
             time=now,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.contract.record import Checksum, Finding
-from trainer.distributed.collectives import max_later
+from trainer.distributed.collectives import max_async
 
 DRIFT = 1e-6
 """Relative difference of a tensor's norm that counts as drift between unlike processors, not as desync (fairseq)."""
@@ -144,7 +144,7 @@ class DesyncCheck:
         self._held = [_processor(device), *(digest - 2**63 for digest in digests)]
         # The largest number and the complement of the smallest, which has no overflow as the negative would: one
         # reduction tells whether all are equal, however many ranks there are.
-        self._extremes = max_later([*self._held, *(~number for number in self._held)])
+        self._extremes = max_async([*self._held, *(~number for number in self._held)])
 
     def findings(self) -> list[Finding]:
         """Return what was found, on rank 0; nobody else tells it. To be called once."""
