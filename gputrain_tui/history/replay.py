@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.history.follow import by_rank
-from trainer.contract.record import MOST_RANKS, AnyEvent, RunDir, decode_events
+from trainer.contract.record import MAX_RANKS, AnyEvent, RunDir, decode_events
 from trainer.contract.record.downsampled import LEVELS, DownsampledBlock, DownsampledNote, block_file, note_file
-from trainer.contract.record.events import UNDECODABLE, is_of
+from trainer.contract.record.events import DECODE_ERRORS, is_within_world
 from trainer.contract.record.regular_file import read_part, read_whole, size_of
 
 WHOLE_BYTES = 40 << 20
@@ -44,7 +44,7 @@ class Replay:
     """That a block covers at most."""
 
 
-def replay(run: RunDir, world_size: int = MOST_RANKS) -> Replay | None:
+def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
     """Return the past of a run, or None where there is no digest or the record is short enough to be read.
 
     Args:
@@ -103,7 +103,7 @@ def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Downsampled
     data = data[: data.rfind(b"\n") + 1]
     try:
         blocks = _decode_blocks.decode_lines(data)
-    except UNDECODABLE:
+    except DECODE_ERRORS:
         blocks = list(_sound(data))
     trusted: list[DownsampledBlock] = []
     for block in blocks:
@@ -121,7 +121,7 @@ def _sound(lines: bytes) -> list[DownsampledBlock]:
     for line in lines.splitlines():
         try:
             found.append(_decode_blocks.decode(line))
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             continue
     return found
 
@@ -166,9 +166,9 @@ def _notes(run: RunDir, name: str, world_size: int) -> list[DownsampledNote]:
     for line in data.splitlines():
         try:
             note = _decode_notes.decode(line)
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             continue
-        if is_of(note.event, world_size):
+        if is_within_world(note.event, world_size):
             found.append(note)
     return found
 

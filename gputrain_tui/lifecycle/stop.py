@@ -17,8 +17,8 @@ from gputrain_tui.lifecycle.leftovers import SUPERVISOR, end, living_runs, open_
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
-from trainer.contract.outcome import SAVE_S
-from trainer.contract.record import MOST_RANKS, RunDir
+from trainer.contract.outcome import SAVE_TIMEOUT_S
+from trainer.contract.record import MAX_RANKS, RunDir
 from trainer.host.process_identity import HELD_S, is_alive, is_held
 
 PATIENCE_S = 5.0
@@ -103,7 +103,7 @@ def _report(run: Run, left: list[int], *, was_over: bool) -> str:
 
 def _nodes(run_dir: RunDir) -> list[int]:
     numbers = (int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
-    return sorted(number for number in numbers if number < MOST_RANKS)
+    return sorted(number for number in numbers if number < MAX_RANKS)
 
 
 def _stop_without_record(path: Path) -> tuple[str, list[int]]:
@@ -127,7 +127,7 @@ def _patience_s(run_dir: RunDir) -> float:
         grace_s = max(stop_grace(node.argv) for node in read_plan(run_dir).nodes)
     except RecordError:
         grace_s = Distributed().stop_grace
-    return grace_s + SAVE_S + 2 * PATIENCE_S
+    return grace_s + SAVE_TIMEOUT_S + 2 * PATIENCE_S
 
 
 def _await_supervisor(found: Run) -> None:

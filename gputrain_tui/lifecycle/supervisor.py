@@ -35,7 +35,7 @@ from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.stop_requests import StopLevel, StopRequests
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.outcome import OF_LOST, SAVE_S, exit_code_of
+from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.proc_environ import show_in_proc
@@ -243,7 +243,7 @@ class Supervisor:
             return 0.0
         if self._stop_requests.level == 2:
             return STOP_GRACE_S
-        return max(stop_grace(node.argv) for node in self._plan.nodes) + SAVE_S + STOP_GRACE_S
+        return max(stop_grace(node.argv) for node in self._plan.nodes) + SAVE_TIMEOUT_S + STOP_GRACE_S
 
     def _stop(self, attempt: Attempt, level: StopLevel, grace_s: float) -> None:
         attempt.stopping = level
@@ -273,7 +273,7 @@ class Supervisor:
         recorded = failure in told
         only_lost = bool(told) and all(each.kind == "lost_peer" for each in told)
         # A node agent knows less of the run than its record.
-        if only_lost and failure.kind in OF_LOST and (missing := self._missing()) is not None:
+        if only_lost and failure.kind in LOST_PEER_KINDS and (missing := self._missing()) is not None:
             failure, recorded = missing, False
         if self._adopting and not recorded:
             failure = self._failure("signal", "the run's supervisor was killed, and its ranks ended with it")

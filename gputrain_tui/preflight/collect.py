@@ -26,7 +26,7 @@ from gputrain_tui.preflight.facts import Folder, MissingInput, Port, PreflightFa
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 from trainer.host import resource_limits
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _rendezvous_file(path: Path) -> RendezvousFile:
 
 def _folder(path: Path, *, count: bool = False) -> Folder:
     """Look whether something can be written below a folder, which need not exist yet."""
-    path = expanded(path)
+    path = expand_home(path)
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not there.is_dir():

@@ -20,8 +20,8 @@ from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import NodeSampler, gpus_of
-from trainer.contract.errors import ExitCode, narrated
-from trainer.contract.outcome import SAVE_S, NodeOutcome, RankOutcome, RankReport, exit_code_of, stopped_where
+from trainer.contract.errors import ExitCode, narration_line
+from trainer.contract.outcome import SAVE_TIMEOUT_S, NodeOutcome, RankOutcome, RankReport, describe_stop, exit_code_of
 from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants
@@ -115,9 +115,9 @@ class _InProcessAgent:
         """Take the rank's own word, before its teardown, which may never come back."""
         self._listens |= report.listens
         if report.stopping:
-            self._patience_s = SAVE_S
+            self._patience_s = SAVE_TIMEOUT_S
             if self._leave_at is not None:
-                self._leave_at = time.monotonic() + SAVE_S
+                self._leave_at = time.monotonic() + SAVE_TIMEOUT_S
         self._not_recorded = report.not_recorded
         if report.stopped:
             self._tell(ExitCode.STOPPED, stopped=report)
@@ -194,7 +194,7 @@ class _InProcessAgent:
         assignment = self._assignment
         if code == ExitCode.STOPPED:
             self._narrate(
-                "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved, stopped.not_kept)
+                "stopped" if stopped is None else describe_stop(stopped.step, stopped.saved, stopped.not_kept)
             )
         if failure is not None:
             self._narrate(f"rank {assignment.rank} on {assignment.host}: {failure.message}")
@@ -215,4 +215,4 @@ class _InProcessAgent:
                 node.write(self._run_dir.node_result(assignment.node))
 
     def _narrate(self, line: str) -> None:
-        os.write(self._terminal, (narrated(line, program="trainer") + "\n").encode(errors="backslashreplace"))
+        os.write(self._terminal, (narration_line(line, program="trainer") + "\n").encode(errors="backslashreplace"))

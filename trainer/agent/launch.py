@@ -18,9 +18,9 @@ from trainer.agent.init_method import free_port, usable_init_method
 from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master
 from trainer.contract.errors import ExitCode, RequestError, TrainingError, narrate
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
-from trainer.contract.outcome import NodeOutcome, RankReport, stopped_where
+from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
 from trainer.environments.decision import Decision, with_counts
 from trainer.host.visible_devices import Device, label
 
@@ -142,7 +142,7 @@ def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) 
 def _run_dir(options: Distributed) -> Path | None:
     if options.run_dir is None:
         return None
-    path = expanded(options.run_dir).absolute()
+    path = expand_home(options.run_dir).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -171,7 +171,7 @@ def print_outcome(outcome: NodeOutcome) -> None:
     """Say on standard error how the node ended, unless it ended well."""
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
-        parts = [stopped_where(outcome.stopped_at, outcome.saved, outcome.not_kept)]
+        parts = [describe_stop(outcome.stopped_at, outcome.saved, outcome.not_kept)]
         if outcome.unanswered:
             parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.record import RankState, RunDir, decode_events
-from trainer.contract.record.regular_file import MOST_BYTES, read_part
+from trainer.contract.record.regular_file import MAX_FILE_BYTES, read_part
 
 CLOCK_SLACK_S = 1.0
 """How much later than its word a process may seem to have started: the kernel counts in ticks since boot."""
@@ -50,7 +50,7 @@ class LocalRanks:
         if self.complete:
             return self.pids
         try:
-            lines = read_part(self._path, self._read, MOST_BYTES)
+            lines = read_part(self._path, self._read, MAX_FILE_BYTES)
         except OSError:
             return self.pids
         lines = lines[: lines.rfind(b"\n") + 1]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.agent.worker_process import WorkerProcess
-from trainer.contract.outcome import SAVE_S
+from trainer.contract.outcome import SAVE_TIMEOUT_S
 from trainer.contract.record import Failure
 from trainer.host.stop_signals import AT_ONCE, StopSignals
 
@@ -65,7 +65,7 @@ class Shutdown:
         elif not all(rank.listens for rank in busy):
             self.stop(running)
         elif self._answer_until is None:
-            self._answer_until, self._save_until = now + grace_s, now + grace_s + SAVE_S
+            self._answer_until, self._save_until = now + grace_s, now + grace_s + SAVE_TIMEOUT_S
             for rank in busy:
                 rank.ask_to_stop()
         elif now >= self._answer_until and self.kill_at is None:

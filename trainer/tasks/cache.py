@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import RequestError
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 
 def folder() -> Path:
     """Return ``$GPUTRAIN_CACHE``, or the platform's folder for a user's caches."""
     chosen = os.environ.get("GPUTRAIN_CACHE")
-    return expanded(chosen) if chosen else platformdirs.user_cache_path("gputrain")
+    return expand_home(chosen) if chosen else platformdirs.user_cache_path("gputrain")
 
 
 def fingerprint(files: Sequence[Path]) -> list[list[Any]]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import idx_file, readable
+from trainer.contract.task_files import idx_file, refuse_unreadable
 from trainer.contract.task_options import MnistOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks.task import Task
@@ -130,7 +130,7 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         RequestError: unreadable, damaged, or not IDX.
     """
-    with readable(path):
+    with refuse_unreadable(path):
         content = path.read_bytes()
     if path.suffix == ".gz":
         try:

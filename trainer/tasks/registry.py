@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainer.contract.builtin_tasks import BUILT_IN, unknown_task
 from trainer.contract.errors import RequestError, nearest
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 if TYPE_CHECKING:
     from trainer.tasks.task import Task
@@ -31,7 +31,7 @@ def load_task(name: str) -> type[Task]:
     place, colon, attribute = target.rpartition(":")
     if not colon or not attribute or not (place.endswith(".py") or re.fullmatch(r"\w+(\.\w+)*", place)):
         raise unknown_task(name)
-    module = _from_file(expanded(place)) if place.endswith(".py") else _from_module(place)
+    module = _from_file(expand_home(place)) if place.endswith(".py") else _from_module(place)
 
     from trainer.tasks.task import Task
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import readable
+from trainer.contract.task_files import refuse_unreadable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], lis
 
 
 def _line_end(path: Path, position: int, *, within: int = 4096) -> int:
-    with readable(path), path.open("rb") as file:
+    with refuse_unreadable(path), path.open("rb") as file:
         file.seek(position)
         found = file.read(within).find(b"\n")
     return position + found + 1 if found >= 0 else position
@@ -59,7 +59,7 @@ def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[by
     for index, piece in enumerate(pieces):
         if index and piece.path != pieces[index - 1].path:
             yield b"\n"
-        with readable(piece.path), piece.path.open("rb") as file:
+        with refuse_unreadable(piece.path), piece.path.open("rb") as file:
             file.seek(piece.start)
             left = piece.end - piece.start
             while left:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import readable, require_file
+from trainer.contract.task_files import refuse_unreadable, require_file
 
 Format = Literal["auto", "text_label", "label_text", "glue"]
 
@@ -49,7 +49,7 @@ def read_tsv(name: str, format: Format) -> list[LabelledSentence]:
 
 
 def _lines(path: Path) -> list[str]:
-    with readable(path):
+    with refuse_unreadable(path):
         content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")

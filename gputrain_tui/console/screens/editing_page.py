@@ -12,7 +12,7 @@ from gputrain_tui.console.screens.recipe_page import RecipePage
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.recipe.draft import Field, shown
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 
 class EditingPage(RecipePage):
@@ -59,7 +59,7 @@ class EditingPage(RecipePage):
             self._changed()
         elif asked == "save":
             self._leave_editor()
-            self.save_under(expanded(event.value))
+            self.save_under(expand_home(event.value))
         else:
             self._leave_editor()
             self._show_fields()
