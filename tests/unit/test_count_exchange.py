@@ -17,13 +17,13 @@ from trainer.agent import count_exchange
 from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.init_method import free_port
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.environments.decision import Exchange
+from trainer.environments.decision import CountExchange
 
 LIMIT_S = 20.0
 
 
-def exchange(node: int, nodes: int, port: int, key: str = "job 24, step 0") -> Exchange:
-    return Exchange(node=node, nodes=nodes, host="127.0.0.1", port=port, expected_world=None, key=key)
+def exchange(node: int, nodes: int, port: int, key: str = "job 24, step 0") -> CountExchange:
+    return CountExchange(node=node, nodes=nodes, host="127.0.0.1", port=port, expected_world=None, key=key)
 
 
 def connect(port: int) -> socket.socket:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.environments.decision import Exchange
+from trainer.environments.decision import CountExchange
 
 REPORT_BYTES = 256
 """Longest line that a node's report can be."""
@@ -34,7 +34,7 @@ GRACE_S = 2.0
 """How much longer than node 0 the others wait, so that its answer says who is missing."""
 
 
-def exchange_counts(exchange: Exchange, count: int, *, timeout_s: float) -> list[int]:
+def exchange_counts(exchange: CountExchange, count: int, *, timeout_s: float) -> list[int]:
     """Report how many ranks start here and return the counts of all nodes, in their order.
 
     Raises:
@@ -47,12 +47,12 @@ def exchange_counts(exchange: Exchange, count: int, *, timeout_s: float) -> list
     return _report(exchange, count, deadline, timeout_s)
 
 
-def _signed(exchange: Exchange, *words: object) -> bytes:
+def _signed(exchange: CountExchange, *words: object) -> bytes:
     text = " ".join(map(str, words)).encode()
     return text + b" " + _signature(exchange, text) + b"\n"
 
 
-def _verified(exchange: Exchange, line: bytes) -> list[str]:
+def _verified(exchange: CountExchange, line: bytes) -> list[str]:
     """Return the words of a line that was signed with the key of the step; none of any other."""
     text, _, signature = line.rstrip(b"\n").rpartition(b" ")
     if not hmac.compare_digest(signature, _signature(exchange, text)):
@@ -60,7 +60,7 @@ def _verified(exchange: Exchange, line: bytes) -> list[str]:
     return text.decode().split()
 
 
-def _signature(exchange: Exchange, text: bytes) -> bytes:
+def _signature(exchange: CountExchange, text: bytes) -> bytes:
     return hmac.new(exchange.key.encode(), text, "sha256").hexdigest().encode()
 
 
@@ -81,7 +81,7 @@ class _Peer:
 class _Collector:
     """Node 0: hears all connections at once, so that none can hold up the others."""
 
-    def __init__(self, exchange: Exchange, count: int, timeout_s: float) -> None:
+    def __init__(self, exchange: CountExchange, count: int, timeout_s: float) -> None:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._counts = {0: count}
@@ -213,7 +213,7 @@ def _missing(nodes: list[int], timeout_s: float) -> str:
 # --- the other nodes ------------------------------------------------------------------------------------------------
 
 
-def _report(exchange: Exchange, count: int, deadline: float, timeout_s: float) -> list[int]:
+def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: float) -> list[int]:
     where = f"node 0 ({exchange.host}, port {exchange.port})"
     reason = "its task has not started, or the port is blocked"
     heard = False
@@ -240,7 +240,7 @@ def _report(exchange: Exchange, count: int, deadline: float, timeout_s: float) -
     raise TrainingError(f"{where} did not answer within {timeout_s:g} s: {reason}")
 
 
-def _answers(connection: socket.socket, exchange: Exchange, deadline: float) -> Iterator[list[str]]:
+def _answers(connection: socket.socket, exchange: CountExchange, deadline: float) -> Iterator[list[str]]:
     """Yield the words of each line of node 0, up to the first one that is not of it.
 
     Raises:

@@ -21,7 +21,7 @@ from trainer.contract.errors import ExitCode, RequestError, TrainingError, narra
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
-from trainer.environments.decision import Decision, with_counts
+from trainer.environments.decision import Decision, apply_counts
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
@@ -57,7 +57,7 @@ def launch(
     """
     if decision.exchange is not None:
         counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
-        decision = with_counts(decision, counts)
+        decision = apply_counts(decision, counts)
     if script is not None:
         words = (script.script, *script.args)
     # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
