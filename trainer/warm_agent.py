@@ -1,6 +1,6 @@
-"""``python -m trainer.warm_agent``: a node agent that loads torch ahead of its run and waits to be told which it is.
+"""``python -m trainer.warm_agent``: load torch ahead, then wait for a run on standard input and become its node agent.
 
-Started by a supervisor that waits likewise. Standard input brings the run, or its end that there will be none.
+Started by a supervisor of the warm pool. The end of standard input means that no run comes.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from trainer.host import process_guard
 from trainer.host.proc_environ import show_run_in_proc
 from trainer.host.stop_signals import LEASE
 
-NEEDED = (
+IMPORTED_AHEAD = (
     "trainer.agent.launch",
     "trainer.environments.dispatch",
     "trainer.host.visible_devices",
     "trainer.tasks.registry",
 )
-"""What this process will need, imported while the fork server loads torch."""
+"""Modules of the node agent, imported while the fork server loads torch."""
 
 
 def main() -> int:
-    """Load, wait, and do what ``python -m trainer`` does; return its exit code."""
-    said = os.dup(1)
-    _open_as(os.devnull, os.O_WRONLY, 1, 2)
-    with _not_without_parent():
+    """Load torch, wait for a run, and return the exit code of its node agent."""
+    ready_fd = os.dup(1)
+    _redirect(os.devnull, os.O_WRONLY, 1, 2)
+    with _end_with_parent():
         context = forkserver.start([*forkserver.PRELOADED, "trainer.engine.preload"])
-        for module in NEEDED:
+        for module in IMPORTED_AHEAD:
             importlib.import_module(module)
-        _start_one(context)
+        _wait_for_preload(context)
         with suppress(BrokenPipeError):
-            os.write(said, READY)
-        os.close(said)
+            os.write(ready_fd, READY)
+        os.close(ready_fd)
         line = _read_line()
         if not line:
             return 0
-    return _become(msgspec.json.decode(line, type=WarmRequest))
+    return _run_request(msgspec.json.decode(line, type=WarmRequest))
 
 
-def _become(request: WarmRequest) -> int:
-    """Do what the run asks for as if this process had been started for it."""
+def _run_request(request: WarmRequest) -> int:
+    """Run the node agent of the request, with its environment and log."""
     os.environ.clear()
     os.environ.update(request.environment)
     show_run_in_proc()
-    _open_as(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1, 2)
+    _redirect(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1, 2)
     if os.environ.get(LEASE) != "stdin":
-        _open_as(os.devnull, os.O_RDONLY, 0)
+        _redirect(os.devnull, os.O_RDONLY, 0)
     sys.argv[1:] = request.words
     return trainer.main(request.words)
 
 
 @contextmanager
-def _not_without_parent() -> Iterator[None]:
-    """End what was started if this process ends meanwhile, which it does when its parent ends."""
-    before = signal.signal(signal.SIGTERM, _leave)
+def _end_with_parent() -> Iterator[None]:
+    """End this process when its parent ends, and the fork server with it."""
+    before = signal.signal(signal.SIGTERM, _exit_on_signal)
     process_guard.signal_on_parent_death(signal.SIGTERM)
     request_came = False
     try:
@@ -78,23 +78,23 @@ def _not_without_parent() -> Iterator[None]:
             forkserver.stop()
 
 
-def _leave(number: int, _: FrameType | None) -> None:
+def _exit_on_signal(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _start_one(context: BaseContext) -> None:
-    """Start a process that does nothing; it ends when the server has loaded everything."""
-    process = context.Process(target=_nothing)  # type: ignore[attr-defined]
+def _wait_for_preload(context: BaseContext) -> None:
+    """Fork an empty process: it ends once the server has loaded everything."""
+    process = context.Process(target=_exit_at_once)  # type: ignore[attr-defined]
     process.start()
     process.join()
 
 
-def _nothing() -> None:
-    """What the first process does."""
+def _exit_at_once() -> None:
+    """Do nothing."""
 
 
 def _read_line() -> bytes:
-    """Read no more than the request: what follows belongs to the run."""
+    """Read one line, no more: what follows on standard input belongs to the run."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 1 << 16)
@@ -104,7 +104,7 @@ def _read_line() -> bytes:
     return line
 
 
-def _open_as(path: str, flags: int, *descriptors: int) -> None:
+def _redirect(path: str, flags: int, *descriptors: int) -> None:
     opened = os.open(path, flags, 0o666)
     for descriptor in descriptors:
         os.dup2(opened, descriptor)
