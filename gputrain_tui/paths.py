@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.errors import RequestError, require_utf8
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
@@ -18,7 +18,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     """
     chosen = environ.get("GPUTRAIN_HOME")
     if chosen:
-        found = expanded(chosen).absolute()
+        found = expand_home(chosen).absolute()
     else:
         import platformdirs  # here, because most scripts and all tests set GPUTRAIN_HOME
 

@@ -1,4 +1,4 @@
-"""``python -m trainer FLAGS``: parse, decide, go. Without torch, which only the ranks need."""
+"""``python -m trainer``: parse the flags, decide which ranks start here, and launch them; torch-free."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from trainer.contract.schema import Option, check, describe, read_flags
 
 S = TypeVar("S")
 
-SIGPIPE_STATUS = 141
-"""What a shell sees of a program whose reader went away: 128 + SIGPIPE."""
+SIGPIPE_EXIT_CODE = 141
+"""Exit code of a program whose reader has closed the pipe: 128 + SIGPIPE."""
 
 
 def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """Run the command line and return the exit code; what a user did wrong is one line on standard error."""
+    """Run the command line and return the exit code; a wrong request is one line on standard error."""
     words = list(sys.argv[1:] if words is None else words)
     try:
-        ours, after = _split(words)
+        ours, after = _split_at_dashes(words)
         require_utf8(words)
         if "--describe-task" in ours:
             return _describe_task(ours)
@@ -53,8 +53,8 @@ def _refuse(error: Exception, code: ExitCode) -> ExitCode:
     return code
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the trainer's words, and a script's: those after ``--``."""
+def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str] | None]:
+    """Split the words at ``--``: the trainer's, and the script's or None."""
     if "--" not in words:
         return words, None
     at = words.index("--")
@@ -64,15 +64,15 @@ def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
 def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     try:
         Path.cwd()
-    except FileNotFoundError:  # torch's libraries cannot be loaded from nowhere, and would end the ranks for it
+    except FileNotFoundError:  # without one torch's libraries cannot be loaded, and the ranks would die
         raise RequestError("the working directory is gone: change to one that exists") from None
-    with _names():
+    with _refuse_os_errors():
         options, left = _read(Distributed, words)
         script = _script(left, after)
         if script is None:
             _check_training(left)
 
-    # Not before the flags are known to be right: help and refusals answer at once.
+    # Imported only once the flags are right, so that help and refusals answer at once.
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
     from trainer.environments.dispatch import decide
@@ -80,7 +80,7 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
     from trainer.host.visible_devices import visible_devices
 
     resource_limits.require(
-        _most_here(options, environ),
+        _max_local_ranks(options, environ),
         rank_bytes=resource_limits.RANK_BYTES if script is None else resource_limits.SCRIPT_BYTES,
     )
     devices = [] if options.cpu else visible_devices(environ)
@@ -93,12 +93,8 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
 
 
 @contextmanager
-def _names() -> Iterator[None]:
-    """Say in one line that the system takes a name for none, one that is too long for instance.
-
-    Raises:
-        RequestError: it does.
-    """
+def _refuse_os_errors() -> Iterator[None]:
+    """Turn an ``OSError`` about a path, such as a name that is too long, into a ``RequestError``."""
     try:
         yield
     except OSError as error:
@@ -107,8 +103,8 @@ def _names() -> Iterator[None]:
         raise RequestError(f"{error.filename}: {error.strerror}") from None
 
 
-def _most_here(options: Distributed, environ: Mapping[str, str]) -> int:
-    """Return how many ranks the flags ask for on this node: with nothing that speaks of other nodes, all of them."""
+def _max_local_ranks(options: Distributed, environ: Mapping[str, str]) -> int:
+    """Return the ranks that the flags ask for on this node: all of them where nothing indicates other nodes."""
     from trainer.environments import slurm
 
     elsewhere = options.distributed_init_method is not None or "WORLD_SIZE" in environ or slurm.is_task(environ)
@@ -116,10 +112,10 @@ def _most_here(options: Distributed, environ: Mapping[str, str]) -> int:
 
 
 def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
-    """Read what a script needs; a script takes the place of a task and of all options of training.
+    """Read ``--script`` and its arguments; None without it. A script replaces the task and all options of training.
 
     Raises:
-        RequestError: there is no such script, or words that would reach nobody.
+        RequestError: the script does not exist, or a flag applies to nothing.
     """
     values, left = read_flags(words, [option for option in describe(Script) if option.name == "script"])
     if "script" not in values:
@@ -131,9 +127,9 @@ def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
         what = "is a folder" if path.is_dir() else "does not exist"
         raise RequestError(f"--script {path} {what}: name a Python file")
     _, unknown = read_flags(left, describe(Training))
-    of_tasks = [word for word in left if word not in unknown]
-    if of_tasks:
-        flag = of_tasks[0].partition("=")[0]
+    task_flags = [word for word in left if word not in unknown]
+    if task_flags:
+        flag = task_flags[0].partition("=")[0]
         if flag == "--task":
             raise RequestError("--script and --task exclude each other: keep one of them")
         raise RequestError(f"{flag} is for tasks, but --script runs a script, whose own arguments follow --")
@@ -145,7 +141,7 @@ def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
 
 
 def _check_training(words: Sequence[str]) -> None:
-    """Refuse wrong options before anything starts; those of a user's own task are left to the ranks, which import it.
+    """Check the options before anything starts; the ranks check those of a user's own task, which they import.
 
     Raises:
         RequestError: an option is wrong, or data of a built-in task is missing.
@@ -162,17 +158,17 @@ def _check_training(words: Sequence[str]) -> None:
     values, unknown = read_flags(left, describe(schema))
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
-    check_data(check(schema, values, where=_flag_of(describe(schema))))
+    check_data(check(schema, values, where=_flag_names(describe(schema))))
 
 
 def _read(schema: type[S], words: Sequence[str]) -> tuple[S, list[str]]:
-    """Read one schema's flags and return the words that are left."""
+    """Read the flags of a schema; return its object and the remaining words."""
     known = describe(schema)
     values, left = read_flags(words, known)
-    return check(schema, values, where=_flag_of(known)), left
+    return check(schema, values, where=_flag_names(known)), left
 
 
-def _flag_of(options: Sequence[Option]) -> Any:
+def _flag_names(options: Sequence[Option]) -> Any:
     flags = {option.name: option.flag for option in options}
     return lambda name: flags.get(name, name)
 
@@ -187,7 +183,7 @@ def _unknown(word: str, task: str, task_options: Sequence[Option]) -> RequestErr
 
 
 def _help(words: Sequence[str]) -> int:
-    """Print the help, with the options of the task where one is named."""
+    """Print the help, with the options of the task given by ``--task``."""
     from trainer.contract.flag_help import render
 
     task = _value_after("--task", words)
@@ -207,12 +203,12 @@ def _describe_task(words: Sequence[str]) -> int:
 
 
 def _print(text: str) -> int:
-    """Print a text whose reader may leave before its end, as `head` does."""
+    """Print a text whose reader may close the pipe early, as ``head`` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still held must not fail at the end
-        return SIGPIPE_STATUS
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail too
+        return SIGPIPE_EXIT_CODE
     return ExitCode.FINISHED
 
 
@@ -221,7 +217,7 @@ def _task_options(name: str) -> list[Option]:
     from trainer.tasks.registry import load_task
 
     schema = options_schema(name)
-    with _names():
+    with _refuse_os_errors():
         return describe(load_task(name).Options if schema is None else schema)
 
 

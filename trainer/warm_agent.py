@@ -23,7 +23,7 @@ from trainer.host import process_guard
 from trainer.host.proc_environ import show_run_in_proc
 from trainer.host.stop_request import LEASE
 
-NEEDED = (
+IMPORTED_AHEAD = (
     "trainer.agent.launch",
     "trainer.environments.dispatch",
     "trainer.host.visible_devices",
@@ -38,16 +38,16 @@ def main() -> int:
     _open_as(os.devnull, os.O_WRONLY, 1, 2)
     with _ending_with_parent():
         context = forkserver.start([*forkserver.PRELOADED, "trainer.engine.preload"])
-        for module in NEEDED:
+        for module in IMPORTED_AHEAD:
             importlib.import_module(module)
-        _start_one(context)
+        _wait_for_preload(context)
         with suppress(BrokenPipeError):
             os.write(ready, READY)
         os.close(ready)
         line = _read_line()
         if not line:
             return 0
-    return _become(msgspec.json.decode(line, type=WarmRequest))
+    return _run_request(msgspec.json.decode(line, type=WarmRequest))
 
 
 def _become(request: WarmRequest) -> int:
@@ -55,9 +55,9 @@ def _become(request: WarmRequest) -> int:
     os.environ.clear()
     os.environ.update(request.environment)
     show_run_in_proc()
-    _open_as(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1, 2)
+    _redirect(request.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1, 2)
     if os.environ.get(LEASE) != "stdin":
-        _open_as(os.devnull, os.O_RDONLY, 0)
+        _redirect(os.devnull, os.O_RDONLY, 0)
     sys.argv[1:] = request.words
     return trainer.main(request.words)
 
@@ -78,19 +78,19 @@ def _ending_with_parent() -> Iterator[None]:
             forkserver.stop()
 
 
-def _leave(number: int, _: FrameType | None) -> None:
+def _exit_on_signal(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _start_one(context: BaseContext) -> None:
-    """Start a process that does nothing; it ends when the server has loaded everything."""
-    process = context.Process(target=_nothing)  # type: ignore[attr-defined]
+def _wait_for_preload(context: BaseContext) -> None:
+    """Fork an empty process: it ends once the server has loaded everything."""
+    process = context.Process(target=_exit_at_once)  # type: ignore[attr-defined]
     process.start()
     process.join()
 
 
-def _nothing() -> None:
-    """What the first process does."""
+def _exit_at_once() -> None:
+    """Do nothing."""
 
 
 def _read_line() -> bytes:
@@ -104,7 +104,7 @@ def _read_line() -> bytes:
     return line
 
 
-def _open_as(path: str, flags: int, *descriptors: int) -> None:
+def _redirect(path: str, flags: int, *descriptors: int) -> None:
     opened = os.open(path, flags, 0o666)
     for descriptor in descriptors:
         os.dup2(opened, descriptor)

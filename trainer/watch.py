@@ -1,11 +1,11 @@
-"""Measures somebody else's training script, which keeps its own loop.
+"""Measure a training script that has its own loop.
 
     from trainer.watch import watch
     with watch(model, optimizer) as watched:
         for batch in watched.batches(loader): ...      # instead of: for batch in loader
 
-A step ends with the optimizer's step, the forward pass is known from the model's hooks, and what lies between the two
-is the backward pass. Without a run directory in the environment nothing is hooked in and ``batches`` is the loader.
+A step ends with the optimizer's step, hooks of the model mark the forward pass, and the time between the two is the
+backward pass. Without a run directory in the environment no hook is registered and ``batches`` returns the loader.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def watch(
         detail_every: Measure each gradient bucket and the local gradient norm every so many steps, by a comm hook;
             0 installs no hook, and then a GPU's synchronisation is not measured.
         checksum_every: Record a checksum of the parameters every so many steps, for readers to compare; 0: never.
-            No collective is added to the script. Ranks that DDP does not keep equal record none.
+            No collective is added to the script. Without DDP over all ranks none is recorded.
         first_step: Steps done before this start, when the script resumes.
-        environ: Where ``GPUTRAIN_RUN_DIR`` is looked up, and ``RANK`` and ``LOCAL_RANK`` without a process group.
+        environ: Environment with ``GPUTRAIN_RUN_DIR``, and ``RANK`` and ``LOCAL_RANK`` without a process group.
     """
     run_dir = environ.get(RUN_DIR)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(environ.get("RANK", "0"))
@@ -78,7 +78,7 @@ def watch(
 
 
 class Watched:
-    """A training under watch; made by ``watch``."""
+    """Recorder of a script's training; created by ``watch``."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Watched:
         self.step = first_step
         """Optimizer steps done."""
         self.epoch = 0
-        """Which pass over the data this is, from 1, counted by ``batches``."""
+        """Epoch, from 1, counted by ``batches``."""
         self._model = model
         self._optimizer = optimizer
         self._writer = writer
@@ -109,14 +109,14 @@ class Watched:
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._meter = StepMeter(model, device=self._device, writer=writer, rank=rank, detail_every=detail_every)
         self._handles: list[Any] = []
-        self._since: Phase = "other"
-        """What the time since the last mark belongs to, should the next mark come now."""
+        self._open_phase: Phase = "other"
+        """Phase of the time since the last mark."""
         self._evaluated = False
         self._samples = 0
         self._loss: Tensor | float | None = None
         self._tokens: int | None = None
-        self._tells_states = not launched
-        """Whether the rank's states and its end are this object's to record."""
+        self._records_states = not launched
+        """Whether to record the rank's states and its failure, which a node agent would otherwise."""
 
     def __enter__(self) -> Watched:
         if self._writer.enabled:
@@ -149,36 +149,36 @@ class Watched:
         self._writer.close()
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
-        """Return the loader's batches, timing the wait for each; each iteration over them is an epoch."""
-        return _Timed(self, loader) if self._writer.enabled else loader
+        """Return the loader with the wait for each batch timed; each iteration over it is an epoch."""
+        return _TimedLoader(self, loader) if self._writer.enabled else loader
 
     def report(self, *, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
-        """Tell the loss, in nats, or the tokens of the step; call it before the optimizer's step."""
+        """Set the loss in nats, or the tokens, of the step; call it before the optimizer's step."""
         self._loss = loss
         self._tokens = tokens
 
     # --------------------------------------------------------------------------------------------- hooks
 
-    def _mark(self, part: Phase | None = None) -> None:
-        """Let the time since the last mark belong to ``part``, or to what is going on anyway."""
-        if self._evaluated:  # the time of an evaluation between two steps belongs to neither
+    def _mark(self, phase: Phase | None = None) -> None:
+        """Count the time since the last mark to ``phase``, or else to the open phase."""
+        if self._evaluated:  # an evaluation between two steps counts to neither
             self._evaluated = False
             self._meter.start()
         else:
-            self._meter.lap(part or self._since)
-        self._since = "other"
+            self._meter.lap(phase or self._open_phase)
+        self._open_phase = "other"
 
     def _before_forward(self, model: nn.Module, arguments: Any, named: Any) -> None:
         if not (model.training and torch.is_grad_enabled()):
             self._evaluated = True
             return
         self._mark()
-        self._samples += _samples(arguments, named)
+        self._samples += _batch_size(arguments, named)
 
     def _after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._mark("forward")
-            self._since = "backward"
+            self._open_phase = "backward"
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         self._mark()
@@ -213,7 +213,7 @@ class Watched:
         )
 
     def _set_state(self, state: RankStateName, message: str | None = None) -> None:
-        if not self._tells_states:
+        if not self._records_states:
             return
         self._writer.write(
             RankState(
@@ -229,8 +229,8 @@ class Watched:
         )
 
 
-class _Timed(Iterable[Batch]):
-    """A loader whose waits are timed."""
+class _TimedLoader(Iterable[Batch]):
+    """Data loader whose waits are timed."""
 
     def __init__(self, watched: Watched, loader: Iterable[Batch]) -> None:
         self._watched = watched
@@ -250,7 +250,7 @@ class _Timed(Iterable[Batch]):
 
 
 def _is_replicated(model: nn.Module) -> bool:
-    """Tell whether every rank is meant to hold the same parameters."""
+    """Return whether all ranks should hold equal parameters."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     ddp = ddp_of(model)
@@ -258,8 +258,8 @@ def _is_replicated(model: nn.Module) -> bool:
     return holders == dist.get_world_size()
 
 
-def _samples(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-    """First dimension of the first tensor that the model is called with."""
+def _batch_size(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+    """Return the first dimension of the first tensor argument of the model."""
     for value in (*arguments, *named.values()):
         if isinstance(value, Tensor) and value.dim():
             return value.shape[0]

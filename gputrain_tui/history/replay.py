@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.history.follow import by_rank
-from trainer.contract.record import MOST_RANKS, AnyEvent, RunDir, decode_events
+from trainer.contract.record import MAX_RANKS, AnyEvent, RunDir, decode_events
 from trainer.contract.record.downsampled import LEVELS, DownsampledBlock, DownsampledNote, block_file, note_file
-from trainer.contract.record.events import UNDECODABLE, is_of
+from trainer.contract.record.events import DECODE_ERRORS, is_within_world
 from trainer.contract.record.regular_file import read_part, read_whole, size_of
 
 READ_WHOLE_BYTES = 40 << 20
@@ -121,7 +121,7 @@ def _decodable_blocks(lines: bytes) -> list[DownsampledBlock]:
     for line in lines.splitlines():
         try:
             found.append(_decode_blocks.decode(line))
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             continue
     return found
 
@@ -166,9 +166,9 @@ def _notes(run: RunDir, name: str, world_size: int) -> list[DownsampledNote]:
     for line in data.splitlines():
         try:
             note = _decode_notes.decode(line)
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             continue
-        if is_of(note.event, world_size):
+        if is_within_world(note.event, world_size):
             found.append(note)
     return found
 

@@ -24,7 +24,7 @@ from gputrain_tui.history.follow import Follower
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import RecordError, RequestError, nearest, quoted
 from trainer.contract.record import (
-    MOST_RANKS,
+    MAX_RANKS,
     AnyEvent,
     RunDir,
     RunEnded,
@@ -33,7 +33,7 @@ from trainer.contract.record import (
     decode_events,
     write_atomically,
 )
-from trainer.contract.record.events import Count, ExitStatus, Figure, UnixSeconds, WorldSize
+from trainer.contract.record.events import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
 from trainer.contract.record.regular_file import open_regular, read_json, read_tail
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
 
@@ -68,7 +68,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line: why it failed, or which processes were left when it stopped."""
     step: Count | None = None
     """Optimizer steps done when this was written."""
-    loss: Figure | None = None
+    loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
 
 
@@ -239,7 +239,7 @@ def planned_world_size(run: RunDir) -> int:
     try:
         return read_plan(run).world_size
     except RecordError:
-        return MOST_RANKS
+        return MAX_RANKS
 
 
 def open_run(path: Path) -> Run | None:

@@ -29,7 +29,7 @@ from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, er
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.options import require_an_end
+from trainer.contract.options import require_stop_condition
 from trainer.contract.record import RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import open_regular, open_to_append
 from trainer.host.process_identity import ProcessIdentity
@@ -168,7 +168,7 @@ def endless(recipe: Recipe) -> str:
     if recipe.script is not None:
         return ""
     try:
-        require_an_end(recipe.train)
+        require_stop_condition(recipe.train)
     except RequestError as error:
         return f"{recipe.where('train', 'max_updates')} is {recipe.train.max_updates}, and {error}"
     return ""

@@ -107,7 +107,7 @@ def _report(run: Run, left: list[int], *, was_over: bool) -> str:
 
 def _nodes(run_dir: RunDir) -> list[int]:
     numbers = (int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
-    return sorted(number for number in numbers if number < MOST_RANKS)
+    return sorted(number for number in numbers if number < MAX_RANKS)
 
 
 def _stop_without_record(path: Path) -> tuple[str, list[int]]:

@@ -296,7 +296,7 @@ class Supervisor:
         recorded = failure in failures
         only_lost = bool(failures) and all(each.kind == "lost_peer" for each in failures)
         # A node agent knows less of the run than its record.
-        if only_lost and failure.kind in OF_LOST and (missing := self._missing()) is not None:
+        if only_lost and failure.kind in LOST_PEER_KINDS and (missing := self._missing()) is not None:
             failure, recorded = missing, False
         if self._adopting and not recorded:
             failure = self._failure("signal", "the run's supervisor was killed, and its ranks ended with it")

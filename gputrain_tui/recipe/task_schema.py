@@ -20,7 +20,7 @@ from msgspec import Meta
 from gputrain_tui.paths import cache_folder
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import RequestError, nearest
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 from trainer.contract.schema import Option
 
 DESCRIBE_TIMEOUT_S = 120.0
@@ -129,7 +129,7 @@ def task_file(task: str) -> Path | None:
     """Return the file that defines ``module:Class`` or ``path.py:Class``, found without importing anything."""
     module = task.rpartition(":")[0]
     if module.endswith(".py"):
-        path = expanded(module)
+        path = expand_home(module)
         return path if os.path.isfile(path) else None  # noqa: PTH113 - also where the name is too long to ask
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         return None

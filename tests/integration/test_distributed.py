@@ -84,23 +84,23 @@ def meet_in_environment(*, environ: dict[str, str], **named: Any) -> dict[str, A
 
 def claim_device(*, url: str, rank: int, world_size: int, device: str) -> bool:
     wait = store.Wait(20.0, None)
-    meeting = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
+    rdzv = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
     mine = rendezvous.own_registration(rank=rank, world_size=world_size, identity="", device=device)
-    verdict = rendezvous.join(meeting, mine, wait)
-    distributed._leave(meeting.store, rank, world_size)
+    result = rendezvous.join(rdzv, mine, wait)
+    distributed._leave_store(rdzv.store, rank, world_size)
     if rank == 0:
-        store.remove_store_file(meeting)
-    return len(verdict.machines) == 1
+        store.remove_store_file(rdzv)
+    return len(result.machines) == 1
 
 
 def come_after_a_refusal(*, url: str, rank: int, world_size: int) -> None:
     """Serve the store, but claim a rank only when the others have refused each other."""
     wait = store.Wait(20.0, None)
-    meeting = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
-    book = PrefixStore(store.KEY_PREFIX, meeting.store)
-    while not book.check(["verdict"]):
+    rdzv = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
+    keys = PrefixStore(store.KEY_PREFIX, rdzv.store)
+    while not keys.check(["result"]):
         pass
-    rendezvous.join(meeting, rendezvous.own_registration(rank=rank, world_size=world_size, identity="run-1"), wait)
+    rendezvous.join(rdzv, rendezvous.own_registration(rank=rank, world_size=world_size, identity="run-1"), wait)
 
 
 def stay(*, url: str, world_size: int, rank: int) -> list[int]:
@@ -141,7 +141,7 @@ def tcp() -> str:
 
 @pytest.fixture(params=["tcp", "file"])
 def url(request: pytest.FixtureRequest, tcp: str, tmp_path: Path) -> str:
-    return tcp if request.param == "tcp" else f"file://{tmp_path}/meeting"
+    return tcp if request.param == "tcp" else f"file://{tmp_path}/rdzv"
 
 
 # ------------------------------------------------------------------------------------------------------------ joining
@@ -283,7 +283,7 @@ def test_a_latecomer_to_a_complete_group_is_refused_and_the_group_goes_on(proces
 
 
 def test_a_file_that_an_earlier_run_has_left_is_refused(processes: Processes, tmp_path: Path) -> None:
-    file, copy = tmp_path / "meeting", tmp_path / "copy"
+    file, copy = tmp_path / "rdzv", tmp_path / "copy"
     processes.results(gather_and_keep_file, requests(f"file://{file}", 2, copy=str(copy)))
     copy.rename(file)
     for outcome in processes.outcomes(meet, requests(f"file://{file}", 2)):
@@ -292,7 +292,7 @@ def test_a_file_that_an_earlier_run_has_left_is_refused(processes: Processes, tm
 
 
 def test_a_file_left_by_ranks_that_died_while_joining_is_refused(processes: Processes, tmp_path: Path) -> None:
-    file, report = tmp_path / "meeting", tmp_path / "report"
+    file, report = tmp_path / "rdzv", tmp_path / "report"
     dying = Member()
     dying.begin(meet_reporting, report=str(report), url=f"file://{file}", world_size=2, rank=0)
     while not report.exists():
@@ -317,7 +317,7 @@ def test_a_busy_port_is_refused_by_rank_0(tcp: str) -> None:
         ({"url": "tcp://127.0.0.1:99999"}, "expected HOST:PORT"),
         ({"url": "tcp://no.such.host.invalid:29500"}, "'no.such.host.invalid' cannot be resolved here"),
         ({"url": "file://relative/path"}, "absolute path"),
-        ({"url": "file:///no/such/folder/meeting"}, "the folder /no/such/folder does not exist"),
+        ({"url": "file:///no/such/folder/rdzv"}, "the folder /no/such/folder does not exist"),
         ({"url": "file:///tmp"}, "/tmp is a folder"),
         ({"url": "env://"}, "env:// needs MASTER_ADDR and MASTER_PORT"),
         ({"url": None}, "a world of 2 ranks needs an init method"),
@@ -337,7 +337,7 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line(
 
 
 def test_a_file_of_another_program_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_SETTLING_S", 0.05)
+    monkeypatch.setattr(store, "_FILE_SETTLE_S", 0.05)
     file = tmp_path / "thesis.txt"
     file.write_text("do not lose me")
     with pytest.raises(RequestError, match=r"thesis\.txt exists and is not empty"):
@@ -348,7 +348,7 @@ def test_a_file_of_another_program_is_refused_and_kept(tmp_path: Path, monkeypat
 def test_leaving_in_a_hurry_does_not_wait_for_a_peer_that_is_stuck(tmp_path: Path) -> None:
     members = [Member(), Member()]
     for rank, member in enumerate(members):
-        member.begin(stay, url=f"file://{tmp_path}/meeting", world_size=2, rank=rank)
+        member.begin(stay, url=f"file://{tmp_path}/rdzv", world_size=2, rank=rank)
     assert [member.outcome() for member in members] == [[0, 1], [0, 1]]
     members[0].begin(abort_within_a_collective)
     assert members[0].outcome() < 1.0
@@ -358,7 +358,7 @@ def test_leaving_in_a_hurry_does_not_wait_for_a_peer_that_is_stuck(tmp_path: Pat
 
 
 def abort_within_a_collective() -> float:
-    pending = distributed.sum_later(1, CPU)
+    pending = distributed.sum_async(1, CPU)
     began = time.monotonic()
     distributed.shutdown(abort=True)
     del pending
@@ -376,8 +376,7 @@ def test_a_process_alone_needs_no_group() -> None:
     assert distributed.broadcast_object({"a": [1.5]}) == {"a": [1.5]}
     assert distributed.all_reduce(torch.tensor([2.0])).tolist() == [2.0]
     assert distributed.all_reduce_dict({"b": 1, "a": 2.5}) == {"b": 1.0, "a": 2.5}
-    assert distributed.sum_later(torch.tensor(3), CPU)() == 3.0
-    distributed.check_same("loss", math.nan)
+    assert distributed.sum_async(torch.tensor(3), CPU)() == 3.0
     distributed.barrier()
     distributed.shutdown()
 
@@ -417,7 +416,7 @@ def reduce(rank: int) -> dict[str, Any]:
     order = ["b", "a", "c"] if rank else ["c", "b", "a"]
     values = {"a": 0.1, "b": rank, "c": torch.tensor([1e-9 if rank else 1.0], dtype=torch.float64)}
     reduced = distributed.all_reduce_dict({name: values[name] for name in order})
-    later = distributed.sum_later(torch.tensor(rank + 1), CPU)
+    later = distributed.sum_async(torch.tensor(rank + 1), CPU)
     return {
         "sum": distributed.all_reduce(matrix).tolist(),
         "max": distributed.all_reduce(torch.tensor(rank), "max").item(),
@@ -450,12 +449,6 @@ def raised_by(function: Callable[..., Any], *arguments: Any, **named: Any) -> st
 def disagree(rank: int) -> list[str]:
     found = [
         raised_by(distributed.all_reduce_dict, {"loss": 1.0} if rank else {"loss": 1.0, "accuracy": 1.0}),
-        raised_by(distributed.check_same, "gradient norm", 3.0 * (1 + 1e-5 * (rank == 1)), tolerance=1e-6),
-        raised_by(distributed.check_same, "gradient norm", 3.0 * (1 + 1e-7 * (rank == 1)), tolerance=1e-6),
-        raised_by(distributed.check_same, "gradient norm", math.nan, tolerance=1e-6),
-        raised_by(distributed.check_same, "gradient norm", math.nan if rank == 2 else 3.0, tolerance=1e-6),
-        raised_by(distributed.check_same, "vocabulary", ["a", rank // 2]),
-        raised_by(distributed.check_same, "vocabulary", ["a", 1]),
     ]
     if rank == 0:
         with pytest.raises(TypeError):
@@ -467,14 +460,8 @@ def test_ranks_that_differ_are_told_so_and_named(processes: Processes, tcp: str)
     for rank, found in enumerate(processes.results(call, requests(tcp, 3, body=disagree))):
         names = "loss" if rank else "accuracy"
         assert found[0].startswith(f"ranks reduce unlike values: rank {rank} has {names}")
-        assert found[1].startswith("gradient norm differs between ranks: 3.0 on most, 3.00003")
-        assert found[1].endswith("on rank 1")
-        assert found[2:4] == ["", ""]
-        assert found[4] == "gradient norm differs between ranks: 3.0 on most, nan on rank 2"
-        assert found[5] == "vocabulary differs between ranks: ['a', 0] on most, ['a', 1] on rank 2"
-        assert found[6] == ""
-        assert "ranks have fallen out of step" in found[7]
-        assert "rank 0 at" in found[7]
+        assert "ranks have fallen out of step" in found[1]
+        assert "rank 0 at" in found[1]
 
 
 # ----------------------------------------------------------------------------------------------------------- encoding

@@ -22,8 +22,8 @@ from trainer.host.ports import free_port
 LIMIT_S = 20.0
 
 
-def exchange(node: int, nodes: int, port: int, key: str = "job 24, step 0") -> Exchange:
-    return Exchange(node=node, nodes=nodes, host="127.0.0.1", port=port, expected_world=None, key=key)
+def exchange(node: int, nodes: int, port: int, key: str = "job 24, step 0") -> CountExchange:
+    return CountExchange(node=node, nodes=nodes, host="127.0.0.1", port=port, expected_world=None, key=key)
 
 
 def connect(port: int) -> socket.socket:

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
-from trainer.environments.dispatch import Decision, decide, with_counts
+from trainer.environments.dispatch import Decision, apply_counts, decide
 from trainer.environments.hostlist import expand, task_counts
 
 TCP = "tcp://10.0.0.1:29500"
@@ -238,10 +238,10 @@ def test_gpus_per_node_of_slurm_make_the_exchange_needless() -> None:
 
 def test_exchanged_counts_give_uneven_nodes_their_true_ranks() -> None:
     environ = slurm(NODEID=2, NNODES=4, NTASKS=4, STEP_TASKS_PER_NODE="1(x4)")
-    decision = with_counts(decide(options(), environ, 8), [4, 2, 8, 1])
+    decision = apply_counts(decide(options(), environ, 8), [4, 2, 8, 1])
     assert (decision.world_size, decision.ranks, decision.exchange) == (15, tuple(range(6, 14)), None)
     with pytest.raises(RequestError, match=r"is 32, but the nodes have 4 \+ 2 \+ 8 \+ 1 = 15 ranks"):
-        with_counts(decide(options(world_size=32), environ, 8), [4, 2, 8, 1])
+        apply_counts(decide(options(world_size=32), environ, 8), [4, 2, 8, 1])
 
 
 def test_one_task_per_gpu_is_a_rank_without_spawning() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.distributed.peer_failure import PeerReport, attribute_failure
-from trainer.distributed.rendezvous import RankMachine, span
+from trainer.distributed.rendezvous import RankMachine, format_ranks
 
 MACHINES = [
     RankMachine(host="h1", ranks=[0, 1]),
@@ -17,11 +17,11 @@ MACHINES = [
     [([4], "rank 4"), ([4, 5], "ranks 4, 5"), ([4, 5, 6], "ranks 4 to 6"), ([0, 2, 3, 7], "ranks 0, 2, 3, 7")],
 )
 def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
-    assert span(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 @pytest.mark.parametrize(
-    ("heard", "rank", "in_touch", "down", "says"),
+    ("reports", "rank", "store_answered", "interface_down", "says"),
     [
         ([0, 1, 2], 2, True, "", "no word from ranks 3 to 5 on h3"),
         ([0, 1, 2, 3, 5], 0, True, "", "no word from rank 4 on h3"),
@@ -33,12 +33,18 @@ def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
     ],
 )
 def test_who_says_nothing_is_lost_unless_it_is_this_machine_that_is_cut_off(
-    heard: list[int], rank: int, in_touch: bool, down: str, says: str
+    reports: list[int], rank: int, store_answered: bool, interface_down: str, says: str
 ) -> None:
-    words = {other: PeerReport() for other in heard}
-    assert attribute_failure(MACHINES, words, rank=rank, in_touch=in_touch, down=down) == says
+    words = {other: PeerReport() for other in reports}
+    assert (
+        attribute_failure(MACHINES, words, rank=rank, store_answered=store_answered, interface_down=interface_down)
+        == says
+    )
 
 
 def test_what_a_rank_has_failed_of_comes_before_who_says_nothing() -> None:
-    heard = {0: PeerReport(), 3: PeerReport(failure="ValueError: no")}
-    assert attribute_failure(MACHINES, heard, rank=0, in_touch=True, down="") == "rank 3 on h3 failed: ValueError: no"
+    reports = {0: PeerReport(), 3: PeerReport(failure="ValueError: no")}
+    assert (
+        attribute_failure(MACHINES, reports, rank=0, store_answered=True, interface_down="")
+        == "rank 3 on h3 failed: ValueError: no"
+    )

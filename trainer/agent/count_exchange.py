@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.environments.decision import Exchange
+from trainer.environments.decision import CountExchange
 
 REPORT_BYTES = 256
 """Longest line that a node's report can be."""
@@ -35,7 +35,7 @@ GRACE_S = 2.0
 """How much longer than node 0 the others wait, so that they get its answer with the missing nodes."""
 
 
-def exchange_counts(exchange: Exchange, count: int, *, timeout_s: float) -> list[int]:
+def exchange_counts(exchange: CountExchange, count: int, *, timeout_s: float) -> list[int]:
     """Report how many ranks start here and return the counts of all nodes, in their order.
 
     Raises:
@@ -48,12 +48,12 @@ def exchange_counts(exchange: Exchange, count: int, *, timeout_s: float) -> list
     return _report(exchange, count, deadline, timeout_s)
 
 
-def _signed(exchange: Exchange, *words: object) -> bytes:
+def _signed(exchange: CountExchange, *words: object) -> bytes:
     text = " ".join(map(str, words)).encode()
     return text + b" " + _signature(exchange, text) + b"\n"
 
 
-def _verified(exchange: Exchange, line: bytes) -> list[str]:
+def _verified(exchange: CountExchange, line: bytes) -> list[str]:
     """Return the words of a line that was signed with the key of the step; none of any other."""
     text, _, signature = line.rstrip(b"\n").rpartition(b" ")
     if not hmac.compare_digest(signature, _signature(exchange, text)):
@@ -61,7 +61,7 @@ def _verified(exchange: Exchange, line: bytes) -> list[str]:
     return text.decode().split()
 
 
-def _signature(exchange: Exchange, text: bytes) -> bytes:
+def _signature(exchange: CountExchange, text: bytes) -> bytes:
     return hmac.new(exchange.key.encode(), text, "sha256").hexdigest().encode()
 
 
@@ -82,7 +82,7 @@ class _Peer:
 class _Collector:
     """Node 0: reads all connections at once, so that none can hold up the others."""
 
-    def __init__(self, exchange: Exchange, count: int, timeout_s: float) -> None:
+    def __init__(self, exchange: CountExchange, count: int, timeout_s: float) -> None:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._counts = {0: count}
@@ -214,7 +214,7 @@ def _missing(nodes: list[int], timeout_s: float) -> str:
 # --- the other nodes ------------------------------------------------------------------------------------------------
 
 
-def _report(exchange: Exchange, count: int, deadline: float, timeout_s: float) -> list[int]:
+def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: float) -> list[int]:
     where = f"node 0 ({exchange.host}, port {exchange.port})"
     reason = "its task has not started, or the port is blocked"
     replied = False

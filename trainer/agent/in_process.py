@@ -128,7 +128,7 @@ class _InProcessAgent:
         if report.stopping:
             self._grace_s = SAVE_S
             if self._leave_at is not None:
-                self._leave_at = time.monotonic() + SAVE_S
+                self._leave_at = time.monotonic() + SAVE_TIMEOUT_S
         self._not_recorded = report.not_recorded
         if report.stopped:
             self._write_outcome(ExitCode.STOPPED, stopped=report)
@@ -191,7 +191,7 @@ class _InProcessAgent:
         assignment = self._assignment
         if code == ExitCode.STOPPED:
             self._narrate(
-                "stopped" if stopped is None else stopped_where(stopped.step, stopped.saved, stopped.not_kept)
+                "stopped" if stopped is None else describe_stop(stopped.step, stopped.saved, stopped.not_kept)
             )
         if failure is not None:
             self._narrate(f"rank {assignment.rank} on {assignment.host}: {failure.message}")
@@ -212,4 +212,4 @@ class _InProcessAgent:
                 node.write(self._run_dir.node_result(assignment.node))
 
     def _narrate(self, line: str) -> None:
-        os.write(self._terminal, (narrated(line, program="trainer") + "\n").encode(errors="backslashreplace"))
+        os.write(self._terminal, (narration_line(line, program="trainer") + "\n").encode(errors="backslashreplace"))

@@ -18,7 +18,7 @@ from trainer.agent.init_method import usable_init_method
 from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master_address
 from trainer.contract.errors import ExitCode, RequestError, TrainingError, narrate
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, stopped_where
 from trainer.environments.decision import Decision, with_counts
@@ -58,7 +58,7 @@ def launch(
     """
     if decision.exchange is not None:
         counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
-        decision = with_counts(decision, counts)
+        decision = apply_counts(decision, counts)
     if script is not None:
         words = (script.script, *script.args)
     # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
@@ -143,7 +143,7 @@ def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) 
 def _run_dir(options: Distributed) -> Path | None:
     if options.run_dir is None:
         return None
-    path = expanded(options.run_dir).absolute()
+    path = expand_home(options.run_dir).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -172,7 +172,7 @@ def print_outcome(outcome: NodeOutcome) -> None:
     """Print on standard error how the node ended, unless it finished."""
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
-        parts = [stopped_where(outcome.stopped_at, outcome.saved, outcome.not_kept)]
+        parts = [describe_stop(outcome.stopped_at, outcome.saved, outcome.not_kept)]
         if outcome.unanswered:
             parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")

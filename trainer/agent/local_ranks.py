@@ -50,7 +50,7 @@ class LocalRanks:
         if self.complete:
             return self.pids
         try:
-            lines = read_part(self._path, self._read, MOST_BYTES)
+            lines = read_part(self._path, self._read, MAX_FILE_BYTES)
         except OSError:
             return self.pids
         lines = lines[: lines.rfind(b"\n") + 1]

@@ -1,1 +1,1 @@
-"""What ranks and console agree on: errors, options, the record of a run, how ranks ended. Without torch."""
+"""What ranks and console share, torch-free: errors, options, the record of a run, outcomes of ranks and nodes."""

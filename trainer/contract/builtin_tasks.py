@@ -1,4 +1,4 @@
-"""The built-in tasks by name, and their options."""
+"""List the built-in tasks and their options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIONS: dict[str, type[Any]] = {
 
 
 def options_schema(name: str) -> type[Any] | None:
-    """Return the options of a built-in task, or None for a task that only its own module knows.
+    """Return the options of a built-in task; None for a user's task, whose module would have to be imported.
 
     Raises:
         RequestError: the name is neither built in nor of the form ``module:Class``.
@@ -33,7 +33,7 @@ def options_schema(name: str) -> type[Any] | None:
 
 
 def unknown_task(name: str) -> RequestError:
-    """Return the error for a name that no task has."""
+    """Return the error for an unknown task name, with the nearest known one."""
     names = ", ".join(BUILT_IN)
     own = "your own as package.module:Class or path/to/file.py:Class"
     if not name:
@@ -42,7 +42,7 @@ def unknown_task(name: str) -> RequestError:
 
 
 def check_data(task_options: Any) -> None:
-    """Refuse data that is not there before anything is started; for tasks that can say so without torch.
+    """Check that a task's data exists, where its options can check it without torch.
 
     Raises:
         RequestError: missing, unreadable or empty data.

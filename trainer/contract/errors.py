@@ -1,4 +1,4 @@
-"""Errors that a person can act on, told in one line; everything else is a defect and keeps its traceback."""
+"""Define errors that a user can act on, one line each; any other exception is a defect and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a finished command tells the shell."""
+    """Exit code of a command."""
 
     FINISHED = 0
     FAILED = 1
@@ -24,15 +24,15 @@ class ExitCode(IntEnum):
 
 
 class RequestError(ValueError):
-    """The request was wrong. The message is one line: what, where, what is allowed; exit code 2."""
+    """The request is wrong; exit code 2. The message is one line: what, where, what is allowed."""
 
 
 class CheckpointError(RequestError):
-    """A checkpoint cannot be used; one line that names the file."""
+    """A checkpoint cannot be used; the message names the file."""
 
 
 class RecordError(RequestError):
-    """A file of a run directory cannot be used; one line that names it."""
+    """A file of a run directory cannot be used; the message names it."""
 
 
 class TrainingError(RuntimeError):
@@ -43,50 +43,50 @@ class NotKeptError(TrainingError):
     """All updates were made, but the checkpoint of the last one, or the best one, could not be written."""
 
 
-LONGEST_QUOTE = 80
-"""Characters that a message spends on a value that it refuses."""
-LONGEST_WORD = 300
-"""Characters of a key, a path or a host's name that a message gives whole."""
+MAX_QUOTE_CHARS = 80
+"""Maximum characters of a refused value in a message."""
+MAX_WORD_CHARS = 300
+"""Maximum characters of a word that a message gives whole: longer than most paths and host names."""
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters made visible, so that printing it cannot command the terminal."""
+    """Return the text with control characters escaped, so that printing it cannot control the terminal."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char == "\t" else _visible(char) for char in text)
+    return "".join(char if char.isprintable() or char == "\t" else _escaped(char) for char in text)
 
 
 def printable_lines(text: str) -> str:
-    """Return the text with all control characters but its line breaks and tabs made visible."""
+    """Return the text with all control characters escaped but line breaks and tabs."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
-def _visible(char: str) -> str:
+def _escaped(char: str) -> str:
     code = ord(char)
     if code < 0x20:
-        return chr(0x2400 + code)  # the pictures of control characters: ESC becomes ␛
+        return chr(0x2400 + code)  # Unicode's control pictures: ESC becomes ␛
     if code == 0x7F:
         return "\u2421"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def narrated(line: str, *, program: str) -> str:
-    """Return a program's word to people as one line that can be printed, whatever it quotes."""
-    return f"{program}: {printable(readable(line))}"
+def narration_line(line: str, *, program: str) -> str:
+    """Return a message of a program as one printable line, whatever it quotes."""
+    return f"{program}: {printable(shorten_words(line))}"
 
 
 def narrate(line: str, *, program: str) -> None:
-    """Write one line for people to standard error, whatever it quotes."""
-    print(narrated(line, program=program), file=sys.stderr, flush=True)
+    """Write one line to standard error, whatever it quotes."""
+    print(narration_line(line, program=program), file=sys.stderr, flush=True)
 
 
 def quoted(value: object) -> str:
-    """Return how Python writes a value, without its middle where it is long: its ends tell which one is meant."""
-    return _without_middle(repr(value), LONGEST_QUOTE)
+    """Return the ``repr`` of a value, without its middle where it is long."""
+    return _elide_middle(repr(value), MAX_QUOTE_CHARS)
 
 
 def require_utf8(words: Iterable[str]) -> None:
-    """Refuse words that no record, no plan and no other machine could be given as they are.
+    """Refuse words that are not UTF-8: neither the record nor another machine could hold them.
 
     Raises:
         RequestError: a word holds bytes that are not UTF-8.
@@ -98,12 +98,12 @@ def require_utf8(words: Iterable[str]) -> None:
             raise RequestError(f"{quoted(word)} is not UTF-8 text; name it in UTF-8") from None
 
 
-def readable(line: str) -> str:
-    """Return a message without the middle of words that are longer than any path that somebody would read."""
-    return re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_QUOTE), line)
+def shorten_words(line: str) -> str:
+    """Return a message without the middle of words longer than ``MAX_WORD_CHARS``."""
+    return re.sub(rf"\S{{{MAX_WORD_CHARS + 1},}}", lambda word: _elide_middle(word[0], MAX_QUOTE_CHARS), line)
 
 
-def _without_middle(text: str, longest: int) -> str:
+def _elide_middle(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     end = longest // 3

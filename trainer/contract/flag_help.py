@@ -1,4 +1,4 @@
-"""The help of ``python -m trainer``, rendered from the option schemas."""
+"""Render the help of ``python -m trainer`` from the option schemas."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ examples:
 """
 
 COLUMN = 34
-"""Where the descriptions start."""
+"""Column at which descriptions start."""
 
 
 def render(task: str, task_options: Sequence[Option] | None, width: int) -> str:
     """Return the whole help.
 
     Args:
-        task: the task that was named, or an empty string.
-        task_options: its options; None when none was named.
+        task: name of the task, or an empty string.
+        task_options: options of the task; None without one.
         width: columns of the terminal.
     """
     parts = [USAGE]

@@ -1,4 +1,4 @@
-"""Home folders in the names that people write."""
+"""Expand home folders in paths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import os
 from pathlib import Path
 
 
-def expanded(name: str | Path) -> Path:
-    """Return a path with ``~`` or ``~user`` replaced; like a shell, left alone where there is no such person."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser() fails on an unknown person
+def expand_home(name: str | Path) -> Path:
+    """Return a path with ``~`` or ``~user`` expanded; like a shell, keep it where there is no such user."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser() fails on an unknown user

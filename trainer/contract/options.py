@@ -408,8 +408,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) = None
 
 
-def require_an_end(options: Training) -> None:
-    """Refuse a training that nothing would ever end.
+def require_stop_condition(options: Training) -> None:
+    """Require a limit that ends the training.
 
     Raises:
         RequestError: no limit is set.

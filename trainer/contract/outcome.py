@@ -1,6 +1,6 @@
-"""How ranks and nodes ended, and which of several failures is the cause of the others.
+"""Define the outcome of ranks and nodes, and find the root cause among failures.
 
-Torch-free: a rank reports, its node agent judges, and the supervisor judges over nodes with the same rules.
+Torch-free: the node agent finds it among its ranks, and the supervisor among nodes, by the same rules.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SAVE_S = 60.0
 """How long ranks that have agreed to stop may take to save."""
 
 
-OF_LOST = ("lost_peer", "stalled", "left_early", "silent")
-"""Kinds of failures that ranks tell of each other, or that are concluded from that."""
-OUTCOME_BYTES = 4096
-"""What a node's outcome takes at most besides its ranks, a traceback left out."""
-RANK_BYTES = 128
-"""What a rank takes in its node's outcome at most."""
+LOST_PEER_KINDS = ("lost_peer", "stalled", "left_early", "silent")
+"""Kinds of failures that follow from the loss of another rank."""
+RESERVED_NODE_BYTES = 4096
+"""Space reserved for a node's outcome, without its ranks and a traceback."""
+RESERVED_RANK_BYTES = 128
+"""Space reserved for each rank in its node's outcome."""
 
 
 class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a rank says before its teardown: the truth about its training, whatever happens at its exit."""
+    """Report of a rank before its teardown; it counts more than the exit code of the process."""
 
     finished: bool = False
     failure: Failure | None = None
@@ -50,7 +50,7 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     stopping: bool = False
     """It is about to save, because of a stop request or because training is complete."""
     stopped: bool = False
-    """It has kept its work and leaves."""
+    """It has saved after a stop request, and exits."""
     step: int | None = None
     """Optimizer steps done when it stopped."""
     saved: str | None = None
@@ -64,18 +64,18 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RankOutcome(msgspec.Struct, kw_only=True):
-    """How one rank's process ended."""
+    """Outcome of one rank's process."""
 
     exit_code: ExitStatus | None = None
     """None while it runs, and when a signal ended it."""
     signal: str | None = None
     """Name of the signal that ended it, such as ``SIGKILL``."""
     finished: bool = False
-    """Whether the rank said that its training was complete; its exit code does not matter then."""
+    """The rank reported that training was complete; its exit code does not matter then."""
 
 
 class NodeOutcome(msgspec.Struct, kw_only=True):
-    """How a node ended, ``nodes/<i>.json``."""
+    """Outcome of a node, ``nodes/<i>.json``."""
 
     node: Rank
     host: str
@@ -98,19 +98,19 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def reserve(path: Path, *, ranks: int) -> None:
-        """Fill the file with blanks, which no reader takes for an outcome, where ``write`` finds room on a full disk.
+        """Fill the file with blanks, so that ``write`` has space even on a full disk; readers skip a blank file.
 
         Args:
-            path: of the file; an outcome that stands in it is gone.
-            ranks: of the node.
+            path: the file; an earlier outcome in it is removed.
+            ranks: number of ranks of the node.
         """
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # where there is no room any more, there is none to reserve
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b" " * (OUTCOME_BYTES + RANK_BYTES * ranks))
+            path.write_bytes(b" " * (RESERVED_NODE_BYTES + RESERVED_RANK_BYTES * ranks))
 
     def write(self, path: Path) -> None:
-        """Write it so that a reader sees all of it or nothing; on a full disk in its place, without the traceback.
+        """Write the file atomically; on a full disk in place, without the traceback.
 
         Raises:
             OSError: it could not be written.
@@ -135,15 +135,15 @@ _decode_node = msgspec.json.Decoder(NodeOutcome)
 
 
 def node_outcome(run_dir: RunDir, node: int) -> NodeOutcome | None:
-    """Return what a node agent reported at its end; None when nothing can be read of it."""
+    """Return the outcome of a node; None while there is no readable one."""
     try:
         return read_json(run_dir.node_result(node), _decode_node)
     except RecordError:
         return None
 
 
-# What gloo, NCCL and the stores say when a peer is gone: the message names the neighbour in the ring, which is often
-# not the culprit, so such a failure is never the cause while there is another one.
+# Messages of gloo, NCCL and the stores after the loss of a peer. They name the neighbour in the ring, which is often
+# not the culprit, so such a failure is never the root cause while there is another one.
 _LOST_PEER = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe|socket closed|"
     r"connectfullmesh|failed to recv|sendbytes failed|recvvalue failed|remote process exited|"
@@ -159,15 +159,15 @@ _LOST_PEER = re.compile(
 
 
 def is_lost_peer(message: str) -> bool:
-    """Whether an error message tells only that another rank is gone."""
+    """Return whether an error message is only about the loss of another rank."""
     return _LOST_PEER.search(message) is not None
 
 
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
-    """Return the earliest failure that is no consequence of another; consequences only when there is nothing else.
+    """Return the earliest failure that does not follow from another; a consequence only where there is no other.
 
     Args:
-        failures: nanoseconds of the Unix clock, and what failed then.
+        failures: nanoseconds of the Unix clock, and the failure at that time.
     """
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
     ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
@@ -186,7 +186,7 @@ def stopped_where(update: int | None, saved: str | None, not_kept: str = "") -> 
 
 
 def exit_code_of(failure: Failure) -> ExitCode:
-    """A request that only a rank could find wrong is still a wrong request."""
+    """Return the exit code of a failure; 2 for a request that only a rank could refuse."""
     return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
 
 

@@ -1,4 +1,4 @@
-"""Reads option schemas: one declaration becomes a flag, a recipe key, a form field and a line of help.
+"""Read option schemas: one declaration becomes a flag, a recipe key, a form field and a line of help.
 
 A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose fields are annotated with ``Meta``:
 ``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group``, ``aliases`` and
@@ -20,15 +20,15 @@ from trainer.contract.errors import RequestError, nearest, quoted
 
 S = TypeVar("S")
 
-MOST_BITS = 63
-"""Of an integer: what torch and the record can hold."""
+MAX_INT_BITS = 63
+"""Bits of the largest integer that torch and the record can hold."""
 
 NONE = "none"
-"""What a person writes to leave out an option whose default is a value."""
+"""Text for None, for an optional option whose default is a value."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of a schema, as a front end needs it."""
+    """One option, with all that a flag, a form field or a help text needs."""
 
     name: str
     """Recipe key, with underscores."""
@@ -62,7 +62,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def allowed(self) -> str:
-        """What values are allowed, for messages and forms."""
+        """Allowed values, for messages and forms."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
@@ -182,12 +182,12 @@ def _kind(node: Any) -> Any:
 
 
 def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], str]) -> S:
-    """Build the schema's object from untyped values, or say in one line what is wrong.
+    """Build an options object from untyped values.
 
     Args:
         schema: the Struct or dataclass to build.
         values: name to value, as a recipe holds them; a scalar stands for a list of one.
-        where: turns an option's name into what the person wrote (``--batch-size``, ``recipe.toml: train.batch_size``).
+        where: turns an option's name into that of its source (``--batch-size``, ``recipe.toml: train.batch_size``).
 
     Raises:
         RequestError: an unknown name, a wrong type, or a value out of range.
@@ -217,7 +217,7 @@ def _refused(option: Option, value: Any, where: str) -> RequestError:
 
 
 def _coerce(option: Option, value: Any, where: str) -> Any:
-    """Accept what a person may write for the option: text from a flag, a scalar for a list, an int for a float."""
+    """Convert text from a flag, a scalar for a list, and an int for a float."""
     if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
     try:
@@ -242,7 +242,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _coerce_scalar(kind: str, value: Any) -> Any:
-    """Return the value as the kind has it; ``ValueError`` if it cannot be."""
+    """Convert a value to the option's kind; raise ``ValueError`` where that is impossible."""
     if kind == "str":
         if not isinstance(value, str):
             raise ValueError(value)
@@ -250,7 +250,7 @@ def _coerce_scalar(kind: str, value: Any) -> Any:
     if isinstance(value, str):
         parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _boolean}
         value = parsers[kind](value)
-    if kind == "int" and isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if kind == "int" and isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         raise ValueError(value)
     if isinstance(value, bool) != (kind == "bool"):
         raise ValueError(value)
@@ -278,7 +278,7 @@ def _boolean(text: str) -> bool:
 
 
 def to_flags(options: Any) -> list[str]:
-    """Return the flags that say how an options object differs from its defaults."""
+    """Return the flags of all options that differ from their defaults."""
     words: list[str] = []
     for option in describe(type(options)):
         value = getattr(options, option.name)

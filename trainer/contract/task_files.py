@@ -1,4 +1,4 @@
-"""Finds the files that a task reads, and refuses those that cannot be read in one line."""
+"""Find the files that a task reads; refuse missing and unreadable ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.contract.errors import RequestError, nearest
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 STDLIB = "stdlib"
-"""Stands for the source of the running interpreter's standard library; a folder of that name is ``./stdlib``."""
+"""Value of ``data`` for the source of Python's standard library; a folder of that name is ``./stdlib``."""
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about a file into the one line that a person gets.
+def refuse_unreadable(path: Path) -> Iterator[None]:
+    """Turn an ``OSError`` about a file into a ``RequestError``.
 
     Raises:
         RequestError: the body failed to read the file.
@@ -30,38 +30,38 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def require_file(name: str) -> Path:
-    """Return the path of a file that is there, can be read and is not empty.
+    """Return the path of a file that exists, can be read and is not empty.
 
     Raises:
         RequestError: otherwise.
     """
-    path = expanded(name)
+    path = expand_home(name)
     if not path.exists():
-        raise RequestError(f"{path} does not exist{_neighbour(path)}")
+        raise RequestError(f"{path} does not exist{_nearest_file(path)}")
     if path.is_dir():
         raise RequestError(f"{path} is a folder, but must be a file")
-    with readable(path), path.open("rb") as file:
+    with refuse_unreadable(path), path.open("rb") as file:
         if not file.read(1):
             raise RequestError(f"{path} is empty")
     return path
 
 
-def _neighbour(path: Path) -> str:
+def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f" (nor does the folder {path.parent}, seen from {Path.cwd()})"
-    with readable(path.parent):
+    with refuse_unreadable(path.parent):
         return nearest(path.name, (entry.name for entry in path.parent.iterdir()))
 
 
 def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
-    """Return the files that ``data`` names, in an order that is the same on every machine.
+    """Return the files that ``data`` names, in an order equal on every machine.
 
     Args:
         data: a file, a glob, a folder, or ``stdlib``.
-        pattern: which files of a folder count, at any depth; hidden ones never do.
+        pattern: globs of the files to take from a folder, at any depth; hidden files are left out.
 
     Raises:
-        RequestError: nothing there, nothing that matches, an unreadable file, or only empty ones.
+        RequestError: no file exists or matches, one is unreadable, or all are empty.
     """
     if data == STDLIB:
         # Only the top level: its packages hold tests and generated tables, which are no text to learn from.
@@ -69,15 +69,15 @@ def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
         files = sorted(folder.glob("*.py"))
         where = f"the standard library in {folder}"
     elif glob.has_magic(data) and not Path(data).exists():
-        found = glob.glob(str(expanded(data)), recursive=True)  # noqa: PTH207 - a pattern, not a folder's
+        found = glob.glob(str(expand_home(data)), recursive=True)  # noqa: PTH207 - a pattern, not a folder's
         files = sorted(Path(name) for name in found if not Path(name).is_dir())
         where = f"the pattern {data}"
     else:
-        path = expanded(data)
+        path = expand_home(data)
         if not path.is_dir():
             return [require_file(data)]
-        with readable(path):
-            files = sorted({file for one in pattern for file in path.rglob(one) if _visible(file, path)})
+        with refuse_unreadable(path):
+            files = sorted({file for one in pattern for file in path.rglob(one) if _is_visible(file, path)})
         where = f"the folder {path}"
         if not files:
             raise RequestError(f"{where} has no file that matches {', '.join(pattern)}; name others with pattern")
@@ -91,19 +91,19 @@ def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
     return files
 
 
-def _visible(file: Path, folder: Path) -> bool:
+def _is_visible(file: Path, folder: Path) -> bool:
     return file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def idx_file(folder: Path, name: str) -> Path:
-    """Return MNIST's file of that name, compressed or not.
+    """Return the path of an IDX file of MNIST, compressed or not.
 
     Raises:
-        RequestError: it is in none of the places where downloads leave it.
+        RequestError: it is in none of the folders that downloads use.
     """
-    folder = expanded(folder)
+    folder = expand_home(folder)
     if not folder.exists():
-        raise RequestError(f"{folder} does not exist{_neighbour(folder)}")
+        raise RequestError(f"{folder} does not exist{_nearest_file(folder)}")
     if not folder.is_dir():
         raise RequestError(f"{folder} is a file, but must be the folder of MNIST's IDX files")
     for place in (folder, folder / "raw", folder / "MNIST" / "raw"):

@@ -49,7 +49,7 @@ TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Where a language model's text comes from; shared by ``lm`` and ``masked_lm``."""
+    """Options of a language model's text, for ``lm`` and ``masked_lm``."""
 
     data: Text
     valid_data: ValidText | None = None
@@ -57,7 +57,7 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     valid_fraction: ValidFraction = 0.05
 
     def check_data(self) -> None:
-        """Refuse text that is not there, without reading it.
+        """Check that the text exists, without reading it.
 
         Raises:
             RequestError: a missing, unreadable or empty file, or a folder without any that match.
@@ -136,7 +136,7 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dropout: Dropout = 0.4
 
     def check_data(self) -> None:
-        """Refuse files that are not there, without reading them.
+        """Check that the files exist, without reading them.
 
         Raises:
             RequestError: a missing, unreadable or empty file.
@@ -162,7 +162,7 @@ class MnistOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "test"
 
     def check_data(self) -> None:
-        """Refuse a folder that lacks one of the files.
+        """Check that all four files exist.
 
         Raises:
             RequestError: a missing folder or file.
@@ -211,7 +211,7 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     dropout: Dropout = 0.1
 
     def check_data(self) -> None:
-        """Refuse text or a vocabulary that is not there, without reading it.
+        """Check that the text and the vocabulary exist, without reading them.
 
         Raises:
             RequestError: a missing, unreadable or empty file.

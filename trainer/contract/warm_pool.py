@@ -1,19 +1,19 @@
-"""The request that a waiting node agent gets from the supervisor that waits with it."""
+"""Define the request that a supervisor of the warm pool sends to its node agent."""
 
 from __future__ import annotations
 
 import msgspec
 
 READY = b"ready\n"
-"""Said on standard output once torch is loaded."""
+"""Line on standard output once torch is loaded."""
 
 
 class WarmRequest(msgspec.Struct, kw_only=True):
-    """What the process is to become: one line of JSON on standard input."""
+    """Run for a node agent that has torch loaded: one line of JSON on its standard input."""
 
     words: list[str]
     """The command line of ``python -m trainer``."""
     environment: dict[str, str]
-    """All of it."""
+    """The complete environment of the run."""
     log: str
     """File to which standard output and error are appended."""

@@ -1,6 +1,6 @@
-"""The process group: the seeds' interface, on CPUs and GPUs alike.
+"""Join and leave the process group, with the interface of fairseq's ``distributed_utils``, on CPU and GPU.
 
-Every function also works in a process that is alone, without a group: the world then has one rank.
+Without a process group every function works too, as in a world of one rank.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from trainer.distributed.collectives import (
     get_rank,
     get_world_size,
     is_master,
-    max_later,
-    sum_later,
+    max_async,
+    sum_async,
 )
 from trainer.distributed.request import require_same
 from trainer.distributed.store import JoinTimeoutError, RendezvousStore, Wait, Waiting, open_store, remove_store_file
@@ -44,7 +44,7 @@ __all__ = [
     "barrier",
     "bind_device",
     "broadcast_object",
-    "check_same",
+    "describe_lost_peers",
     "device_uuid",
     "distributed_init",
     "from_master",
@@ -53,50 +53,49 @@ __all__ = [
     "get_world_size",
     "infer_init_method",
     "is_master",
-    "lost_by",
-    "max_later",
+    "max_async",
     "report_failure",
     "require_same",
     "shutdown",
-    "sum_later",
+    "sum_async",
 ]
 
-_QUIET_S = 0.1
-"""Rest before the group is destroyed, see ``shutdown``."""
-_LEAVE_S = 2.0
-"""How long rank 0 waits for the others to leave before it takes the store away."""
+_DESTROY_DELAY_S = 0.1
+"""Pause before the group is destroyed, see ``shutdown``."""
+_STORE_LINGER_S = 2.0
+"""How long rank 0 keeps the store for ranks that have not left yet."""
 
 
 @dataclass
 class _GroupState:
-    """What this process holds while it is in a group."""
+    """State of this process while it is in a group."""
 
     rdzv: RendezvousStore
     rank: int
     variables: tuple[str, ...]
-    """Environment variables that joining has set."""
+    """Environment variables that ``distributed_init`` has set."""
     machines: list[rendezvous.RankMachine]
-    """Who is in the group, by machine."""
+    """Members of the group, by machine."""
 
 
-_here: _GroupState | None = None
+_group: _GroupState | None = None
 
 
-# ---------------------------------------------------------------------------------------------------------- joining
+# ------------------------------------------------------------------------------------------------------- join, leave
 
 
 def infer_init_method(options: Distributed, *, device_count: int = 0) -> str | None:
-    """Return the init method that the options and the environment lead to; None for a single process."""
+    """Return the init method for the options and the environment; None for a single process."""
     from trainer.environments.dispatch import decide
 
     return decide(options, os.environ, device_count).init_method
 
 
 def bind_device(index: int | None) -> torch.device:
-    """Make the GPU of this local index, counted within ``CUDA_VISIBLE_DEVICES``, the current one; None is the CPU.
+    """Make the GPU with this index in ``CUDA_VISIBLE_DEVICES`` the current device; None is the CPU.
 
     Raises:
-        RequestError: there is no such GPU.
+        RequestError: the GPU does not exist.
     """
     if index is None:
         return torch.device("cpu")
@@ -124,7 +123,7 @@ def distributed_init(
     device: torch.device,
     timeout_s: float,
     join_timeout_s: float,
-    on_waiting: Waiting | None = None,
+    on_waiting: OnWaiting | None = None,
     identity: str = "",
     request: Mapping[str, str] | None = None,
     share_devices: bool = False,
@@ -133,8 +132,8 @@ def distributed_init(
 
     Args:
         init_method: ``tcp://HOST:PORT``, ``file:///PATH`` or ``env://``.
-        world_size: ranks in all.
-        rank: this process's.
+        world_size: number of ranks.
+        rank: rank of this process.
         backend: ``gloo``, ``nccl``, or ``auto`` for nccl on a GPU and gloo on a CPU.
         device: what this rank computes on.
         timeout_s: what a collective may take, in seconds.
@@ -149,7 +148,7 @@ def distributed_init(
             disagree on the world size, the run or a value of the request.
         JoinTimeoutError: ranks are missing; the message names them.
     """
-    global _here
+    global _group
     if world_size == 1:
         return
     if not 0 <= rank < world_size:
@@ -175,9 +174,9 @@ def distributed_init(
     if interface := network_probe.interface_for(rdzv, result, mine, gloo=backend == "gloo"):
         os.environ[network_probe.GLOO_INTERFACE] = interface
         variables = (network_probe.GLOO_INTERFACE,)
-    # Before the group exists: shutdown clears the meeting away even if the backend then fails to connect.
-    _here = _GroupState(rdzv, rank, variables, result.machines)
-    collectives.count_anew()
+    # Set before the group exists, so that shutdown removes the store's file even if the backend fails to connect.
+    _group = _GroupState(rdzv, rank, variables, result.machines)
+    collectives.reset_exchange_count()
     dist.init_process_group(
         backend,
         store=PrefixStore("group", rdzv.store),
@@ -189,57 +188,59 @@ def distributed_init(
 
 
 def shutdown(*, abort: bool = False) -> None:
-    """Leave the group in order; call it once the result is on disk, then end the process.
+    """Leave the group; call it once the result is on disk, then end the process.
 
     Gloo's threads may still be releasing the last collective's Python state: destroying the group under them hangs or
-    aborts about one process in ten, therefore a short rest comes first. Rank 0, which holds the store, leaves last.
+    aborts about one process in ten, so a short pause comes first. Rank 0, which serves the store, leaves last.
 
     Args:
-        abort: a peer may be dead or stuck. Nothing is waited for, so the group is not destroyed either: that waits
-            for the collectives that are under way. The process must end next, by ``os._exit``.
+        abort: a peer may be dead or stuck. Wait for nothing, and do not destroy the group, which would wait for
+            pending collectives. The process must end next, by ``os._exit``.
     """
-    global _here
-    here, _here = _here, None
+    global _group
+    group, _group = _group, None
     if dist.is_initialized() and not abort:
         world_size = dist.get_world_size()
-        time.sleep(_QUIET_S)
+        time.sleep(_DESTROY_DELAY_S)
         dist.destroy_process_group()
-        if here is not None:
-            _leave(here.rdzv.store, here.rank, world_size)
-    if here is None:
+        if group is not None:
+            _leave_store(group.rdzv.store, group.rank, world_size)
+    if group is None:
         return
-    for name in here.variables:
+    for name in group.variables:
         os.environ.pop(name, None)
-    if here.rank == 0:
-        remove_store_file(here.rdzv)
+    if group.rank == 0:
+        remove_store_file(group.rdzv)
 
 
 def report_failure(message: str) -> None:
-    """Tell the ranks on other machines why this one fails; those on this machine learn it from their parent."""
-    if _here is not None and len(_here.machines) > 1:
-        peer_failure.report_failure(_here.rdzv, _here.rank, message)
+    """Report this rank's failure to ranks on other machines; those on this machine have it from the node agent."""
+    if _group is not None and len(_group.machines) > 1:
+        peer_failure.report_failure(_group.rdzv, _group.rank, message)
 
 
-def lost_by() -> str:
-    """Return whom this rank has lost, after a collective has failed, in a few words; empty when it cannot be told.
+def describe_lost_peers() -> str:
+    """Describe which ranks were lost, after a collective has failed; empty when that is unknown.
 
-    It takes some seconds, and the group is of no use afterwards.
+    It takes up to 5 s, and the group cannot be used afterwards.
     """
-    if _here is None or len(_here.machines) < 2:
+    if _group is None or len(_group.machines) < 2:
         return ""
-    return peer_failure.ask_peers(_here.rdzv, _here.machines, _here.rank, os.environ.get(network_probe.GLOO_INTERFACE))
+    return peer_failure.describe_lost_peers(
+        _group.rdzv, _group.machines, _group.rank, os.environ.get(network_probe.GLOO_INTERFACE)
+    )
 
 
-def _leave(store: Store, rank: int, world_size: int) -> None:
-    """Let rank 0 wait until nobody needs the store any more; not for long, because a peer may have died."""
-    gone = [f"left/{other}" for other in range(1, world_size)]
+def _leave_store(store: Store, rank: int, world_size: int) -> None:
+    """Mark this rank as gone; rank 0 waits until all are, but not for long, because a peer may have died."""
+    keys = [f"left/{other}" for other in range(1, world_size)]
     try:
         if rank != 0:
             store.set(f"left/{rank}", "")
             return
-        deadline = time.monotonic() + _LEAVE_S
-        while not store.check(gone) and time.monotonic() < deadline:
+        deadline = time.monotonic() + _STORE_LINGER_S
+        while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.005)
     except RuntimeError:
-        # The store is gone, with its process or its disk: nobody is left to be told.
+        # The store is gone, with its process or its disk: nobody waits for this key.
         return

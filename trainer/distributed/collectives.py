@@ -1,11 +1,10 @@
-"""Rank and world size of this process, and the collectives that the trainer uses, on CPUs and GPUs alike.
+"""Return rank and world size, and run collectives on CPU and GPU tensors.
 
-Every function also works in a process that is alone, without a group: the world then has one rank.
+Without a process group every function works too, as in a world of one rank.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +26,11 @@ BROADCAST_BYTES = 64 << 20
 """Of a broadcast that are on the GPU at a time: a checkpoint may be larger than what is free there."""
 
 _exchanges = 0
-"""How many gatherings of data this process has begun in its group; equal on all ranks that are in step."""
+"""Calls of ``all_gather_list`` in this group so far; equal on all ranks that are in step."""
 
 
-def count_anew() -> None:
-    """Count exchanges from none: a group has just been joined."""
+def reset_exchange_count() -> None:
+    """Set the count of exchanges to 0 for a new group."""
     global _exchanges
     _exchanges = 0
 
@@ -45,37 +44,37 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """Return how many ranks there are; 1 without a group."""
+    """Return the number of ranks; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_master() -> bool:
-    """Whether this is the rank that speaks, validates and saves for all: rank 0."""
+    """Return whether this is rank 0, which reports, validates and saves for all."""
     return get_rank() == 0
 
 
 def get_default_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks; None where there is only one."""
+    """Return the group of all ranks; None without a group."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
 
 
-def _wire(tensor: Tensor) -> Tensor:
-    """Return the tensor where the backend can take it; nccl takes tensors of the GPU only."""
+def _on_backend_device(tensor: Tensor) -> Tensor:
+    """Return the tensor on a device that the backend supports: nccl takes CUDA tensors only."""
     if dist.get_backend() == "nccl":
         return tensor.to(torch.device("cuda", torch.cuda.current_device())).contiguous()
     return tensor.contiguous()
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:
-    """Return a number as a tensor without the rounding to torch's default float32."""
+    """Return a tensor as it is, a number as float64: torch's default float32 would round it."""
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Block until every rank has called this."""
     if get_world_size() > 1:
         dist.barrier()
 
@@ -83,54 +82,54 @@ def barrier() -> None:
 def all_reduce(tensor: Tensor, op: Op = "sum") -> Tensor:
     """Reduce the tensor over all ranks, in place, and return it."""
     if get_world_size() > 1:
-        wire = _wire(tensor.detach())
-        dist.all_reduce(wire, _OPS[op])
-        if wire.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(wire)
+        moved = _on_backend_device(tensor.detach())
+        dist.all_reduce(moved, _OPS[op])
+        if moved.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(moved)
     return tensor
 
 
-def sum_later(value: Tensor | float, device: torch.device) -> Callable[[], float]:
-    """Begin to sum a number over all ranks; the result of a call is the sum, waited for only then.
+def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], float]:
+    """Start summing a number over all ranks; the callable that is returned waits for the sum.
 
     Args:
         value: a number or a tensor of one element.
-        device: where the sum is kept meanwhile.
+        device: where the sum is accumulated.
     """
     total = _as_tensor(value).to(device, torch.float64).reshape(1).clone()
     if get_world_size() == 1:
         return lambda: float(total)
-    wire = _wire(total)
-    work = dist.all_reduce(wire, async_op=True)
+    moved = _on_backend_device(total)
+    work = dist.all_reduce(moved, async_op=True)
 
     def result() -> float:
         assert work is not None
         work.wait()
-        return float(wire)
+        return float(moved)
 
     return result
 
 
-def max_later(values: Sequence[int]) -> Callable[[], list[int]]:
-    """Begin to take the maximum of each number over all ranks; the result of a call is waited for only then.
+def max_async(values: Sequence[int]) -> Callable[[], list[int]]:
+    """Start taking the maximum of each number over all ranks; the callable that is returned waits for the result.
 
-    On a GPU the result waits for what was queued before this call, not for what has been queued since.
+    With nccl it waits for kernels queued before this call, not for those queued since.
     """
     if get_world_size() == 1:
         return lambda: [int(value) for value in values]
-    wire = _wire(torch.tensor([int(value) for value in values], dtype=torch.int64))
-    work = dist.all_reduce(wire, dist.ReduceOp.MAX, async_op=True)
+    moved = _on_backend_device(torch.tensor([int(value) for value in values], dtype=torch.int64))
+    work = dist.all_reduce(moved, dist.ReduceOp.MAX, async_op=True)
     assert work is not None
-    if wire.device.type == "cpu":
+    if moved.device.type == "cpu":
 
         def reduced() -> list[int]:
             work.wait()
-            return list(wire.tolist())
+            return list(moved.tolist())
 
         return reduced
-    work.wait()  # by the GPU's queue, not by this thread
-    host = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=True)
-    host.copy_(wire, non_blocking=True)
+    work.wait()  # nccl: the current CUDA stream waits, not this thread
+    host = torch.empty(moved.shape, dtype=moved.dtype, pin_memory=True)
+    host.copy_(moved, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
 
@@ -142,7 +141,7 @@ def max_later(values: Sequence[int]) -> Callable[[], list[int]]:
 
 
 def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = None) -> dict[str, Number]:
-    """Sum numbers and tensors by name over all ranks, in float64; the order of keys is kept.
+    """Sum numbers and tensors by name over all ranks, in float64; keep the order of keys.
 
     A number comes back as a float, a tensor as a float64 tensor of its shape on its device.
 
@@ -168,7 +167,7 @@ def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = No
 
 
 def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-    """Compare a checksum over the ranks: a collective over unlike sizes would fail in words that help nobody."""
+    """Compare a checksum over the ranks: a collective over unequal sizes hangs or fails without naming them."""
     own = zlib.crc32(repr(shapes).encode())
     extremes = all_reduce(torch.tensor([own, -own], dtype=torch.int64, device=device), "max").tolist()
     if extremes != [own, -own]:
@@ -187,7 +186,7 @@ def all_gather_list(data: Any) -> list[Any]:
         TrainingError: the ranks are not at the same exchange.
     """
     global _exchanges
-    # Counted before anything can fail, so that a rank whose data was refused is told apart at the next exchange.
+    # Counted before anything can fail, so that a rank whose data was refused is detected at the next exchange.
     _exchanges += 1
     mine = encode(data)
     if get_world_size() == 1:
@@ -195,18 +194,18 @@ def all_gather_list(data: Any) -> list[Any]:
     sizes = _exchange_sizes(mine.numel())
     sent = torch.zeros(max(sizes), dtype=torch.uint8)
     sent[: mine.numel()] = mine
-    sent = _wire(sent)
+    sent = _on_backend_device(sent)
     received = [torch.empty_like(sent) for _ in sizes]
     dist.all_gather(received, sent)
     return [decode(part[:size]) for part, size in zip(received, sizes, strict=True)]
 
 
 def _exchange_sizes(size: int) -> list[int]:
-    """Return how many bytes each rank is about to send; ranks at different exchanges are told apart here."""
-    mine = _wire(torch.tensor([_exchanges, size], dtype=torch.int64))
-    told = [torch.empty_like(mine) for _ in range(get_world_size())]
-    dist.all_gather(told, mine)
-    pairs = torch.stack(told).tolist()
+    """Return the number of bytes each rank will send; raise where ranks are at different exchanges."""
+    mine = _on_backend_device(torch.tensor([_exchanges, size], dtype=torch.int64))
+    gathered = [torch.empty_like(mine) for _ in range(get_world_size())]
+    dist.all_gather(gathered, mine)
+    pairs = torch.stack(gathered).tolist()
     counts = [count for count, _ in pairs]
     if len(set(counts)) > 1:
         usual = statistics.mode(counts)
@@ -221,7 +220,7 @@ def broadcast_object(data: Any, source: int = 0) -> Any:
         return decode(encode(data))
     sends = get_rank() == source
     mine = encode(data) if sends else torch.empty(0, dtype=torch.uint8)
-    size = _wire(torch.tensor([mine.numel()], dtype=torch.int64))
+    size = _on_backend_device(torch.tensor([mine.numel()], dtype=torch.int64))
     dist.broadcast(size, source)
     data_bytes = mine if sends else torch.empty(int(size), dtype=torch.uint8)
     for piece in torch.split(data_bytes, BROADCAST_BYTES):

@@ -1,4 +1,4 @@
-"""Encodes plain data and tensors as bytes for collectives, and back.
+"""Encode plain data and tensors as bytes for collectives, and decode them.
 
 No pickle: decoding bytes of a foreign process builds values and never runs code.
 """
@@ -21,12 +21,13 @@ DTYPES: dict[str, torch.dtype] = {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 }
-"""What a tensor may hold, by the name it has on the wire."""
+"""Supported dtypes by their encoded name."""
 
 ALIGNMENT = 16
-"""Every tensor starts at a multiple of this, so that its bytes can be read in place; the largest item has 16."""
+"""Bytes to whose multiples a tensor's offset is padded: the size of the largest item, complex128."""
 
 _SIZE_BYTES = 8
+"""Bytes of the tree's size at the start."""
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 _INT64 = range(-(2**63), 2**63)
 
@@ -81,7 +82,7 @@ def _bytes(data: Tensor) -> bytes:
 
 
 def _to_tree(data: Any, tensors: list[Tensor], end: list[int]) -> Any:
-    """Return the tree of ``data`` and append its tensors' bytes; ``end`` holds where the next one starts."""
+    """Return the tree of ``data`` and append its tensors' bytes; ``end[0]`` is the offset of the next tensor."""
     kind = type(data)
     if data is None or kind in (bool, float, str, bytes):
         return data

@@ -1,7 +1,7 @@
-"""Network probe: finds the interface that reaches the other machines before gloo takes one.
+"""Find the interface that reaches the other machines, before gloo binds to one.
 
-Left alone, gloo takes the address that the machine's own name resolves to, which on many machines is the loopback's,
-and where two machines cannot reach each other it waits several times its time-out and names neither.
+By itself gloo binds to the address that the host name resolves to, on many machines the loopback's, and where two
+machines cannot reach each other it waits several times its time-out and names neither.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.distributed.rendezvous import LINGER_S, RankMachine, Registration, RendezvousResult
+from trainer.distributed.rendezvous import REFUSAL_LINGER_S, RankMachine, Registration, RendezvousResult
 from trainer.distributed.store import (
     KEY_PREFIX,
     JoinTimeoutError,
@@ -38,101 +38,101 @@ from trainer.host.addresses import (
 )
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable: the interface that gloo takes."""
+"""Environment variable with the interface that gloo binds to."""
 
-TRY_S = 3.0
-"""How long one of several addresses may take to answer: two attempts of TCP's."""
-REACH_S = 10.0
-"""How long the machines may take to reach each other: three attempts of TCP's."""
-SETTLE_S = 30.0
-"""How long machines that have joined wait for each other's words on the connections."""
-FEW = 4
-"""How many of the connections that are blocked a message names."""
+CONNECT_TIMEOUT_S = 3.0
+"""Time-out of a connection to one of several addresses; TCP sends its first packet twice in it."""
+PROBE_TIMEOUT_S = 10.0
+"""Time-out of the connections between all machines; TCP sends its first packet three times in it."""
+EXCHANGE_TIMEOUT_S = 30.0
+"""Time-out for another machine's endpoint or probe result in the store."""
+MAX_UNREACHABLE_LISTED = 4
+"""Maximum unreachable pairs listed."""
 
 
 class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
-    """Where a machine listens while the network is probed."""
+    """Port and addresses on which a machine listens during the probe."""
 
     port: int
     addresses: list[str]
-    """The one that is settled; before that, all that might do."""
+    """The chosen address; of rank 0's machine, all candidates until one is chosen."""
     interface: str = ""
-    """The one that holds the address; empty where gloo has to choose."""
+    """Interface of the address; empty where gloo has to choose."""
 
 
 def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registration, *, gloo: bool) -> str | None:
-    """Return the interface for gloo, or None where it is given or gloo's own choice is as good as ours.
+    """Return the interface that gloo should bind to; None where the user has set one or gloo has to choose.
 
     Args:
-        rdzv: where the ranks have met.
-        result: who has.
-        mine: this rank.
-        gloo: whether gloo carries the collectives, so that machines that do not reach each other end the run here.
+        rdzv: the store in which the ranks have registered.
+        result: the members by machine.
+        mine: this rank's registration.
+        gloo: probe all pairs of machines, because gloo connects every rank with every other one.
 
     Raises:
-        RequestError: there is no interface as the environment names it.
+        RequestError: the interface in the environment does not exist.
         TrainingError: machines cannot reach each other; the message names which.
     """
-    asked = os.environ.get(GLOO_INTERFACE)
+    requested = os.environ.get(GLOO_INTERFACE)
     if len(result.machines) == 1:
         names = [name for _, name in socket.if_nameindex()]
-        return "lo" if asked is None and "lo" in names else None
+        return "lo" if requested is None and "lo" in names else None
     here = next(index for index, machine in enumerate(result.machines) if mine.rank in machine.ranks)
     keys = PrefixStore(KEY_PREFIX, rdzv.store)
-    wait = Wait(SETTLE_S, None)
+    wait = Wait(EXCHANGE_TIMEOUT_S, None)
     try:
         if mine.rank == result.machines[here].ranks[0]:
-            endpoint = _lead(keys, rdzv, result.machines, here, asked, wait, try_all=gloo)
+            endpoint = _probe_machine(keys, rdzv, result.machines, here, requested, wait, probe_all=gloo)
         else:
             endpoint = _read_endpoint(keys, result.machines, here, wait)
-        if gloo and (refusal := _await(keys, "roads", result.machines[0].host, wait)):
+        if gloo and (refusal := _wait_for_key(keys, "probe_result", result.machines[0].host, wait)):
             raise TrainingError(refusal)
     except (RequestError, TrainingError) as error:
-        # Who waits for this machine ends with the same words.
+        # Machines that wait for this one then raise the same message.
         with contextlib.suppress(RuntimeError):
-            keys.compare_set("roads", "", str(error))
-            _leave(keys, rdzv, result.machines[0], mine)
+            keys.compare_set("probe_result", "", str(error))
+            _await_failure_read(keys, rdzv, result.machines[0], mine)
         raise
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise TrainingError(f"rank {mine.rank} lost the store at {rdzv.url} while joining: {first}") from None
-    return None if asked is not None else endpoint.interface or None
+    return None if requested is not None else endpoint.interface or None
 
 
-def _lead(
+def _probe_machine(
     keys: Store,
     rdzv: RendezvousStore,
     machines: Sequence[RankMachine],
     here: int,
-    asked: str | None,
+    requested: str | None,
     wait: Wait,
     *,
-    try_all: bool,
+    probe_all: bool,
 ) -> Endpoint:
-    """Settle on this machine's address for all its ranks, and try the way to every other machine."""
+    """Choose this machine's address, publish it for all its ranks, and connect to every other machine."""
     with _listen() as listener:
         port = int(listener.getsockname()[1])
         own = _own_addresses()
-        address = _asked_for(own, asked) if asked is not None else _towards(rdzv, own)
+        address = _requested_address(own, requested) if requested is not None else _address_towards_store(rdzv, own)
         if here == 0:
             candidates = [address] if address else own
-            keys.set("root", _text(Endpoint(port=port, addresses=[each.text for each in candidates])))
+            keys.set("root", _to_json(Endpoint(port=port, addresses=[each.text for each in candidates])))
             if address is None:
-                reached = _await(keys, "reached", "another machine", wait)
+                reached = _wait_for_key(keys, "root_address", "another machine", wait)
                 address = next((each for each in own if each.text == reached), None)
         else:
-            address = _greet_root(keys, rdzv, machines[0], own, address, wait)
+            address = _find_root_address(keys, rdzv, machines[0], own, address, wait)
         endpoint = Endpoint(
             port=port,
             addresses=[address.text] if address else [],
             interface=address.interface if address else "",
         )
-        keys.set(f"door/{here}", _text(endpoint))
-        if try_all:
-            _try_all(keys, machines, here, wait)
+        keys.set(f"endpoint/{here}", _to_json(endpoint))
+        if probe_all:
+            _probe_all(keys, machines, here, wait)
             # Nobody's connection is taken: that the kernel completes it is all there is to know. So the endpoint stays
-            # open until everybody has tried it.
-            _await(keys, "roads", machines[0].host, wait)
+            # open until every machine has tried it.
+            _wait_for_key(keys, "probe_result", machines[0].host, wait)
     return endpoint
 
 
@@ -146,55 +146,59 @@ def _greet_root(
 ) -> InterfaceAddress | None:
     """Tell rank 0's machine under which of its addresses it is known here; return this machine's on the way there."""
     if address is not None and rdzv.host is not None and (known := _resolve(rdzv.host)):
-        keys.compare_set("reached", "", known)
+        keys.compare_set("root_address", "", known)
         return address
-    endpoint = msgspec.json.decode(_await(keys, "root", root.host, wait), type=Endpoint)
+    endpoint = msgspec.json.decode(_wait_for_key(keys, "root", root.host, wait), type=Endpoint)
     ours = {each.text for each in own}
-    # What this machine has too, such as Docker's bridge, leads to itself.
+    # An address that this machine has too, such as that of Docker's bridge, leads back to itself.
     foreign = [text for text in endpoint.addresses if text not in ours]
-    near = [text for text in foreign if any(_within(text, each) for each in own)]
+    near = [text for text in foreign if any(_is_in_network(text, each) for each in own)]
     for text in [*near, *(text for text in foreign if text not in near)]:
         try:
             with socket.create_connection((text, endpoint.port), timeout=max(min(TRY_S, wait.left_s), 0.1)) as reached:
                 local = plain(str(reached.getsockname()[0]))
         except OSError:
             continue
-        keys.compare_set("reached", "", text)
+        keys.compare_set("root_address", "", text)
         return address or next((each for each in own if each.text == local), None)
-    if keys.compare_set("reached", "", "nothing").decode() == "nothing":
+    if keys.compare_set("root_address", "", "nothing").decode() == "nothing":
         tried = ", ".join(foreign) or "any address"
-        keys.set("lost", f"{socket.gethostname()} cannot reach {root.name} at {tried}")
+        keys.set("root_unreachable", f"{socket.gethostname()} cannot reach {root.name} at {tried}")
     return address
 
 
-def _try_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wait) -> None:
-    """Connect to every other machine; rank 0's collects what did not work."""
+def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wait) -> None:
+    """Connect to every other machine; rank 0's machine publishes the pairs that failed."""
     endpoints = [_read_endpoint(keys, machines, index, wait) for index in range(len(machines))]
     failed = _unreachable({index: endpoint for index, endpoint in enumerate(endpoints) if index != here}, wait)
-    keys.set(f"tried/{here}", _text(failed))
+    keys.set(f"unreachable/{here}", _to_json(failed))
     if here != 0:
         return
-    blocked = [keys.get("lost").decode()] if keys.check(["lost"]) else []
+    unreachable = [keys.get("root_unreachable").decode()] if keys.check(["root_unreachable"]) else []
     for index, machine in enumerate(machines):
-        told = msgspec.json.decode(_await(keys, f"tried/{index}", machine.host, wait), type=dict[int, str])
-        blocked += [
+        failed = msgspec.json.decode(
+            _wait_for_key(keys, f"unreachable/{index}", machine.host, wait), type=dict[int, str]
+        )
+        unreachable += [
             f"{machine.host} cannot reach {machines[other].name} at {endpoints[other].addresses[0]} ({why})"
-            for other, why in told.items()
+            for other, why in failed.items()
         ]
-    refusal = ", ".join(blocked[:FEW]) + (f" and {len(blocked) - FEW} more" if len(blocked) > FEW else "")
+    refusal = ", ".join(unreachable[:MAX_UNREACHABLE_LISTED]) + (
+        f" and {len(unreachable) - MAX_UNREACHABLE_LISTED} more" if len(unreachable) > MAX_UNREACHABLE_LISTED else ""
+    )
     if refusal:
         refusal += (
             ": every rank connects to every other one, on any port; let the machines through to each other, or name "
             f"the interface that leads there with {GLOO_INTERFACE}"
         )
-    keys.compare_set("roads", "", refusal)
+    keys.compare_set("probe_result", "", refusal)
 
 
 def _unreachable(endpoints: Mapping[int, Endpoint], wait: Wait) -> dict[int, str]:
-    """Connect to all endpoints at once; return why it did not work, by endpoint."""
+    """Connect to all endpoints at once; return the error of each that failed, by index."""
     failed: dict[int, str] = {}
     pending: dict[socket.socket, int] = {}
-    deadline = time.monotonic() + max(min(REACH_S, wait.left_s), 0.1)
+    deadline = time.monotonic() + max(min(PROBE_TIMEOUT_S, wait.left_s), 0.1)
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for index, endpoint in endpoints.items():
             if not endpoint.addresses:
@@ -216,34 +220,34 @@ def _unreachable(endpoints: Mapping[int, Endpoint], wait: Wait) -> dict[int, str
                 index = pending.pop(attempt)
                 if error:
                     failed[index] = os.strerror(error)
-    silent = f"no answer within {REACH_S:g} s"
+    silent = f"no answer within {PROBE_TIMEOUT_S:g} s"
     return failed | dict.fromkeys(pending.values(), silent)
 
 
-def _leave(keys: Store, rdzv: RendezvousStore, root: RankMachine, mine: Registration) -> None:
-    """Tell that this rank knows of the refusal; rank 0's machine stays until all do, and the store with it."""
-    keys.set(f"told/{mine.rank}", "")
+def _await_failure_read(keys: Store, rdzv: RendezvousStore, root: RankMachine, mine: Registration) -> None:
+    """Mark the failure as read by this rank; ranks of rank 0's machine, which has the store, wait for the others."""
+    keys.set(f"probe_failure_read/{mine.rank}", "")
     if mine.rank not in root.ranks:
         return
-    deadline = time.monotonic() + LINGER_S
-    everybody = [f"told/{rank}" for rank in range(mine.world_size)]
+    deadline = time.monotonic() + REFUSAL_LINGER_S
+    keys_read = [f"probe_failure_read/{rank}" for rank in range(mine.world_size)]
     with contextlib.suppress(RuntimeError):
-        while not keys.check(everybody) and time.monotonic() < deadline:
+        while not keys.check(keys_read) and time.monotonic() < deadline:
             time.sleep(0.005)
     if mine.rank == 0:
         remove_store_file(rdzv)
 
 
-def _await(keys: Store, key: str, whose: str, wait: Wait) -> str:
-    """Return what another machine writes into the store.
+def _wait_for_key(keys: Store, key: str, whose: str, wait: Wait) -> str:
+    """Return a key that another machine sets.
 
     Raises:
-        TrainingError: the machines will not come together.
+        TrainingError: the probe has failed elsewhere, or the key was not set in time.
     """
     pause_s = 0.001
     while not keys.check([key]):
-        if key != "roads" and keys.check(["roads"]):
-            raise TrainingError(keys.get("roads").decode())
+        if key != "probe_result" and keys.check(["probe_result"]):
+            raise TrainingError(keys.get("probe_result").decode())
         if wait.left_s <= 0:
             raise JoinTimeoutError(
                 f"{whose} said nothing for {wait.timeout_s:g} s while the machines tried to reach each other"
@@ -253,12 +257,12 @@ def _await(keys: Store, key: str, whose: str, wait: Wait) -> str:
     return keys.get(key).decode()
 
 
-def _text(value: object) -> str:
+def _to_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
 def _read_endpoint(keys: Store, machines: Sequence[RankMachine], index: int, wait: Wait) -> Endpoint:
-    return msgspec.json.decode(_await(keys, f"door/{index}", machines[index].host, wait), type=Endpoint)
+    return msgspec.json.decode(_wait_for_key(keys, f"endpoint/{index}", machines[index].host, wait), type=Endpoint)
 
 
 # ------------------------------------------------------------------------------------------------------- this machine
@@ -286,10 +290,10 @@ def _own_addresses() -> list[InterfaceAddress]:
 def _asked_for(own: Sequence[InterfaceAddress], asked: str) -> InterfaceAddress | None:
     """Return the address of the interface that the environment names; None where that is gloo's to understand."""
     names = [name for _, name in socket.if_nameindex()]
-    first = asked.split(",")[0]
+    first = requested.split(",")[0]
     if first not in names:
         raise RequestError(
-            f"{GLOO_INTERFACE} is {asked!r}, but the interfaces of {socket.gethostname()} are {', '.join(names)}"
+            f"{GLOO_INTERFACE} is {requested!r}, but the interfaces of {socket.gethostname()} are {', '.join(names)}"
         )
     return next((each for each in own if each.interface == first), None)
 
@@ -302,7 +306,7 @@ def _towards(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> Interfac
 
 
 def _resolve(host: str) -> str | None:
-    """Return the address that the host's name means here; None when that is this machine's loopback."""
+    """Return the address of a host name; None for the loopback."""
     with contextlib.suppress(OSError):
         address = plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
         return None if is_loopback(address) else address

@@ -1,7 +1,7 @@
-"""Peer failure: ranks on several machines tell each other through the store who broke the group.
+"""Report failures between machines through the store, and find the ranks that were lost.
 
-Gloo names the neighbour whose connection ended, which is often one more victim, or a time-out and nobody. Here every
-rank that notices leaves a word in the store, and who has left none is whom the others have lost.
+Gloo names the neighbour whose connection ended, which is often one more victim, or only a time-out. Here every rank
+whose collective failed writes a report into the store; the ranks without one are lost.
 """
 
 from __future__ import annotations
@@ -15,106 +15,119 @@ from collections.abc import Callable, Sequence
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.distributed.rendezvous import RankMachine, span
+from trainer.distributed.rendezvous import RankMachine, format_ranks
 from trainer.distributed.store import RendezvousStore
 from trainer.host.addresses import is_interface_up
 from trainer.host.connections import own_connections
 from trainer.host.ports import outgoing_ports
 
-PREFIX = "gputrain-part"
+PEER_FAILURE_PREFIX = "gputrain-peer-failure"
 
-SAY_S = 0.5
-"""How long a rank tries to leave its word: the way to the store may be what is lost."""
-LINGER_S = 0.5
-"""How much longer rank 0, whose process keeps the store, lets the others read."""
-LISTEN_S = 4.0
-"""How long a rank waits for the others' words at most."""
-QUIET_S = 1.5
-"""Who has said nothing for so long after the last word will not: all notice within moments of the first."""
+REPORT_TIMEOUT_S = 0.5
+"""Time-out for writing a report: the connection to the store may be what was lost."""
+STORE_LINGER_S = 0.5
+"""How much longer rank 0, whose process serves the store, lets the others read."""
+COLLECT_TIMEOUT_S = 4.0
+"""Time-out for the reports of the other ranks."""
+COLLECT_IDLE_S = 1.5
+"""No more reports are expected this long after the last: all ranks notice a failure at almost the same time."""
 
 
 class PeerReport(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What a rank says at its end."""
+    """Report of a rank whose collective or training failed."""
 
     failure: str = ""
-    """What went wrong in this rank; empty when it has only lost others."""
+    """This rank's own failure; empty when it has only lost others."""
 
 
 def report_failure(rdzv: RendezvousStore, rank: int, failure: str) -> None:
-    """Leave word that this rank has failed, for those who lose it."""
-    _within(SAY_S, lambda: _leave(_store(rdzv), rank, failure))
+    """Write the failure of this rank into the store, for the ranks that lose it."""
+    _run_with_timeout(REPORT_TIMEOUT_S, lambda: _write_report(_store(rdzv), rank, failure))
 
 
-def ask_peers(rdzv: RendezvousStore, machines: Sequence[RankMachine], rank: int, interface: str | None) -> str:
-    """Say that this rank has lost others, and return in a few words whom and why.
+def describe_lost_peers(
+    rdzv: RendezvousStore, machines: Sequence[RankMachine], rank: int, interface: str | None
+) -> str:
+    """Write that this rank has lost others, collect their reports, and return in a few words who was lost and why.
 
     The group cannot be used afterwards.
     """
-    heard: dict[int, PeerReport] = {}
-    everybody = sum(len(machine.ranks) for machine in machines)
+    reports: dict[int, PeerReport] = {}
+    world_size = sum(len(machine.ranks) for machine in machines)
 
-    def listen() -> None:
+    def collect() -> None:
         keys = _store(rdzv)
-        _leave(keys, rank, "")
+        _write_report(keys, rank, "")
         _close_connections(rdzv.port)
-        deadline = time.monotonic() + LISTEN_S
-        quiet_at = time.monotonic() + QUIET_S
-        while len(heard) < everybody and time.monotonic() < min(deadline, quiet_at):
-            for other in range(everybody):
-                if other not in heard and keys.check([str(other)]):
-                    heard[other] = msgspec.json.decode(keys.get(str(other)), type=PeerReport)
-                    quiet_at = time.monotonic() + QUIET_S
+        deadline = time.monotonic() + COLLECT_TIMEOUT_S
+        idle_at = time.monotonic() + COLLECT_IDLE_S
+        while len(reports) < world_size and time.monotonic() < min(deadline, idle_at):
+            for other in range(world_size):
+                if other not in reports and keys.check([str(other)]):
+                    reports[other] = msgspec.json.decode(keys.get(str(other)), type=PeerReport)
+                    idle_at = time.monotonic() + COLLECT_IDLE_S
             time.sleep(0.02)
 
-    over = _within(LISTEN_S + SAY_S, listen)
+    store_answered = _run_with_timeout(COLLECT_TIMEOUT_S + REPORT_TIMEOUT_S, collect)
     if rank == 0:
-        time.sleep(LINGER_S)
-    # Rank 0's process keeps the store: when it has spoken, and the store then goes, it has only left.
-    return attribute_failure(machines, dict(heard), rank=rank, in_touch=over or 0 in heard, down=_is_down(interface))
+        time.sleep(STORE_LINGER_S)
+    # Rank 0's process serves the store: a store that goes after rank 0's report was closed, not lost.
+    return attribute_failure(
+        machines,
+        dict(reports),
+        rank=rank,
+        store_answered=store_answered or 0 in reports,
+        interface_down=_interface_down(interface),
+    )
 
 
 def attribute_failure(
-    machines: Sequence[RankMachine], heard: dict[int, PeerReport], *, rank: int, in_touch: bool, down: str
+    machines: Sequence[RankMachine],
+    reports: dict[int, PeerReport],
+    *,
+    rank: int,
+    store_answered: bool,
+    interface_down: str,
 ) -> str:
-    """Say whom a rank has lost.
+    """Describe whom a rank has lost; empty when no rank is missing.
 
     Args:
-        machines: who was in the group.
-        heard: what ranks have said.
-        rank: who has lost them.
-        in_touch: whether the store answered to the end.
-        down: this machine's interface, where it is down.
+        machines: the members of the group.
+        reports: the reports that were collected, by rank.
+        rank: the rank that has lost others.
+        store_answered: whether the store answered to the end.
+        interface_down: name of this machine's interface if it is down, else empty.
     """
     mine = next(machine for machine in machines if rank in machine.ranks)
-    told = {other: word.failure for other, word in heard.items() if word.failure}
-    if told:
-        first = min(told)
+    failures = {other: report.failure for other, report in reports.items() if report.failure}
+    if failures:
+        first = min(failures)
         host = next(machine.host for machine in machines if first in machine.ranks)
-        return f"rank {first} on {host} failed: {told[first]}"
-    if down:
-        return f"{mine.host} has lost the others: its interface {down} is down"
-    if not in_touch and mine is not machines[0]:
+        return f"rank {first} on {host} failed: {failures[first]}"
+    if interface_down:
+        return f"{mine.host} has lost the others: its interface {interface_down} is down"
+    if not store_answered and mine is not machines[0]:
         # The store is rank 0's.
         return f"{machines[0].name} is gone, or out of reach from {mine.host}"
-    silent = [RankMachine(host=m.host, ranks=[r for r in m.ranks if r not in heard and r != rank]) for m in machines]
+    silent = [RankMachine(host=m.host, ranks=[r for r in m.ranks if r not in reports and r != rank]) for m in machines]
     lost = [machine for machine in silent if machine.ranks]
     if not lost:
         return ""
-    names = ", ".join(f"{span(machine.ranks)} on {machine.host}" for machine in lost[:4])
+    names = ", ".join(f"{format_ranks(machine.ranks)} on {machine.host}" for machine in lost[:4])
     more = f" and of {len(lost) - 4} more machines" if len(lost) > 4 else ""
     return f"no word from {names}{more}"
 
 
 def _store(rdzv: RendezvousStore) -> Store:
-    return PrefixStore(PREFIX, rdzv.store)
+    return PrefixStore(PEER_FAILURE_PREFIX, rdzv.store)
 
 
-def _leave(keys: Store, rank: int, failure: str) -> None:
+def _write_report(keys: Store, rank: int, failure: str) -> None:
     keys.compare_set(str(rank), "", msgspec.json.encode(PeerReport(failure=failure)).decode())
 
 
-def _within(limit_s: float, act: Callable[[], None]) -> bool:
-    """Act on a thread that is left behind when it takes too long; whether it came to its end.
+def _run_with_timeout(limit_s: float, act: Callable[[], None]) -> bool:
+    """Run a function on a thread and give up after ``limit_s``; whether it returned in time.
 
     A store whose machine is out of reach answers after many minutes, and nothing can interrupt the question.
     """
@@ -125,14 +138,14 @@ def _within(limit_s: float, act: Callable[[], None]) -> bool:
             act()
             ended.append(True)
 
-    thread = threading.Thread(target=run, name="parting", daemon=True)
+    thread = threading.Thread(target=run, name="peer-failure", daemon=True)
     thread.start()
     thread.join(limit_s)
     return bool(ended)
 
 
 def _close_connections(store_port: int | None) -> None:
-    """End this process's connections to other ranks, so that those notice which still wait for it.
+    """End this process's connections to other ranks, so that those notice that still wait for it.
 
     Gloo lets the kernel choose the ports at both ends. A connection to a service, as a script's own logger may hold
     one for its log tail, has the service's port at the other end and is left alone.
@@ -145,8 +158,8 @@ def _close_connections(store_port: int | None) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _is_down(interface: str | None) -> str:
-    """Return the interface if the kernel says that nothing can be sent over it."""
+def _interface_down(interface: str | None) -> str:
+    """Return the interface if it is down, else an empty string."""
     if not interface or interface == "lo":
         return ""
     return "" if is_interface_up(interface) else interface

@@ -1,7 +1,7 @@
-"""The rendezvous: ranks register in a store and learn who is missing, double or from another run.
+"""Register ranks in a store, and name those that are missing, duplicate or of another run.
 
-A process group's own joining waits in silence and names nobody. Here every rank registrations its number in a store,
-rank 0 declares the group complete or anybody declares it impossible, and all ranks end with the same words.
+``init_process_group`` waits in silence and names nobody. Here every rank registers in a store, rank 0 declares the
+group complete or any rank refuses it, and all ranks end with the same message.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from trainer.distributed.store import KEY_PREFIX, JoinTimeoutError, RendezvousSt
 from trainer.host.boot import boot_id
 from trainer.host.processes import exists, namespace
 
-LINGER_S = 3.0
-"""How long rank 0 keeps the store open after a refusal, so that the others read it; less as soon as they have."""
+REFUSAL_LINGER_S = 3.0
+"""How long rank 0 keeps the store open at most for the others to read a refusal."""
 
 
 class Registration(msgspec.Struct, kw_only=True, frozen=True):
-    """What a rank says of itself when it joins."""
+    """Registration of a rank in the store."""
 
     rank: int
     world_size: int
     identity: str
-    """Run id, or whatever else must be equal on all ranks."""
+    """Run id; must be equal on all ranks."""
     host: str
     pid: int
-    place: str
-    """Equal for processes that see each other's pids."""
-    network: str
-    """Equal for processes that reach each other through the loopback interface."""
+    pid_namespace: str
+    """Machine and PID namespace; equal for processes that see each other's pids."""
+    network_namespace: str
+    """Machine and network namespace; equal for processes that reach each other through the loopback interface."""
     device: str = ""
     """UUID of the GPU; empty on a CPU or where sharing is allowed."""
 
     @property
-    def whom(self) -> str:
-        """The process, for a message."""
+    def process(self) -> str:
+        """Pid and host, for a message."""
         return f"pid {self.pid} on {self.host}"
 
 
@@ -58,21 +58,21 @@ class RankMachine(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def name(self) -> str:
         """Host and ranks, for a message."""
-        return f"{self.host} ({span(self.ranks)})"
+        return f"{self.host} ({format_ranks(self.ranks)})"
 
 
 class RendezvousResult(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """How the joining ended, the same for all ranks."""
+    """Result of the rendezvous, the same for all ranks."""
 
     refusal: str = ""
-    """Why there will be no group; empty when there is one."""
+    """Why no group is formed; empty when one is."""
     timed_out: bool = False
     machines: list[RankMachine] = []
-    """Who has joined from where; that of rank 0 first."""
+    """Members by machine; that of rank 0 first."""
 
 
-def span(ranks: Sequence[int]) -> str:
-    """``rank 4``, ``ranks 4, 5`` or ``ranks 4, 6 to 9``."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 4``, ``ranks 4, 5`` or ``ranks 4, 6 to 9``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][1] + 1:
@@ -95,13 +95,13 @@ def own_registration(*, rank: int, world_size: int, identity: str, device: str =
         identity=identity,
         host=socket.gethostname(),
         pid=os.getpid(),
-        place=pids,
-        network=network,
+        pid_namespace=pid_namespace,
+        network_namespace=network_namespace,
         device=device,
     )
 
 
-# ----------------------------------------------------------------------------------------------------- the joining
+# -------------------------------------------------------------------------------------------------- the rendezvous
 
 
 def join(
@@ -143,29 +143,29 @@ def _join(
         raise RequestError(_closed(rdzv, mine, settled))
     refusal, owner = _enter(keys, rdzv, mine, request)
     if refusal:
-        # The others may have ended by another refusal meanwhile, and the store with them.
+        # Another refusal may have ended the others meanwhile, and with them the store.
         with contextlib.suppress(RuntimeError):
-            _settle(keys, RendezvousResult(refusal=refusal))
+            _propose_result(keys, RendezvousResult(refusal=refusal))
     else:
-        # Not by the registration itself: rank 0 could find all ranks there before the last one has seen what is wrong
-        # with it.
+        # A key apart from the registration: rank 0 could find all registrations before the last rank has checked its
+        # own.
         keys.set(f"ready/{mine.rank}", "")
     if refusal and not owner:
         raise RequestError(refusal)
     present: set[int] = set()
     ready: set[int] = set()
-    while (result := _result(keys)) is None:
-        if owner and mine.rank == 0 and len(_arrived(keys, mine.world_size, ready)) == mine.world_size:
-            _settle(keys, RendezvousResult(machines=_machines(keys, mine.world_size)))
+    while (result := _read_result(keys)) is None:
+        if owner and mine.rank == 0 and len(_ready_ranks(keys, mine.world_size, ready)) == mine.world_size:
+            _propose_result(keys, RendezvousResult(machines=_machines(keys, mine.world_size)))
             continue
         if wait.left_s <= 0:
-            refused = _too_late(keys, rdzv, mine, present, wait.timeout_s)
-            _settle(keys, RendezvousResult(refusal=refused, timed_out=True))
+            refused = _timeout_message(keys, rdzv, mine, present, wait.timeout_s)
+            _propose_result(keys, RendezvousResult(refusal=refused, timed_out=True))
             continue
-        wait.pause(lambda: _members(keys, mine.world_size, present))
+        wait.pause(lambda: _joined_and_missing(keys, mine.world_size, present))
     if not refusal and not result.refusal:
         return result
-    _leave_refused(keys, rdzv, mine)
+    _await_refusal_read(keys, rdzv, mine)
     if result.timed_out and not refusal:
         raise JoinTimeoutError(result.refusal)
     raise RequestError(refusal or result.refusal)
@@ -174,60 +174,60 @@ def _join(
 def _enter(keys: Store, rdzv: RendezvousStore, mine: Registration, request: Mapping[str, str]) -> tuple[str, bool]:
     """Write this process's registrations; return what is wrong with them, and whether the rank is ours.
 
-    Each registration is one compare-and-set, so of two processes exactly one is told of the other.
+    Each key is set by one compare-and-set, so of two processes exactly one sees the other's registration.
     """
-    founder = _take(keys, "founder", mine)
-    holder = _take(keys, f"rank/{mine.rank}", mine)
+    first = _claim(keys, "first", mine)
+    holder = _claim(keys, f"rank/{mine.rank}", mine)
     owner = holder == mine
     if not owner:
-        return _left_over(rdzv, holder, mine) or (
-            f"rank {mine.rank} is claimed twice: by {holder.whom} and by {mine.whom}"
+        return _stale_file_message(rdzv, holder, mine) or (
+            f"rank {mine.rank} is claimed twice: by {holder.process} and by {mine.process}"
             + (f", or {rdzv.file} is left from an earlier run" if rdzv.file else "")
         ), owner
-    if founder.world_size != mine.world_size:
-        return _left_over(rdzv, founder, mine) or (
-            f"ranks disagree on the world size: {founder.world_size} says rank {founder.rank} ({founder.whom}), "
-            f"{mine.world_size} says rank {mine.rank} ({mine.whom})"
+    if first.world_size != mine.world_size:
+        return _stale_file_message(rdzv, first, mine) or (
+            f"ranks disagree on the world size: {first.world_size} says rank {first.rank} ({first.process}), "
+            f"{mine.world_size} says rank {mine.rank} ({mine.process})"
         ), owner
-    if founder.identity != mine.identity:
-        return _left_over(rdzv, founder, mine) or (
-            f"ranks of two runs meet at {rdzv.url}: {founder.identity!r} is rank {founder.rank} ({founder.whom}), "
-            f"{mine.identity!r} is rank {mine.rank} ({mine.whom})"
+    if first.identity != mine.identity:
+        return _stale_file_message(rdzv, first, mine) or (
+            f"ranks of two runs meet at {rdzv.url}: {first.identity!r} is rank {first.rank} ({first.process}), "
+            f"{mine.identity!r} is rank {mine.rank} ({mine.process})"
         ), owner
     own = RankRequest(rank=mine.rank, whom=mine.whom, values=dict(request))
     text = keys.compare_set("request", "", msgspec.json.encode(own).decode())
     if different := disagreement(own, msgspec.json.decode(text, type=RankRequest)):
         return different, owner
     if mine.device:
-        other = _take(keys, f"device/{mine.device}", mine)
+        other = _claim(keys, f"device/{mine.device}", mine)
         if other != mine:
             return (
-                f"ranks {other.rank} and {mine.rank} ({other.whom}, {mine.whom}) use one GPU, {mine.device}; "
+                f"ranks {other.rank} and {mine.rank} ({other.process}, {mine.process}) use one GPU, {mine.device}; "
                 "give every rank its own, or allow it with --share-devices"
             ), owner
     return "", owner
 
 
-def _take(keys: Store, key: str, mine: Registration) -> Registration:
-    """Claim a key; return who holds it."""
+def _claim(keys: Store, key: str, mine: Registration) -> Registration:
+    """Set a key unless it is set; return the registration that it holds."""
     text = msgspec.json.encode(mine).decode()
     return msgspec.json.decode(keys.compare_set(key, "", text), type=Registration)
 
 
-def _left_over(rdzv: RendezvousStore, holder: Registration, mine: Registration) -> str:
-    """Say that the file is from an earlier run, where the other process is known to have ended."""
-    if rdzv.file is None or holder.place != mine.place or holder.pid == mine.pid:
+def _stale_file_message(rdzv: RendezvousStore, holder: Registration, mine: Registration) -> str:
+    """Return the refusal of a stale store file, where the process that registered is known to have ended."""
+    if rdzv.file is None or holder.pid_namespace != mine.pid_namespace or holder.pid == mine.pid:
         return ""
     if exists(holder.pid):
         return ""
     return (
-        f"{rdzv.file} is left from an earlier run (rank {holder.rank}, {holder.whom}, which has ended): "
+        f"{rdzv.file} is left from an earlier run (rank {holder.rank}, {holder.process}, which has ended): "
         "delete it, or name a file that does not exist yet"
     )
 
 
-def _closed(rdzv: RendezvousStore, mine: Registration, result: RendezvousResult) -> str:
-    """Say why there is nothing to join any more."""
+def _closed_message(rdzv: RendezvousStore, mine: Registration, result: RendezvousResult) -> str:
+    """Return the refusal for a rank that arrives after the result."""
     if result.refusal:
         return result.refusal + (f" (so says {rdzv.file}; delete it before the next attempt)" if rdzv.file else "")
     if rdzv.file is not None:
@@ -235,20 +235,20 @@ def _closed(rdzv: RendezvousStore, mine: Registration, result: RendezvousResult)
             f"{rdzv.file} is left from an earlier run, or in use by another one: "
             "delete it, or name a file that does not exist yet"
         )
-    return f"rank {mine.rank} ({mine.whom}) came to {rdzv.url} after all {mine.world_size} ranks had joined"
+    return f"rank {mine.rank} ({mine.process}) came to {rdzv.url} after all {mine.world_size} ranks had joined"
 
 
-def _result(keys: Store) -> RendezvousResult | None:
-    return msgspec.json.decode(keys.get("verdict"), type=RendezvousResult) if keys.check(["verdict"]) else None
+def _read_result(keys: Store) -> RendezvousResult | None:
+    return msgspec.json.decode(keys.get("result"), type=RendezvousResult) if keys.check(["result"]) else None
 
 
-def _settle(keys: Store, result: RendezvousResult) -> None:
-    """Propose a result; the first one counts."""
-    keys.compare_set("verdict", "", msgspec.json.encode(result).decode())
+def _propose_result(keys: Store, result: RendezvousResult) -> None:
+    """Set the result unless another rank has."""
+    keys.compare_set("result", "", msgspec.json.encode(result).decode())
 
 
-def _arrived(keys: Store, world_size: int, ready: set[int]) -> set[int]:
-    """Add to ``ready`` until the first rank that is not: cheap, and enough to know when all are."""
+def _ready_ranks(keys: Store, world_size: int, ready: set[int]) -> set[int]:
+    """Extend ``ready`` up to the first rank that is not, which costs one request a poll while ranks are missing."""
     for rank in range(world_size):
         if rank in ready:
             continue
@@ -258,47 +258,52 @@ def _arrived(keys: Store, world_size: int, ready: set[int]) -> set[int]:
     return ready
 
 
-def _members(keys: Store, world_size: int, present: set[int]) -> tuple[list[int], list[int]]:
+def _joined_and_missing(keys: Store, world_size: int, present: set[int]) -> tuple[list[int], list[int]]:
     present.update(rank for rank in range(world_size) if rank not in present and keys.check([f"rank/{rank}"]))
     return sorted(present), [rank for rank in range(world_size) if rank not in present]
 
 
-def _holder(keys: Store, rank: int) -> Registration:
+def _read_registration(keys: Store, rank: int) -> Registration:
     return msgspec.json.decode(keys.get(f"rank/{rank}"), type=Registration)
 
 
 def _machines(keys: Store, world_size: int) -> list[RankMachine]:
     found: dict[str, RankMachine] = {}
     for rank in range(world_size):
-        holder = _holder(keys, rank)
-        found.setdefault(holder.network, RankMachine(host=holder.host, ranks=[])).ranks.append(rank)
+        holder = _read_registration(keys, rank)
+        found.setdefault(holder.network_namespace, RankMachine(host=holder.host, ranks=[])).ranks.append(rank)
     return list(found.values())
 
 
-def _too_late(keys: Store, rdzv: RendezvousStore, mine: Registration, present: set[int], timeout_s: float) -> str:
-    joined, missing = _members(keys, mine.world_size, present)
+def _timeout_message(
+    keys: Store, rdzv: RendezvousStore, mine: Registration, present: set[int], timeout_s: float
+) -> str:
+    joined, missing = _joined_and_missing(keys, mine.world_size, present)
     if not missing:
         return f"rank 0 did not declare the group complete within {timeout_s:g} s at {rdzv.url}"
-    here = ", ".join(f"{rank} ({_holder(keys, rank).whom})" for rank in joined[:16])
+    here = ", ".join(f"{rank} ({_read_registration(keys, rank).process})" for rank in joined[:16])
     more = f" and {len(joined) - 16} more" if len(joined) > 16 else ""
     return (
-        f"{span(missing)} of {mine.world_size} did not join within {timeout_s:g} s at {rdzv.url}; joined: {here}{more}"
+        f"{format_ranks(missing)} of {mine.world_size} did not join within {timeout_s:g} s at {rdzv.url}; "
+        f"joined: {here}{more}"
     )
 
 
-def _leave_refused(keys: Store, rdzv: RendezvousStore, mine: Registration) -> None:
-    """Tell that this rank has read the refusal, and stay until all have, where the store would go with this rank.
+def _await_refusal_read(keys: Store, rdzv: RendezvousStore, mine: Registration) -> None:
+    """Mark the refusal as read by this rank; on rank 0's machine, wait until the others have read it too.
 
-    It is in rank 0's process, which is ended when another rank of its machine has failed.
+    The store is in rank 0's process, which its agent ends when another rank of its machine has failed.
     """
-    # Whoever reads late may find the store gone, and knows nevertheless why there is no group.
+    # A rank that reads late may find the store gone; it has the refusal already.
     with contextlib.suppress(RuntimeError):
-        keys.set(f"read/{mine.rank}", "")
-        joined, _ = _members(keys, mine.world_size, set())
-        if mine.rank != 0 and (0 not in joined or _holder(keys, 0).network != mine.network):
+        keys.set(f"refusal_read/{mine.rank}", "")
+        joined, _ = _joined_and_missing(keys, mine.world_size, set())
+        if mine.rank != 0 and (
+            0 not in joined or _read_registration(keys, 0).network_namespace != mine.network_namespace
+        ):
             return
-        deadline = time.monotonic() + LINGER_S
-        while not keys.check([f"read/{rank}" for rank in joined]) and time.monotonic() < deadline:
+        deadline = time.monotonic() + REFUSAL_LINGER_S
+        while not keys.check([f"refusal_read/{rank}" for rank in joined]) and time.monotonic() < deadline:
             time.sleep(0.005)
     if mine.rank == 0:
         remove_store_file(rdzv)

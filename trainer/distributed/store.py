@@ -1,6 +1,6 @@
-"""Opens the rendezvous store: served by rank 0, a shared file, or torchrun's own.
+"""Open the rendezvous store: served by rank 0, a shared file, or torchrun's own.
 
-What cannot work is refused at once and in one line; a server that is late is waited for.
+An init method that cannot work raises at once, with one line; a server that starts late is waited for.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from trainer.contract.errors import RequestError, TrainingError
 from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of, tcp_url
 from trainer.host.addresses import is_loopback
 
-Waiting = Callable[[list[int], list[int], float], None]
+OnWaiting = Callable[[list[int], list[int], float], None]
 """Called about once a second while ranks are missing: joined ranks, missing ranks, milliseconds waited."""
 
 REPORT_EVERY_S = 1.0
+"""Interval of the calls to ``OnWaiting``."""
 KEY_PREFIX = "gputrain-join"
-"""Prefix of the keys with which ranks join; a file without it is none of ours."""
+"""Prefix of the rendezvous keys; a store file without it was not written by this package."""
 
 NO_ROUTE_S = 10.0
-"""How long a machine that has no way to the host may take to get its network; waiting for rank 0 itself is longer."""
+"""Time-out while no route leads to rank 0's host: a machine that boots gets its network within seconds."""
 
-_SETTLING_S = 2.0
-"""Within this a rank that has just created a file has written its registration into it."""
+_FILE_SETTLE_S = 2.0
+"""Time-out for the first registration in a store file that a peer has just created."""
 
-_kept: list[Store] = []
-"""File stores, to the end of the process: when one is freed it writes into its file, and makes it anew if rank 0 has
-just removed it."""
+_open_file_stores: list[Store] = []
+"""File stores, kept to the end of the process: a ``FileStore`` that is freed writes into its file, and so creates it
+again after rank 0 has removed it."""
 
 
 class JoinTimeoutError(TrainingError):
-    """Not all ranks came in time; the message names the missing ones."""
+    """Ranks are missing when the time-out ends; the message names them."""
 
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """Where the ranks meet: the store, and what must be cleared away at the end."""
+    """The store, its address, and the file to remove at the end."""
 
     store: Store
     url: str
@@ -58,9 +59,9 @@ class RendezvousStore:
 
 
 class Wait:
-    """A time-out, a pause that grows with the time already waited, and a report about once a second."""
+    """Time-out of the rendezvous, with polling pauses that grow and a report about once a second."""
 
-    def __init__(self, timeout_s: float, on_waiting: Waiting | None) -> None:
+    def __init__(self, timeout_s: float, on_waiting: OnWaiting | None) -> None:
         self.started = time.monotonic()
         self.timeout_s = timeout_s
         self._on_waiting = on_waiting
@@ -68,7 +69,7 @@ class Wait:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since joining began."""
+        """Seconds since the rendezvous began."""
         return time.monotonic() - self.started
 
     @property
@@ -76,12 +77,12 @@ class Wait:
         """Seconds until the time-out; negative after it."""
         return self.timeout_s - self.waited_s
 
-    def pause(self, who: Callable[[], tuple[list[int], list[int]]]) -> None:
-        """Report who is there, if it is time, and sleep: 1 ms at first, a fiftieth of the wait later on."""
+    def pause(self, members: Callable[[], tuple[list[int], list[int]]]) -> None:
+        """Report members once a second, and sleep: 1 ms at first, then 2 % of the wait, at most 100 ms."""
         now = time.monotonic()
         if self._on_waiting is not None and now - self._reported >= REPORT_EVERY_S:
             self._reported = now
-            joined, missing = who()
+            joined, missing = members()
             self._on_waiting(joined, missing, self.waited_s * 1000)
         time.sleep(min(max(self.waited_s / 50, 0.001), 0.1, max(self.left_s, 0.001)))
 
@@ -91,7 +92,7 @@ def open_store(url: str, *, rank: int, world_size: int, wait: Wait, environ: Map
 
     Raises:
         RequestError: the init method cannot be used here, its port is in use or its file is from an earlier run.
-        JoinTimeoutError: nobody answered in time.
+        JoinTimeoutError: the server did not answer in time.
     """
     scheme, address = scheme_of(url), url
     if scheme is None:
@@ -130,7 +131,7 @@ def _address(url: str, address: str) -> tuple[str, int]:
 
 
 def _serve(url: str, host: str, port: int) -> Store:
-    """Listen and return the store; on a loopback host nobody outside this machine can reach it."""
+    """Listen and return the store; a loopback host is bound to the loopback interface only."""
     try:
         if is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -145,7 +146,7 @@ def _serve(url: str, host: str, port: int) -> Store:
         raise RequestError(f"init method {url!r}: rank 0 cannot listen on port {port} ({error.strerror})") from None
     seconds = timedelta(seconds=10)
     try:
-        # Through the address that the others use: a rank 0 on the wrong machine then meets the right one.
+        # Connect through the address that the others use, so that a rank 0 on the wrong machine fails here.
         return TCPStore(host, port, None, True, seconds, wait_for_workers=False, master_listen_fd=server.detach())
     except DistNetworkError:
         raise RequestError(
@@ -162,7 +163,7 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
     while True:
         no_route = False
         try:
-            # A bare connection tells whether anybody listens; the store's own attempts are slow and noisy.
+            # TCPStore's own retries are slow and log each attempt, so first see with a plain socket whether it listens.
             socket.create_connection((host, port), timeout=max(min(5.0, wait.left_s), 0.1)).close()
             seconds = timedelta(seconds=max(min(10.0, wait.left_s), 1.0))
             return TCPStore(host, port, None, False, seconds, wait_for_workers=False)
@@ -198,16 +199,16 @@ def _open_file(url: str) -> RendezvousStore:
         raise RequestError(f"init method {url!r}: {path} cannot be written on {socket.gethostname()}")
     _refuse_foreign_file(path)
     store = FileStore(str(path), -1)
-    _kept.append(store)
+    _open_file_stores.append(store)
     return RendezvousStore(store, url, file=path)
 
 
 def _refuse_foreign_file(path: Path) -> None:
-    """Accept no file, an empty one, and one in which a rank has claimed its number.
+    """Require that the file is missing, empty, or holds a registration.
 
-    A peer creates the file a moment before its registration is in it, therefore a file without one gets that moment.
+    A peer creates the file a moment before it registers, so a file without a registration is read again for a while.
     """
-    deadline = time.monotonic() + _SETTLING_S
+    deadline = time.monotonic() + _FILE_SETTLE_S
     while True:
         try:
             with path.open("rb") as file:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.contract.errors import NotKeptError, RequestError, TrainingError
-from trainer.contract.options import Training, require_an_end
-from trainer.contract.outcome import SEED_ON_RESUME, stopped_where
+from trainer.contract.options import Training, require_stop_condition
+from trainer.contract.outcome import SEED_ON_RESUME, describe_stop
 from trainer.data.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
@@ -77,7 +77,7 @@ class Loop:
         Raises:
             RequestError: the options do not fit the task, the data or the number of ranks.
         """
-        require_an_end(options)
+        require_stop_condition(options)
         self.task, self.options, self.ctx = task, options, ctx
         seed_all(options.seed)  # a split that is drawn at random is the same on all ranks
         self.splits = task.datasets()
@@ -179,7 +179,7 @@ class Loop:
         self.model.train()
         self.meter.start()
         agreement = self._agreement = Agreement(
-            distributed.max_later,
+            distributed.max_async,
             self._requests,
             leads=self.ctx.rank == 0,
             first_update=self.updates,
@@ -362,7 +362,7 @@ class Loop:
         self._save()
         not_kept = self._saving.close()
         saved = self._saving.path_of(self.updates)
-        self.ctx.say(stopped_where(self.updates, None if saved is None else str(saved), not_kept))
+        self.ctx.say(describe_stop(self.updates, None if saved is None else str(saved), not_kept))
         return TrainingOutcome(
             updates=self.updates,
             epoch=self.epoch,

@@ -71,21 +71,21 @@ class _Rank:
             self.set_state("failed", message=failure.message)
             self.writer.write(failure)
             self.writer.flush()
-            self.assignment.failed(failure, not_recorded=self.writer.trouble)
+            self.assignment.failed(failure, not_recorded=self.writer.write_error)
             self.writer.close()
             distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
             self.writer.flush()
             self.assignment.stopped(
-                outcome.updates, outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.trouble
+                outcome.updates, outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.write_error
             )
             self.writer.close()
             distributed.shutdown()
             return ExitCode.STOPPED
         self.set_state("finished")
         self.writer.flush()
-        self.assignment.finished(not_recorded=self.writer.trouble)
+        self.assignment.finished(not_recorded=self.writer.write_error)
         self.writer.close()
         distributed.shutdown()
         return ExitCode.FINISHED

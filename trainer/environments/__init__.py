@@ -1,1 +1,1 @@
-"""Pure: flags, environment and device count become the ranks that start on this node and their init method."""
+"""Decide, purely, from flags, environment and device count which ranks start on this node, and their init method."""

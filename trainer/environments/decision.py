@@ -1,4 +1,4 @@
-"""The dispatch decision: which ranks start here, on which devices, and their init method."""
+"""Define the dispatch decision and the checks that all environments share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Mode = Literal["explicit", "environment", "slurm", "single_node", "single_proces
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """Nodes that do not know each other's device counts, and where they tell each other.
+class CountExchange:
+    """Exchange of the nodes' rank counts before the ranks can be numbered.
 
     Slurm starts one task per node and says nothing about the GPUs of the other nodes, which may have more or fewer.
     """
@@ -26,21 +26,21 @@ class Exchange:
     host: str
     """The step's first node."""
     port: int
-    """A port beside the one of the init method."""
+    """Port of the exchange, next to that of the init method."""
     expected_world: int | None
     """``--distributed-world-size``, where it was given."""
     key: str = dataclasses.field(repr=False)
-    """What all tasks of the step know and sign their lines with."""
+    """Key shared by all tasks of the step, with which they sign their lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What this process starts. ``first_rank``, ``rank`` and ``local_rank`` are three different things."""
+    """Ranks that this process starts or is, with their devices and init method."""
 
     mode: Mode
     world_size: int
     first_rank: int
-    """Rank of the first process that is started here."""
+    """Lowest rank of this node."""
     ranks: tuple[int, ...]
     """Ranks that this process starts; one when it is a rank itself."""
     local_ranks: tuple[int, ...]
@@ -50,18 +50,18 @@ class Decision:
     device_ids: tuple[int | None, ...]
     """GPU of each of ``ranks``, as an index under CUDA_VISIBLE_DEVICES; None is the CPU."""
     init_method: str | None
-    """None when there is one rank. Port 0 in a ``tcp://127.0.0.1:0`` stands for one that is found free on acting."""
+    """None in a world of one rank. ``tcp://127.0.0.1:0`` stands for a free port, which the agent looks for."""
     spawn: bool
-    """Whether ranks are processes of their own; otherwise this process is the rank."""
+    """Start worker processes; otherwise this process is the rank."""
     backend: Literal["nccl", "gloo"]
     why: str
-    """One line for people."""
-    exchange: Exchange | None = None
-    """Set when ranks and world size suppose that all nodes are like this one, and the nodes must confirm it."""
+    """Reason of the decision, one line, printed at the start."""
+    exchange: CountExchange | None = None
+    """Set where ranks and world size assume nodes like this one; the nodes then exchange their counts first."""
 
 
-def with_counts(decision: Decision, counts: Sequence[int]) -> Decision:
-    """Return the decision with the true rank offset and world size, from the ranks of every node.
+def apply_counts(decision: Decision, counts: Sequence[int]) -> Decision:
+    """Return the decision with rank offset and world size computed from the count of every node.
 
     Raises:
         RequestError: the counts do not add up to the world size that was asked for.
@@ -73,7 +73,7 @@ def with_counts(decision: Decision, counts: Sequence[int]) -> Decision:
     world = sum(counts)
     if exchange.expected_world not in (None, world):
         raise RequestError(
-            f"--distributed-world-size is {exchange.expected_world}, but the nodes have {_sum_text(counts)} ranks"
+            f"--distributed-world-size is {exchange.expected_world}, but the nodes have {_count_sum(counts)} ranks"
         )
     first = sum(counts[: exchange.node])
     return dataclasses.replace(
@@ -81,17 +81,17 @@ def with_counts(decision: Decision, counts: Sequence[int]) -> Decision:
         world_size=world,
         first_rank=first,
         ranks=tuple(range(first, first + len(decision.ranks))),
-        why=f"{decision.why}; nodes have {_sum_text(counts)} ranks",
+        why=f"{decision.why}; nodes have {_count_sum(counts)} ranks",
         exchange=None,
     )
 
 
-def _sum_text(counts: Sequence[int]) -> str:
+def _count_sum(counts: Sequence[int]) -> str:
     return " + ".join(str(count) for count in counts) + f" = {sum(counts)}"
 
 
 def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> Literal["nccl", "gloo"]:
-    """Return nccl on GPUs and gloo on CPUs, or what was asked for where it can work.
+    """Return the backend of the flags, for ``auto`` nccl on GPUs and gloo on CPUs; refuse nccl where it cannot work.
 
     Args:
         options: the flags.
@@ -108,9 +108,9 @@ def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> 
 
 
 def require_devices(options: Distributed, device_count: int, world_size: int) -> None:
-    """Refuse several ranks without GPUs unless the CPU was asked for.
+    """Refuse several ranks without a GPU, unless ``--cpu`` is given.
 
-    Falling back in silence would turn a broken driver into a job that is a hundred times slower.
+    A silent fallback would turn a broken driver into a job that is a hundred times slower.
     """
     if not options.cpu and device_count == 0 and world_size > 1:
         raise RequestError(
@@ -119,37 +119,37 @@ def require_devices(options: Distributed, device_count: int, world_size: int) ->
         )
 
 
-def place(options: Distributed, device_count: int, count: int) -> tuple[tuple[int | None, ...], bool]:
-    """Return the devices of ``count`` ranks that start together here, and whether two of them share one.
+def assign_devices(options: Distributed, device_count: int, count: int) -> tuple[tuple[int | None, ...], bool]:
+    """Return the devices of ``count`` ranks of this node, and whether ranks share one.
 
     Raises:
-        RequestError: there are fewer GPUs than ranks, and sharing was not asked for.
+        RequestError: there are fewer GPUs than ranks, and sharing is not allowed.
     """
     if options.cpu or device_count == 0:
         return (None,) * count, False
     if count > device_count and not options.share_devices:
         raise RequestError(
-            f"{count} ranks were asked for on this node, but it has {gpus(device_count)} visible: "
+            f"{count} ranks were asked for on this node, but it has {gpu_text(device_count)} visible: "
             "ask for fewer, or add --share-devices to put several ranks on one GPU"
         )
     return tuple(index % device_count for index in range(count)), count > device_count
 
 
 def check_device(device_id: int, device_count: int, name: str) -> int:
-    """Return the device index, or refuse it when there is no such GPU."""
+    """Return the device index; refuse one that does not exist."""
     if device_id >= device_count:
         allowed = "no GPU is visible here" if device_count == 0 else f"the GPUs here are 0 to {device_count - 1}"
         raise RequestError(f"{name} is {device_id}, but {allowed}")
     return device_id
 
 
-def gpus(count: int) -> str:
+def gpu_text(count: int) -> str:
     """Return ``no GPU``, ``1 GPU`` or ``4 GPUs``."""
     return "no GPU" if count == 0 else f"{count} GPU{'s' if count > 1 else ''}"
 
 
-def integer(name: str, text: str, *, low: int = 0) -> int:
-    """Read an integer from an environment variable.
+def parse_integer(name: str, text: str, *, low: int = 0) -> int:
+    """Parse the value of an environment variable as an integer.
 
     Raises:
         RequestError: it is no integer, or below ``low``.

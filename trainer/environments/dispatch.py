@@ -1,7 +1,7 @@
-"""Decides what ``python -m trainer`` starts, from flags, environment and device count, without touching anything.
+"""Decide which ranks ``python -m trainer`` starts, from flags, environment and device count; pure.
 
 The order is the contract: explicit init method, a launcher's environment, Slurm, several devices of this node, one
-device. Every request that cannot be met is refused with its reason; nothing is guessed that a node could get wrong.
+device. A request that cannot be met raises; nothing is guessed that may differ between nodes.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import SCHEMES, Scheme, parse_rendezvous_url, scheme_of, tcp_url
 from trainer.environments import slurm
 from trainer.environments.decision import (
+    CountExchange,
     Decision,
-    Exchange,
     Mode,
+    apply_counts,
+    assign_devices,
     check_device,
     choose_backend,
-    gpus,
-    integer,
-    place,
+    gpu_text,
+    parse_integer,
     require_devices,
-    with_counts,
 )
 
-__all__ = ["Decision", "Exchange", "Mode", "decide", "with_counts"]
+__all__ = ["CountExchange", "Decision", "Mode", "apply_counts", "decide"]
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment of a rank that a launcher such as torchrun starts."""
 SINGLE_NODE_INIT = "tcp://127.0.0.1:0"
-"""Port 0 is replaced by a free one when the decision is acted on: looking for one is not pure."""
+"""Port 0 stands for a free port, which the agent looks for: looking for one is not pure."""
 
 
 def decide(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
-    """Decide which ranks start here, on which devices, and where they meet.
+    """Decide which ranks start on this node, on which devices, and with which init method.
 
     Args:
         options: the flags.
-        environ: the environment, where launchers and Slurm leave what they know.
+        environ: the environment, with the variables of launchers and Slurm.
         device_count: visible GPUs of this machine.
 
     Raises:
@@ -47,13 +48,13 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
         device_count = 0
     if options.distributed_init_method is not None:
         if _scheme(options.distributed_init_method) == "env":
-            return _env_url(options, environ, device_count)
-        return _explicit(options, environ, device_count, options.distributed_init_method)
+            return _env_url_decision(options, environ, device_count)
+        return _explicit_decision(options, environ, device_count, options.distributed_init_method)
     if _from_launcher(environ):
-        return _environment(options, environ, device_count)
+        return _launcher_decision(options, environ, device_count)
     if slurm.is_task(environ):
         return slurm.decide(options, environ, device_count)
-    return _single_node(options, device_count)
+    return _single_node_decision(options, device_count)
 
 
 # --- an explicit init method ---------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def _scheme(url: str) -> Scheme:
     return scheme
 
 
-def _explicit(options: Distributed, environ: Mapping[str, str], device_count: int, url: str) -> Decision:
+def _explicit_decision(options: Distributed, environ: Mapping[str, str], device_count: int, url: str) -> Decision:
     world = options.distributed_world_size or device_count
     if world == 0:
         raise RequestError("--distributed-init-method needs --distributed-world-size: how many ranks are to meet there")
@@ -86,23 +87,23 @@ def _explicit(options: Distributed, environ: Mapping[str, str], device_count: in
     require_devices(options, device_count, world)
     _check_port(options, url)
     if options.distributed_no_spawn:
-        here = 1
+        nprocs = 1
     elif options.distributed_gpus is not None:
-        here = options.distributed_gpus
+        nprocs = options.distributed_gpus
     elif device_count:
-        here = max(1, min(device_count, world - options.distributed_rank))
+        nprocs = max(1, min(device_count, world - options.distributed_rank))
     elif world - options.distributed_rank <= 1:
-        here = 1
+        nprocs = 1
     else:
         raise RequestError(
             f"--distributed-gpus is missing: how many of the {world} ranks run on this node, from rank "
             f"{options.distributed_rank} on; CPUs do not say"
         )
-    _check_ranks(options.distributed_rank, here, world)
-    why = f"ranks {_span(options.distributed_rank, here)} of {world} meet at {url}"
-    if here > 1:
-        return _spawned("explicit", options, device_count, world, options.distributed_rank, here, url, why)
-    return _this_process(
+    _check_ranks(options.distributed_rank, nprocs, world)
+    why = f"ranks {_rank_range(options.distributed_rank, nprocs)} of {world} meet at {url}"
+    if nprocs > 1:
+        return _spawn_decision("explicit", options, device_count, world, options.distributed_rank, nprocs, url, why)
+    return _own_rank_decision(
         "explicit",
         options,
         device_count,
@@ -127,22 +128,22 @@ def _check_port(options: Distributed, url: str) -> None:
         )
 
 
-def _check_ranks(first: int, here: int, world: int) -> None:
+def _check_ranks(first: int, nprocs: int, world: int) -> None:
     if first >= world:
         raise RequestError(
             f"--distributed-rank is {first}, but with a world size of {world} ranks are 0 to {world - 1}"
         )
-    if first + here > world:
+    if first + nprocs > world:
         raise RequestError(
-            f"ranks {_span(first, here)} would start here, but the world size is {world}: "
-            f"--distributed-rank {first} plus --distributed-gpus {here} must not exceed it"
+            f"ranks {_rank_range(first, nprocs)} would start here, but the world size is {world}: "
+            f"--distributed-rank {first} plus --distributed-gpus {nprocs} must not exceed it"
         )
 
 
-def _env_url(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
-    """``env://``: a launcher's ranks when it set them, otherwise its rendezvous with the flags' ranks."""
+def _env_url_decision(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
+    """Decide for ``env://``: with the launcher's ranks if it sets them, else with the flags' ranks at its address."""
     if _from_launcher(environ):
-        return _environment(options, environ, device_count)
+        return _launcher_decision(options, environ, device_count)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise RequestError(
@@ -156,7 +157,7 @@ def _env_url(options: Distributed, environ: Mapping[str, str], device_count: int
 
 
 def _from_launcher(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher such as torchrun started this process as one rank."""
+    """Return whether a launcher such as torchrun started this process as one rank."""
     missing = [name for name in LAUNCHER_VARIABLES if not environ.get(name)]
     if missing and environ.get("RANK") and environ.get("WORLD_SIZE"):
         raise RequestError(
@@ -167,26 +168,26 @@ def _from_launcher(environ: Mapping[str, str]) -> bool:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    port = integer("MASTER_PORT", environ["MASTER_PORT"], low=1)
+    port = parse_integer("MASTER_PORT", environ["MASTER_PORT"], low=1)
     if port > 65535:
         raise RequestError(f"the environment's MASTER_PORT is {port}, but must be at most 65535")
     return port
 
 
-def _environment(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
-    world = integer("WORLD_SIZE", environ["WORLD_SIZE"], low=1)
-    rank = integer("RANK", environ["RANK"])
+def _launcher_decision(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
+    world = parse_integer("WORLD_SIZE", environ["WORLD_SIZE"], low=1)
+    rank = parse_integer("RANK", environ["RANK"])
     _port(environ)
     if rank >= world:
         raise RequestError(f"the environment's RANK is {rank}, but with WORLD_SIZE {world} ranks are 0 to {world - 1}")
-    _agree("--distributed-world-size", options.distributed_world_size, "WORLD_SIZE", world)
-    _agree("--distributed-rank", options.distributed_rank or None, "RANK", rank)
+    _require_equal("--distributed-world-size", options.distributed_world_size, "WORLD_SIZE", world)
+    _require_equal("--distributed-rank", options.distributed_rank or None, "RANK", rank)
     require_devices(options, device_count, world)
     local_world = options.distributed_gpus or 1
     if environ.get("LOCAL_WORLD_SIZE"):
-        local_world = integer("LOCAL_WORLD_SIZE", environ["LOCAL_WORLD_SIZE"], low=1)
-        _agree("--distributed-gpus", options.distributed_gpus, "LOCAL_WORLD_SIZE", local_world)
-    # Without LOCAL_RANK the rank tells the device only where nodes are alike; --device-id tells it anywhere.
+        local_world = parse_integer("LOCAL_WORLD_SIZE", environ["LOCAL_WORLD_SIZE"], low=1)
+        _require_equal("--distributed-gpus", options.distributed_gpus, "LOCAL_WORLD_SIZE", local_world)
+    # Without LOCAL_RANK the device follows from the rank only where all nodes have equally many; --device-id is safe.
     spread = rank % device_count if device_count else 0
     local_rank = _local_rank(environ, spread if options.device_id is None else options.device_id)
     if (
@@ -201,7 +202,7 @@ def _environment(options: Distributed, environ: Mapping[str, str], device_count:
             f"--device-id is {options.device_id}, but the launcher's LOCAL_RANK is {local_rank}: leave --device-id "
             "out, or several ranks would use one GPU"
         )
-    return _this_process(
+    return _own_rank_decision(
         "environment",
         options,
         device_count,
@@ -216,43 +217,43 @@ def _environment(options: Distributed, environ: Mapping[str, str], device_count:
     )
 
 
-def _agree(flag: str, asked: int | None, variable: str, found: int) -> None:
-    if asked not in (None, found):
-        raise RequestError(f"{flag} is {asked}, but the launcher's {variable} is {found}: leave the flag out")
+def _require_equal(flag: str, requested: int | None, variable: str, found: int) -> None:
+    if requested not in (None, found):
+        raise RequestError(f"{flag} is {requested}, but the launcher's {variable} is {found}: leave the flag out")
 
 
 def _local_rank(environ: Mapping[str, str], otherwise: int) -> int:
     text = environ.get("LOCAL_RANK")
-    return integer("LOCAL_RANK", text) if text else otherwise
+    return parse_integer("LOCAL_RANK", text) if text else otherwise
 
 
 def _one_visible(environ: Mapping[str, str]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES gives this process a device of its own."""
+    """Return whether CUDA_VISIBLE_DEVICES has exactly one device."""
     return len([entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]) == 1
 
 
 # --- this machine alone ---------------------------------------------------------------------------------------------
 
 
-def _single_node(options: Distributed, device_count: int) -> Decision:
-    asked = options.distributed_world_size
-    here = options.distributed_gpus
+def _single_node_decision(options: Distributed, device_count: int) -> Decision:
+    requested = options.distributed_world_size
+    nprocs = options.distributed_gpus
     if options.distributed_rank > 0:
         raise RequestError(
             f"--distributed-rank {options.distributed_rank} needs --distributed-init-method: where the ranks meet"
         )
-    if asked is not None and here is not None and here != asked:
+    if requested is not None and nprocs is not None and nprocs != requested:
         raise RequestError(
-            f"--distributed-gpus {here} of --distributed-world-size {asked} means that there are other nodes: "
+            f"--distributed-gpus {nprocs} of --distributed-world-size {requested} means that there are other nodes: "
             "say with --distributed-init-method where the ranks meet"
         )
-    wanted = asked or here
+    wanted = requested or nprocs
     if options.distributed_no_spawn and (wanted or 1) > 1:
         raise RequestError(
             f"--distributed-no-spawn starts one of {wanted} ranks: say with --distributed-init-method where they meet"
         )
-    if here is not None and not options.cpu and device_count == 0:
-        raise RequestError(f"--distributed-gpus is {here}, but no GPU is visible here: add --cpu to train on CPUs")
+    if nprocs is not None and not options.cpu and device_count == 0:
+        raise RequestError(f"--distributed-gpus is {nprocs}, but no GPU is visible here: add --cpu to train on CPUs")
     require_devices(options, device_count, wanted or 1)
     if options.device_id is not None and not options.cpu:
         check_device(options.device_id, device_count, "--device-id")
@@ -276,32 +277,32 @@ def _single_node(options: Distributed, device_count: int) -> Decision:
     )
 
 
-# --- what all have in common ----------------------------------------------------------------------------------------
+# --- the decision ----------------------------------------------------------------------------------------------------
 
 
-def _spawned(
+def _spawn_decision(
     mode: Mode,
     options: Distributed,
     device_count: int,
     world: int,
     first: int,
-    here: int,
+    nprocs: int,
     init_method: str,
     why: str,
 ) -> Decision:
-    """Several ranks that this process starts."""
+    """Return the decision to start several ranks from this process."""
     if options.device_id is not None and device_count:
         raise RequestError(
-            f"--device-id is for one rank, but {here} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
+            f"--device-id is for one rank, but {nprocs} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
         )
-    devices, shared = place(options, device_count, here)
+    devices, shared = assign_devices(options, device_count, nprocs)
     return Decision(
         mode=mode,
         world_size=world,
         first_rank=first,
-        ranks=tuple(range(first, first + here)),
-        local_ranks=tuple(range(here)),
-        local_world_size=here,
+        ranks=tuple(range(first, first + nprocs)),
+        local_ranks=tuple(range(nprocs)),
+        local_world_size=nprocs,
         device_ids=devices,
         init_method=init_method,
         spawn=True,
@@ -310,7 +311,7 @@ def _spawned(
     )
 
 
-def _this_process(
+def _own_rank_decision(
     mode: Mode,
     options: Distributed,
     device_count: int,
@@ -323,7 +324,10 @@ def _this_process(
     why: str,
     own_device: bool = False,
 ) -> Decision:
-    """This process is the rank. ``own_device``: the one visible GPU is its alone, whatever its local rank."""
+    """Return the decision that this process is the rank.
+
+    With ``own_device`` the one visible GPU belongs to this process alone, whatever its local rank.
+    """
     device = local_rank
     shared = False
     if device_count:
@@ -335,7 +339,7 @@ def _this_process(
             if not options.share_devices:
                 raise RequestError(
                     f"local rank {local_rank} of {max(local_world, local_rank + 1)} on this node, but it has "
-                    f"{gpus(device_count)} visible: start fewer ranks, or add --share-devices"
+                    f"{gpu_text(device_count)} visible: start fewer ranks, or add --share-devices"
                 )
             device, shared = local_rank % device_count, True
     return Decision(
@@ -353,5 +357,5 @@ def _this_process(
     )
 
 
-def _span(first: int, count: int) -> str:
+def _rank_range(first: int, count: int) -> str:
     return str(first) if count == 1 else f"{first} to {first + count - 1}"

@@ -1,4 +1,4 @@
-"""Slurm's compact notations, read without ``scontrol``, which containers do not have: host lists and task counts."""
+"""Expand Slurm's host lists and task counts without ``scontrol``, which containers do not have."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 
 from trainer.contract.errors import RequestError
 
-MOST_HOSTS = 100_000
-"""More than any cluster has: a range beyond it is a typing error."""
+MAX_HOSTS = 100_000
+"""Maximum hosts of a list, more than any cluster has: a longer range is a typing error."""
 
 
 def expand(hostlist: str) -> list[str]:
-    """Expand ``n[1-2,5],gpu[01-03]`` to its host names, in order, with leading zeros kept.
+    """Expand ``n[1-2,5],gpu[01-03]`` to its host names, in order; keep leading zeros.
 
     Raises:
         RequestError: the text is not a host list.
@@ -25,8 +25,8 @@ def expand(hostlist: str) -> list[str]:
         # re.split alternates plain text and the content of brackets.
         choices = [[part] if index % 2 == 0 else _numbers(part, hostlist) for index, part in enumerate(parts)]
         hosts += ["".join(combination) for combination in itertools.product(*choices)]
-        if len(hosts) > MOST_HOSTS:
-            raise RequestError(f"host list {hostlist!r} names more than {MOST_HOSTS} hosts")
+        if len(hosts) > MAX_HOSTS:
+            raise RequestError(f"host list {hostlist!r} names more than {MAX_HOSTS} hosts")
     if not hosts:
         raise RequestError("the host list is empty")
     return hosts
@@ -44,8 +44,8 @@ def _numbers(ranges: str, hostlist: str) -> list[str]:
         if not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
             raise RequestError(f"host list {hostlist!r} has {item.strip()!r} where a number or a range belongs")
         count = int(high or low) - int(low) + 1
-        if count > MOST_HOSTS:
-            raise RequestError(f"host list {hostlist!r} names more than {MOST_HOSTS} hosts")
+        if count > MAX_HOSTS:
+            raise RequestError(f"host list {hostlist!r} names more than {MAX_HOSTS} hosts")
         numbers += [str(int(low) + offset).zfill(len(low)) for offset in range(count)]
     return numbers
 
@@ -59,7 +59,7 @@ def task_counts(text: str) -> list[int]:
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\(x(\d+)\))?\s*", item)
-        if match is None or int(match[2] or 1) > MOST_HOSTS:
+        if match is None or int(match[2] or 1) > MAX_HOSTS:
             raise RequestError(f"tasks per node {text!r} should look like '4(x2),2'")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -1,4 +1,4 @@
-"""Reads a Slurm step's environment without ``scontrol``: uneven nodes, step before job variables, het jobs."""
+"""Decide from a Slurm step's environment, without ``scontrol``: uneven nodes, heterogeneous jobs, one task per node."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import tcp_url
 from trainer.environments.decision import (
+    CountExchange,
     Decision,
-    Exchange,
+    assign_devices,
     check_device,
     choose_backend,
-    gpus,
-    integer,
-    place,
+    gpu_text,
+    parse_integer,
     require_devices,
 )
 from trainer.environments.hostlist import expand, task_counts
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""Step ids from here on are batch scripts, interactive shells and the like: no tasks of a parallel step."""
+"""Lowest reserved step id (slurm.h): batch scripts, interactive shells and the like, not tasks of a parallel step."""
 
-FIRST_PORT, PORT_PAIRS = 12_000, 9_000
-"""Derived ports are pairs below the range from which Linux takes ports for outgoing connections (32768 on)."""
+FIRST_DERIVED_PORT, DERIVED_PORT_PAIRS = 12_000, 9_000
+"""Derived ports are pairs from 12000 to 29999, below Linux's ephemeral ports (32768 on)."""
 
-STEP_FACTS = (
+STEP_KEY_VARIABLES = (
     "SLURM_CLUSTER_NAME",
     "SLURM_JOB_ID",
     "SLURM_JOB_UID",
@@ -33,20 +33,21 @@ STEP_FACTS = (
     "SLURM_STEP_NODELIST",
     "SLURM_STEP_LAUNCHER_PORT",
 )
-"""Variables that srun gives every task of a step alike. All but the last, the port on which this srun listens, can be
-asked of Slurm by other users, unless PrivateData hides jobs."""
+"""Variables that are equal in all tasks of a step. Other users can query all but the last, srun's own port, from Slurm
+unless PrivateData hides jobs."""
 
 TOTAL_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+"""Variables with the number of tasks, the step's first."""
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of a step; batch scripts and salloc shells have job variables only."""
+    """Return whether this process is a task of a step; batch scripts and salloc shells have job variables only."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
 
 
 def decide(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
-    """Decide for one task of a step: one task per rank starts nothing, one task per node starts the node's ranks.
+    """Decide for one task of a step: a task per rank is the rank, a task per node starts the node's ranks.
 
     Raises:
         RequestError: the variables are incomplete, or contradict each other, the flags or the machine.
@@ -67,14 +68,14 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
 
 
 def _tasks(environ: Mapping[str, str], nodes: int) -> list[int]:
-    """Tasks of each node; step variables come before the job's, which may describe a larger allocation."""
+    """Return the tasks of each node, from the step's variables before the job's, whose allocation may be larger."""
     total = _count(environ, *TOTAL_TASKS, default=0)
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     per_node = environ.get("SLURM_NTASKS_PER_NODE")
     if text:
         counts = task_counts(text)
     elif per_node:
-        counts = [integer("SLURM_NTASKS_PER_NODE", per_node, low=1)] * nodes
+        counts = [parse_integer("SLURM_NTASKS_PER_NODE", per_node, low=1)] * nodes
     elif total and total % nodes == 0:
         counts = [total // nodes] * nodes
     elif total:
@@ -95,7 +96,7 @@ def _tasks(environ: Mapping[str, str], nodes: int) -> list[int]:
 def _task_per_rank(
     options: Distributed, environ: Mapping[str, str], device_count: int, tasks: list[int] | None
 ) -> Decision:
-    """Each task is a rank. ``tasks`` per node; None in a heterogeneous job, where no task knows them."""
+    """Decide where each task is a rank; ``tasks`` per node is None in a heterogeneous job, where it is unknown."""
     world = sum(tasks) if tasks is not None else _count(environ, *TOTAL_TASKS)
     rank, local_rank = _required(environ, "SLURM_PROCID"), _required(environ, "SLURM_LOCALID")
     local_world = tasks[_required(environ, "SLURM_NODEID")] if tasks is not None else local_rank + 1
@@ -109,7 +110,7 @@ def _task_per_rank(
             f"--distributed-world-size is {options.distributed_world_size}, but each of the {world} tasks that the "
             "Slurm step has is a rank: leave the flag out, or start one task per node"
         )
-    # Of all nodes, not only of this one: a node that refuses alone would be waited for by the others.
+    # Checked for all nodes, not only this one: the others would wait for a node that refuses alone.
     if tasks is not None and options.distributed_gpus is not None and set(tasks) != {options.distributed_gpus}:
         counts = ", ".join(map(str, tasks[:8])) + (", ..." if len(tasks) > 8 else "")
         raise RequestError(
@@ -138,8 +139,8 @@ def _device_of_task(
 ) -> tuple[int | None, bool]:
     """Return the GPU of a task that is a rank, and whether it is shared.
 
-    With ``--gpus-per-task`` each task sees one GPU of its own, which is then number 0; otherwise every task sees
-    all of the node's. SLURM_GPUS_ON_NODE tells one GPU of its own from the node's only one.
+    With ``--gpu_text-per-task`` each task sees one GPU of its own, which is then number 0; otherwise every task sees
+    all of the node's. SLURM_GPUS_ON_NODE distinguishes the two where one GPU is visible.
     """
     if device_count == 0:
         return None, False
@@ -154,7 +155,7 @@ def _device_of_task(
     if options.share_devices:
         return local_rank % device_count, True
     raise RequestError(
-        f"Slurm started {local_world} tasks on this node, which has {gpus(device_count)} visible: "
+        f"Slurm started {local_world} tasks on this node, which has {gpu_text(device_count)} visible: "
         "ask srun for one task per GPU, or add --share-devices"
     )
 
@@ -163,60 +164,60 @@ def _task_per_node(
     options: Distributed, environ: Mapping[str, str], device_count: int, nodes: int, node: int
 ) -> Decision:
     world = options.distributed_world_size
-    here = options.distributed_gpus
+    nprocs = options.distributed_gpus
     per_node = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    alike = here is not None or nodes == 1 or device_count == 0 or per_node == str(device_count)
-    if here is None:
+    nodes_alike = nprocs is not None or nodes == 1 or device_count == 0 or per_node == str(device_count)
+    if nprocs is None:
         if device_count == 0 and world is not None and world % nodes:
             raise RequestError(
                 f"--distributed-world-size {world} cannot be divided evenly over the {nodes} nodes of the Slurm step"
             )
-        here = device_count or (world or nodes) // nodes
+        nprocs = device_count or (world or nodes) // nodes
         if device_count and nodes == 1:
-            here = world or device_count
+            nprocs = world or device_count
         if options.device_id is not None and device_count:
-            here, alike = 1, True
-    if alike and world not in (None, here * nodes):
+            nprocs, nodes_alike = 1, True
+    if nodes_alike and world not in (None, nprocs * nodes):
         raise RequestError(
-            f"--distributed-world-size is {world}, but the Slurm step has {nodes} x {here} = {here * nodes} ranks: "
+            f"--distributed-world-size is {world}, but the Slurm step has {nodes} x {nprocs} = {nprocs * nodes} ranks: "
             "nodes x ranks per node"
         )
-    require_devices(options, device_count, max(here * nodes, world or 1))
-    if options.device_id is not None and here > 1 and device_count:
+    require_devices(options, device_count, max(nprocs * nodes, world or 1))
+    if options.device_id is not None and nprocs > 1 and device_count:
         raise RequestError(
-            f"--device-id is for one rank, but {here} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
+            f"--device-id is for one rank, but {nprocs} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
         )
-    devices, shared = place(options, device_count, here)
+    devices, shared = assign_devices(options, device_count, nprocs)
     if options.device_id is not None and device_count:
         devices = (check_device(options.device_id, device_count, "--device-id"),)
-    init_method = _init_method(options, environ, alone=nodes == 1) if here * nodes > 1 else None
+    init_method = _init_method(options, environ, alone=nodes == 1) if nprocs * nodes > 1 else None
     exchange = None
-    if not alike:
-        exchange = Exchange(
+    if not nodes_alike:
+        exchange = CountExchange(
             node=node,
             nodes=nodes,
             host=_first_host(environ),
-            port=_beside(_port(options, environ)),
+            port=_neighbouring_port(_port(options, environ)),
             expected_world=world,
             key=step_key(environ),
         )
     return Decision(
         mode="slurm",
-        world_size=here * nodes,
-        first_rank=here * node,
-        ranks=tuple(range(here * node, here * (node + 1))),
-        local_ranks=tuple(range(here)),
-        local_world_size=here,
+        world_size=nprocs * nodes,
+        first_rank=nprocs * node,
+        ranks=tuple(range(nprocs * node, nprocs * (node + 1))),
+        local_ranks=tuple(range(nprocs)),
+        local_world_size=nprocs,
         device_ids=devices,
         init_method=init_method,
-        spawn=here > 1,
+        spawn=nprocs > 1,
         backend=choose_backend(options, device_count, shared=shared),
         why=f"node {node} of {nodes} of a Slurm step, one task per node",
         exchange=exchange,
     )
 
 
-# --- where the ranks meet -------------------------------------------------------------------------------------------
+# --- the init method ------------------------------------------------------------------------------------------------
 
 
 def _init_method(options: Distributed, environ: Mapping[str, str], *, alone: bool) -> str:
@@ -225,7 +226,7 @@ def _init_method(options: Distributed, environ: Mapping[str, str], *, alone: boo
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """First node of the step. SLURM_LAUNCH_NODE_IPADDR would be where srun runs, which may be a login node."""
+    """Return the first node of the step; SLURM_LAUNCH_NODE_IPADDR is where srun runs, which may be a login node."""
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not hosts:
         raise RequestError(
@@ -235,30 +236,30 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 
 def _port(options: Distributed, environ: Mapping[str, str]) -> int:
-    """The same port on all nodes without a word between them, and another one for another job or step."""
+    """Return a port that is equal on all nodes and differs between jobs and steps, without communication."""
     if options.distributed_port is not None:
         return options.distributed_port
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job:
         raise RequestError("the environment has SLURM_STEP_ID, but no SLURM_JOB_ID: give --distributed-port")
     step = environ.get("SLURM_STEP_ID") or environ["SLURM_STEPID"]
-    spread = integer("SLURM_JOB_ID", job) * 101 + int(step)
-    return FIRST_PORT + 2 * (spread % PORT_PAIRS)
+    spread = parse_integer("SLURM_JOB_ID", job) * 101 + int(step)
+    return FIRST_DERIVED_PORT + 2 * (spread % DERIVED_PORT_PAIRS)
 
 
-def _beside(port: int) -> int:
+def _neighbouring_port(port: int) -> int:
     return port + 1 if port < 65535 else port - 1
 
 
 def step_key(environ: Mapping[str, str]) -> str:
-    """Return what the tasks of a step share, to tell them from all others; hard to come by, but no secret."""
-    return "\n".join(f"{name}={environ.get(name, '')}" for name in STEP_FACTS)
+    """Return a text that only tasks of this step have in common; hard to guess, but no secret."""
+    return "\n".join(f"{name}={environ.get(name, '')}" for name in STEP_KEY_VARIABLES)
 
 
 def _count(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
     for name in names:
         if environ.get(name):
-            return integer(name, environ[name], low=1)
+            return parse_integer(name, environ[name], low=1)
     if default is None:
         raise RequestError(f"the environment has SLURM_STEP_ID, but none of {', '.join(names)}")
     return default
@@ -267,4 +268,4 @@ def _count(environ: Mapping[str, str], *names: str, default: int | None = None) 
 def _required(environ: Mapping[str, str], name: str) -> int:
     if not environ.get(name):
         raise RequestError(f"the environment has SLURM_STEP_ID, but no {name}")
-    return integer(name, environ[name])
+    return parse_integer(name, environ[name])

@@ -1,1 +1,1 @@
-"""The ``Task`` protocol and the built-in tasks, one file each."""
+"""The ``Task`` interface and the built-in tasks, one file each."""

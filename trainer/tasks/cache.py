@@ -1,8 +1,8 @@
-"""Prepared text on disk: made once, memory-mapped by every rank and every later run.
+"""Cache prepared text on disk: built once, memory-mapped by every rank and every later run.
 
-An entry is a folder named by a digest of what it was made from. It appears by one rename, so that a reader sees all
-of it or nothing, and a file lock lets the ranks of a node wait for the first one instead of doing its work again.
-The folder may be deleted whenever no run is starting.
+An entry is a folder named by a hash of its inputs. It is renamed into place, so a reader sees all of it or nothing,
+and a file lock makes the ranks of a node wait for the first one instead of building it again. The cache may be deleted
+while no run is starting.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import RequestError
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 
 def folder() -> Path:
-    """Return ``$GPUTRAIN_CACHE``, or the platform's folder for a user's caches."""
+    """Return ``$GPUTRAIN_CACHE``, or the platform's cache folder of the user."""
     chosen = os.environ.get("GPUTRAIN_CACHE")
-    return expanded(chosen) if chosen else platformdirs.user_cache_path("gputrain")
+    return expand_home(chosen) if chosen else platformdirs.user_cache_path("gputrain")
 
 
 def fingerprint(files: Sequence[Path]) -> list[list[Any]]:
-    """Identify files without reading them: path, size in bytes, and time of change in nanoseconds."""
+    """Identify files without reading them: path, size in bytes, and modification time in nanoseconds."""
     return [[str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
 
 
 def entry(kind: str, made_from: Any, build: Callable[[Path], None]) -> Path:
-    """Return the folder of prepared data, and prepare it first where it is not there.
+    """Return the folder of a cache entry; build it first if it does not exist.
 
     Args:
-        kind: what the entry is and the version of its layout; part of its name.
-        made_from: all that decides the content, as JSON values.
-        build: writes the files of the entry into the empty folder that it is given.
+        kind: kind of the entry and version of its layout; part of its name.
+        made_from: all inputs that determine the content, as JSON values.
+        build: writes the files of the entry into an empty folder.
 
     Raises:
-        RequestError: the cache cannot be written; errors of ``build`` pass through.
+        RequestError: the cache cannot be written.
     """
     digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
     root = folder()
@@ -71,7 +71,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
         build(scratch)
         scratch.rename(final)
     except OSError:
-        # Where locks do not work (some network file systems) somebody else may have been first: theirs is as good.
+        # Where locks do not work (some network file systems) another rank may have been first: its entry is equal.
         if not final.is_dir():
             raise
     finally:
@@ -80,7 +80,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file, and remove it at the end, so that none is left beside the entry."""
+    """Hold a lock file, and remove it afterwards."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -108,11 +108,7 @@ def _still_there(descriptor: int, path: Path) -> bool:
 
 
 def mapped(path: Path, dtype: torch.dtype) -> Tensor:
-    """Map a file of numbers into memory, privately and without reading it.
-
-    Returns:
-        A tensor ``[N]``; N is the file's size divided by the size of a number.
-    """
+    """Map a file of numbers into memory as a tensor ``[N]``, privately and without reading it."""
     count = path.stat().st_size // dtype.itemsize
     if not count:
         return torch.empty(0, dtype=dtype)

@@ -20,10 +20,11 @@ from trainer.tasks.task import Task
 from trainer.tasks.tsv import LabelledSentence, read_tsv
 
 UNKNOWN, PAD = 0, 1
+"""Indices of unknown words and of padding."""
 
 
 class Vocabulary(NamedTuple):
-    """The words and labels of the training file."""
+    """Words and labels of the training file."""
 
     words: dict[str, int]
     """Lower-cased word to index, in order of appearance; 0 and 1 are unknown words and padding."""
@@ -37,14 +38,14 @@ class Vocabulary(NamedTuple):
 
 
 class Sentences:
-    """Encoded sentences and their classes."""
+    """Dataset of encoded sentences and their classes."""
 
     def __init__(self, rows: Sequence[LabelledSentence], vocabulary: Vocabulary) -> None:
         words = [[vocabulary.words.get(word, UNKNOWN) for word in split_words(row.text)] for row in rows]
         self.lengths = [len(sentence) for sentence in words]
         flat = torch.tensor([word for sentence in words for word in sentence])
         self.sentences = torch.split(flat, self.lengths)
-        """Per sentence its words ``[length]``, views of one tensor."""
+        """Word indices ``[length]`` of each sentence, views of one tensor."""
         self.classes = [vocabulary.labels[row.label] for row in rows]
 
     def __len__(self) -> int:
@@ -109,12 +110,12 @@ class DocNNTask(Task):
         return self._splits
 
     def model(self) -> nn.Module:
-        """Return the network for the words and labels that were read."""
+        """Return the network for the vocabulary of ``datasets``."""
         assert self._vocabulary is not None, "datasets() comes before model()"
         return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
 
     def lengths(self, split: str) -> Sequence[int]:
-        """Return the number of words per sentence: alike ones share a batch, as in PyText's pooling batcher."""
+        """Return the number of words per sentence: similar ones share a batch, as in PyText's pooling batcher."""
         return self._splits[split].lengths
 
     def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,7 @@ def split_words(text: str) -> list[str]:
 
 
 def read_vocabulary(rows: Sequence[LabelledSentence]) -> Vocabulary:
-    """Collect the words and labels of the training rows; no word is too rare."""
+    """Collect all words and labels of the training rows."""
     words: dict[str, int] = {}
     for row in rows:
         for word in split_words(row.text):

@@ -21,11 +21,12 @@ from trainer.tasks import cache
 from trainer.tasks.sources import Piece, read_pieces, split_tail
 from trainer.tasks.task import Task
 
-BYTES = 256
+BYTE_VALUES = 256
+"""Size of the vocabulary."""
 
 
 class Windows:
-    """Consecutive windows of a text; each is fetched with the byte that follows it."""
+    """Dataset of consecutive windows of a text, each with the byte that follows it."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         assert len(text) > context
@@ -44,7 +45,7 @@ class Windows:
         return self.windows[torch.as_tensor(indices)]
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """A pre-norm Transformer block."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
@@ -73,10 +74,9 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the pairs of features of ``[B, H, T, D / H]`` by their position's angles, each ``[T, D / H]``.
+    """Apply rotary position embedding (Su et al. 2021) to ``[B, H, T, D / H]``; the angles are ``[T, D / H]``.
 
-    Products of queries and keys then know how far apart the two are (Su et al. 2021). On a short training this
-    learns to look back several times sooner than an embedding of positions does.
+    In a short training attention forms several times sooner than with a learned position embedding.
     """
     return (x * cosine + x.roll(x.shape[-1] // 2, -1) * sine).type_as(x)
 
@@ -86,21 +86,23 @@ class Decoder(nn.Module):
 
     def __init__(self, options: LmOptions) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(BYTES, options.dim)
+        self.embedding = nn.Embedding(BYTE_VALUES, options.dim)
         self.cosine: Tensor
         self.sine: Tensor
         cosine, sine = _angles(options.context, options.dim // options.heads)
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
-        self.blocks = nn.ModuleList(Block(options.dim, options.heads, options.dropout) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(
+            DecoderBlock(options.dim, options.heads, options.dropout) for _ in range(options.layers)
+        )
         self.norm = nn.LayerNorm(options.dim)
         self._initialise(options.layers)
 
     def _initialise(self, layers: int) -> None:
-        """GPT-2's: N(0, 0.02), and less for what is added to the residual stream, once per sublayer.
+        """Initialise as GPT-2: N(0, 0.02), scaled down for projections into the residual stream.
 
-        The embedding, which is the output too, starts smaller: its logits are then near 0 and the first loss near
-        ln 256 = 5.55 nats.
+        The embedding, which is also the output layer, starts smaller, so that logits are near 0 and the first loss
+        near ln 256 = 5.55 nats.
         """
         for name, parameter in self.named_parameters():
             if name == "embedding.weight":
@@ -123,7 +125,7 @@ class Decoder(nn.Module):
 
 
 def _angles(context: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and signed sines ``[T, width]`` by which ``rotate`` turns a head's features."""
+    """Return the cosines and signed sines ``[T, width]`` for ``rotate``."""
     turns = 10_000 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(context)[:, None] * turns  # [T, width / 2]
     cosine, sine = angles.cos(), angles.sin()
@@ -141,7 +143,7 @@ class LanguageModel(Task):
         self.count_per_sample = options.context
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Return the windows of the text, and those of its held-out end or of the validation text."""
+        """Return the windows of the text, and of its held-out tail or the validation text."""
         options = self.options
         files = text_files(options.data, options.pattern)
         train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
@@ -181,11 +183,11 @@ class LanguageModel(Task):
         return total, batch.shape[0] * (batch.shape[1] - 1), {}
 
     def sample(self, model: nn.Module) -> str | None:
-        """Return text that the model continues from the prompt."""
+        """Return the model's continuation of the prompt."""
         if not self.options.sample_bytes:
             return None
         device = next(model.parameters()).device
-        # A generator of its own: the training's random numbers are not touched.
+        # An own generator leaves the random state of the training as it is.
         generator = torch.Generator().manual_seed(0)
         text = list(self.options.prompt.encode() or b"\n")
         training = model.training
@@ -196,7 +198,7 @@ class LanguageModel(Task):
                 logits = model(seen)[0, -1].float().cpu() / self.options.temperature
                 text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
         model.train(training)
-        return printable(bytes(text))
+        return decode_printable(bytes(text))
 
 
 def byte_tensors(splits: Mapping[str, Sequence[Piece]]) -> dict[str, Tensor]:
@@ -213,8 +215,8 @@ def byte_tensors(splits: Mapping[str, Sequence[Piece]]) -> dict[str, Tensor]:
     return {split: cache.mapped(folder / f"{split}.bin", torch.uint8) for split in splits}
 
 
-def printable(text: bytes) -> str:
-    """Decode what a model wrote; control bytes, which would play with a terminal, become dots."""
+def decode_printable(text: bytes) -> str:
+    """Decode generated bytes; control characters, which could command a terminal, become dots."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else "·" for char in text.decode("utf-8", errors="replace")
     )

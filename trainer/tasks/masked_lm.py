@@ -21,21 +21,21 @@ from trainer.tasks.sources import split_tail
 from trainer.tasks.task import Task
 
 
-class Shape(NamedTuple):
-    """The size of an encoder."""
+class BertSize(NamedTuple):
+    """Size of an encoder."""
 
     layers: int
     dim: int
     heads: int
 
 
-PRESETS = {"tiny": Shape(2, 128, 2), "base": Shape(12, 768, 12)}
-POSITIONS = 512
-"""Rows of BERT's position embedding, whatever length is trained."""
+PRESETS = {"tiny": BertSize(2, 128, 2), "base": BertSize(12, 768, 12)}
+MAX_POSITIONS = 512
+"""Rows of BERT's position embedding, for any sequence length."""
 
 
 class Sequences:
-    """Consecutive stretches of a tokenised text, each between [CLS] and [SEP]."""
+    """Dataset of consecutive windows of a tokenised text, each between [CLS] and [SEP]."""
 
     def __init__(self, tokens: Tensor, length: int, vocabulary: wordpiece.WordPieceVocabulary) -> None:
         self.inner = tokens.unfold(0, length - 2, length - 2)
@@ -57,10 +57,10 @@ class Sequences:
         ), chosen
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """BERT's encoder layer: normalisation comes after each sublayer's sum."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: BertSize, dropout: float) -> None:
         super().__init__()
         self.heads = shape.heads
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
@@ -72,7 +72,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[B, L, D]`` to ``[B, L, D]``; every sample is full, so there is nothing to hide from attention."""
+        """Map ``[B, L, D]`` to ``[B, L, D]``; no attention mask, since every sample has full length."""
         batch, length, dim = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, L, D / H]
@@ -87,15 +87,15 @@ class Layer(nn.Module):
 class Bert(nn.Module):
     """BERT's encoder and masked-word head; its parameters are those of BERT, one for one."""
 
-    def __init__(self, shape: Shape, *, vocabulary: int, dropout: float) -> None:
+    def __init__(self, shape: BertSize, *, vocabulary: int, dropout: float) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, shape.dim)
-        self.positions = nn.Embedding(POSITIONS, shape.dim)
+        self.positions = nn.Embedding(MAX_POSITIONS, shape.dim)
         # Without sentence pairs all tokens are of the first segment; the table keeps BERT's shape.
         self.segments = nn.Embedding(2, shape.dim)
         self.norm = nn.LayerNorm(shape.dim, eps=1e-12)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(BertLayer(shape, dropout) for _ in range(shape.layers))
         self.head = nn.Linear(shape.dim, shape.dim)
         self.head_norm = nn.LayerNorm(shape.dim, eps=1e-12)
         self.head_bias = nn.Parameter(torch.zeros(vocabulary))
@@ -127,20 +127,20 @@ class MaskedLanguageModel(Task):
 
     def __init__(self, options: MaskedLmOptions) -> None:
         super().__init__(options)
-        # As in BERT every sample has the same number of predictions, so shapes are fixed and no device has to be
-        # asked how many there were.
+        # As in BERT every sample has the same number of predictions: shapes are fixed, and counting them needs no
+        # synchronisation with the device.
         self.predictions = max(1, round(options.mask_fraction * (options.sequence_length - 2)))
         self.count_per_sample = self.predictions
         self._vocabulary: wordpiece.WordPieceVocabulary | None = None
 
     @property
     def vocabulary(self) -> wordpiece.WordPieceVocabulary:
-        """The vocabulary that ``datasets`` trained or loaded."""
+        """Vocabulary of ``datasets``."""
         assert self._vocabulary is not None, "datasets() comes first"
         return self._vocabulary
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Tokenise the text, or map what was tokenised before."""
+        """Tokenise the text, or map it from the cache."""
         options = self.options
         files = text_files(options.data, options.pattern)
         train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
@@ -171,7 +171,7 @@ class MaskedLanguageModel(Task):
         return torch.stack([tokens for tokens, _ in samples]), torch.stack([index for _, index in samples])
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
-        """Mask the batch; return the summed cross-entropy in nats over the predicted words, and the correct ones."""
+        """Mask the batch; return the summed cross-entropy in nats, the number of predictions, and the correct ones."""
         tokens, indices = batch
         tokens = tokens.long()
         inputs, predicted = self.mask(tokens, indices, training=model.training)
@@ -181,19 +181,19 @@ class MaskedLanguageModel(Task):
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), {"accuracy": correct}
 
     def mask(self, tokens: Tensor, indices: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-        """Choose positions and hide their words: 80 % become [MASK], 10 % another word, 10 % stay.
+        """Mask tokens as BERT does: of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay.
 
-        In training the choice comes from the device's random state, as dropout does: each epoch has new masks, and
-        a checkpoint, which keeps that state, resumes them exactly, with or without loader processes. In
-        evaluation it depends on the sample alone: the same words are asked every time, on any number of ranks.
+        In training the choice uses the device's random state, as dropout does: each epoch has new masks, and a
+        checkpoint, which holds that state, resumes them exactly, with or without loader processes. In evaluation it
+        depends on the sample alone, so the loss is comparable over time and on any number of ranks.
 
         Args:
             tokens: ``[B, L]``, int64.
-            indices: ``[B]``, which samples of the split they are.
-            training: which of the two.
+            indices: ``[B]``, indices of the samples in their split.
+            training: whether to choose at random, else by index.
 
         Returns:
-            The tokens with some hidden ``[B, L]`` and the positions to predict ``[B, P]``.
+            The masked tokens ``[B, L]`` and the positions to predict ``[B, P]``.
         """
         choice, action, word = (
             torch.rand(3, *tokens.shape, device=tokens.device) if training else _fixed_noise(indices, tokens.shape[1])
@@ -215,11 +215,11 @@ def _fixed_noise(indices: Tensor, length: int) -> Tensor:
     counter = indices[:, None] * length + torch.arange(length, device=indices.device)
     counter = torch.stack([counter * 3 + draw for draw in range(3)])
     z = (counter + 1) * -7046029254386353131
-    z = (z ^ _shifted(z, 30)) * -4658895280553007687
-    z = (z ^ _shifted(z, 27)) * -7723592293110705685
-    return _shifted(z ^ _shifted(z, 31), 40).float() / 2**24
+    z = (z ^ _shifted_right(z, 30)) * -4658895280553007687
+    z = (z ^ _shifted_right(z, 27)) * -7723592293110705685
+    return _shifted_right(z ^ _shifted_right(z, 31), 40).float() / 2**24
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shifted_right(x: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros; torch's own shift of int64 repeats the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

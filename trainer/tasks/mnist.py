@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import idx_file, readable
+from trainer.contract.task_files import idx_file, refuse_unreadable
 from trainer.contract.task_options import MnistOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks.task import Task
@@ -48,7 +48,7 @@ class Images:
 
 
 class MnistNet(nn.Module):
-    """HetSeq's network, 1,199,882 parameters."""
+    """HetSeq's convolutional network, 1,199,882 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class MnistTask(Task):
     count_per_sample = 1
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Read the IDX files of the folder; the test images are the validation split too, unless refused."""
+        """Read the IDX files; the test images are the validation split too, unless ``valid_subset`` is none."""
         folder = Path(self.options.data)
         train, test = read_images(folder, "train"), read_images(folder, "t10k")
         splits = {"train": train, "test": test}
@@ -130,7 +130,7 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         RequestError: unreadable, damaged, or not IDX.
     """
-    with readable(path):
+    with refuse_unreadable(path):
         content = path.read_bytes()
     if path.suffix == ".gz":
         try:

@@ -1,6 +1,6 @@
-"""Finds and imports a task by name: built in, ``package.module:Class``, or ``path/to/file.py:Class``.
+"""Import a task by name: built in, ``package.module:Class``, or ``path/to/file.py:Class``.
 
-Torch-free until it loads one.
+Torch-free until a task is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainer.contract.builtin_tasks import BUILT_IN, unknown_task
 from trainer.contract.errors import RequestError, nearest
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 if TYPE_CHECKING:
     from trainer.tasks.task import Task
@@ -25,13 +25,13 @@ def load_task(name: str) -> type[Task]:
     """Import a task's class.
 
     Raises:
-        RequestError: no such name, file, module or class, or the class is not a ``Task``.
+        RequestError: the name, file, module or class does not exist, or the class is not a ``Task``.
     """
     target = BUILT_IN.get(name, name)
-    place, colon, attribute = target.rpartition(":")
-    if not colon or not attribute or not (place.endswith(".py") or re.fullmatch(r"\w+(\.\w+)*", place)):
+    module_name, colon, attribute = target.rpartition(":")
+    if not colon or not attribute or not (module_name.endswith(".py") or re.fullmatch(r"\w+(\.\w+)*", module_name)):
         raise unknown_task(name)
-    module = _from_file(expanded(place)) if place.endswith(".py") else _from_module(place)
+    module = _from_file(expand_home(module_name)) if module_name.endswith(".py") else _from_module(module_name)
 
     from trainer.tasks.task import Task
 
@@ -40,23 +40,23 @@ def load_task(name: str) -> type[Task]:
     own = [key for key in tasks if key != "Task"]
     if found is None:
         listed = f"; its tasks are {', '.join(own)}" if own else ""
-        raise RequestError(f"{place} has no {attribute!r}{listed}{nearest(attribute, own)}")
+        raise RequestError(f"{module_name} has no {attribute!r}{listed}{nearest(attribute, own)}")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise RequestError(f"{name} is not a task: it must be a subclass of trainer.tasks.task.Task")
     return found
 
 
-def _from_module(place: str) -> ModuleType:
+def _from_module(module_name: str) -> ModuleType:
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and (place == error.name or place.startswith(error.name + ".")):
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise RequestError(
-                f"task module {place!r} is not found in {Path.cwd()} or among the installed packages"
+                f"task module {module_name!r} is not found in {Path.cwd()} or among the installed packages"
             ) from error
-        raise RequestError(f"task module {place!r} cannot be imported: {error}") from error
+        raise RequestError(f"task module {module_name!r} cannot be imported: {error}") from error
     except SyntaxError as error:
-        raise _broken(error) from error
+        raise _syntax_error(error) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -81,12 +81,12 @@ def _from_file(path: Path) -> ModuleType:
         raise RequestError(f"task file {path} cannot be imported: {error}") from error
     except SyntaxError as error:
         del sys.modules[name]
-        raise _broken(error) from error
+        raise _syntax_error(error) from error
     except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
-def _broken(error: SyntaxError) -> RequestError:
+def _syntax_error(error: SyntaxError) -> RequestError:
     return RequestError(f"{error.filename}, line {error.lineno}: {error.msg}")

@@ -1,4 +1,4 @@
-"""Splits text files into training and validation pieces, and reads those; torch-free."""
+"""Split text files into training and validation pieces, and read them; torch-free."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import readable
+from trainer.contract.task_files import refuse_unreadable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a file."""
+    """Byte range of a file."""
 
     path: Path
     start: int
@@ -22,9 +22,9 @@ class Piece:
 
 
 def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], list[Piece]]:
-    """Cut the files, read one after the other, into what is learned and the end that is held out.
+    """Split the concatenated files into training pieces and a validation tail, a ``fraction`` of the bytes.
 
-    The cut falls behind the end of a line where one is near, so that a line is not in both.
+    The split moves to the next line end where one is near, so that no line is in both.
     """
     whole = [Piece(path=file, start=0, end=file.stat().st_size) for file in files]
     whole = [piece for piece in whole if piece.end]
@@ -44,14 +44,15 @@ def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], lis
 
 
 def _line_end(path: Path, position: int, *, within: int = 4096) -> int:
-    with readable(path), path.open("rb") as file:
+    """Return the position after the next line end; ``position`` itself if none is within so many bytes."""
+    with refuse_unreadable(path), path.open("rb") as file:
         file.seek(position)
         found = file.read(within).find(b"\n")
     return position + found + 1 if found >= 0 else position
 
 
 def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[bytes]:
-    """Yield the pieces' bytes in blocks of at most ``block``, a line feed between two files.
+    """Yield the pieces in blocks of at most ``block`` bytes, with a line feed between two files.
 
     Raises:
         RequestError: a file that cannot be read or became shorter.
@@ -59,7 +60,7 @@ def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[by
     for index, piece in enumerate(pieces):
         if index and piece.path != pieces[index - 1].path:
             yield b"\n"
-        with readable(piece.path), piece.path.open("rb") as file:
+        with refuse_unreadable(piece.path), piece.path.open("rb") as file:
             file.seek(piece.start)
             left = piece.end - piece.start
             while left:

@@ -1,4 +1,4 @@
-"""The ``Task`` protocol: a user's own task is a subclass in a file of their own."""
+"""Define the ``Task`` interface, which a user's own task subclasses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.data.dataset import SizedDataset as SizedDataset  # users' tasks na
 
 
 class NoOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A task without options of its own."""
+    """Options of a task that has none."""
 
 
 class Task:
@@ -25,15 +25,15 @@ class Task:
     """A ``msgspec.Struct`` or dataclass; its fields become flags and the keys of a recipe's ``[task]`` table."""
 
     count_per_sample: int | None = None
-    """How much every sample adds to ``count`` in ``loss``, where that is the same for all of them (1 for a
-    classifier, the window's length for a language model). The global count is then known without asking the
-    other ranks; None means that it is summed over the ranks at each step."""
+    """Items that each sample adds to the count of ``loss``, if equal for all samples (1 for a classifier, the window's
+    length for a language model). The global count is then known without a collective; with None it is summed over the
+    ranks at each step."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Return ``train`` and, where there are any, ``valid`` and ``test``; called on every rank, before ``model``."""
+        """Return the datasets ``train`` and optionally ``valid``, ``test``; called on every rank, before ``model``."""
         raise TypeError(f"{type(self).__name__} has no datasets()")
 
     def model(self) -> nn.Module:
@@ -54,11 +54,11 @@ class Task:
         raise TypeError(f"{type(self).__name__} has no loss()")
 
     def lengths(self, split: str) -> Sequence[int] | None:
-        """Return a length per sample to group samples of alike length into batches, or None for no grouping."""
+        """Return the length of each sample, to batch samples of similar length; None for no grouping."""
         return None
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Return an optimizer of the task's own, or None for the one that the options name."""
+        """Return the task's own optimizer; None for that of the options."""
         return None
 
     def metrics(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Task:
         return {name: total / count for name, total in totals.items()}
 
     def sample(self, model: nn.Module) -> str | None:
-        """Return a piece of output that shows a person what the model learned, or None; called on rank 0."""
+        """Return a sample of the model's output as text, or None; called on rank 0."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Reads labelled sentences from tab-separated files, in the column orders that are in use; torch-free."""
+"""Read labelled sentences from tab-separated files of several column orders; torch-free."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import readable, require_file
+from trainer.contract.task_files import refuse_unreadable, require_file
 
 Format = Literal["auto", "text_label", "label_text", "glue"]
 
 
 class LabelledSentence(NamedTuple):
-    """One labelled sentence."""
+    """Sentence with its label, and its line in the file."""
 
     text: str
     label: str
@@ -21,11 +21,11 @@ class LabelledSentence(NamedTuple):
 
 
 def read_tsv(name: str, format: Format) -> list[LabelledSentence]:
-    """Read all rows of a file with LF or CRLF line ends; quotes are ordinary characters, as in GLUE's files.
+    """Read all rows of a file; quotes are ordinary characters, as in GLUE's files.
 
     Args:
         name: path of the file.
-        format: the columns; ``auto`` takes GLUE's header, or else the column that looks like a label.
+        format: the column order; ``auto`` detects GLUE's header, else guesses which of two columns is the label.
 
     Raises:
         RequestError: the file is missing, unreadable, empty or not UTF-8, or a row is malformed; names the line.
@@ -49,7 +49,7 @@ def read_tsv(name: str, format: Format) -> list[LabelledSentence]:
 
 
 def _lines(path: Path) -> list[str]:
-    with readable(path):
+    with refuse_unreadable(path):
         content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")
@@ -72,7 +72,7 @@ def _glue_columns(path: Path, header: str) -> tuple[int, int, int]:
 
 
 def _label_is_first(lines: list[str]) -> bool:
-    """Tell which of two columns holds labels: no spaces in it, and the fewer different values."""
+    """Return whether the first of two columns is the label: it has no spaces, or fewer distinct values."""
     rows = [columns for line in lines[:1000] if len(columns := line.split("\t")) == 2]
     left, right = ({columns[side] for columns in rows} for side in (0, 1))
     left_words, right_words = (any(" " in value for value in side) for side in (left, right))

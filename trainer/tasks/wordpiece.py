@@ -1,4 +1,4 @@
-"""WordPiece for the masked language model: trains or loads a vocabulary, and keeps the tokenised text on disk."""
+"""Train or load a WordPiece vocabulary for the masked language model, and cache the tokenised text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from trainer.tasks.sources import Piece, read_pieces
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-ALPHABET = 1000
-"""Characters that a trained vocabulary has at most; words with rarer ones become [UNK]."""
-LINES_AT_ONCE = 2048
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+MAX_ALPHABET = 1000
+"""Maximum characters of a trained vocabulary; words with rarer ones become [UNK]."""
+LINES_PER_BATCH = 2048
+"""Lines per call of the tokenizer, which splits them over its threads."""
 
 
 class WordPieceVocabulary(NamedTuple):
-    """What the model needs to know of a tokenizer."""
+    """Size of the vocabulary and ids of the special tokens that the model needs."""
 
     size: int
     cls: int
@@ -38,7 +39,7 @@ class WordPieceVocabulary(NamedTuple):
 def token_tensors(
     splits: Mapping[str, Sequence[Piece]], *, vocab: str | None, vocab_size: int, lowercase: bool
 ) -> tuple[WordPieceVocabulary, dict[str, Tensor]]:
-    """Tokenise each split, or map what an earlier run left in the cache.
+    """Tokenise each split, or map it from the cache.
 
     Returns:
         The vocabulary, and per split its tokens ``[N]``, int32, with [SEP] between two files.
@@ -89,15 +90,15 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
     for line in _lines(pieces):
         counts.update(normalize(line))
     letters = sorted(char for char in counts if not char.isspace())
-    kept = sorted(sorted(letters, key=lambda char: -counts[char])[:ALPHABET])
+    kept = sorted(sorted(letters, key=lambda char: -counts[char])[:MAX_ALPHABET])
     rare = dict.fromkeys(map(ord, set(letters) - set(kept)), " ")
     trainer = WordPieceTrainer(
         vocab_size=size,
-        special_tokens=[*SPECIAL, *kept, *("##" + char for char in kept)],
+        special_tokens=[*SPECIAL_TOKENS, *kept, *("##" + char for char in kept)],
         show_progress=False,
     )
     tokenizer.train_from_iterator((normalize(line).translate(rare) for line in _lines(pieces)), trainer)
-    # Made anew from its words alone: only the five are special from here on.
+    # Rebuilt from its words alone, so that only the five special tokens stay special.
     return _untrained(tokenizer.get_vocab(), lowercase)
 
 
@@ -105,7 +106,7 @@ def load(path: Path, lowercase: bool) -> Tokenizer:
     """Read a ``tokenizer.json`` of the package, or BERT's ``vocab.txt`` with one word per line.
 
     Raises:
-        RequestError: it is neither, or lacks one of the special words.
+        RequestError: the file is neither, or lacks a special token.
     """
     from tokenizers import Tokenizer
 
@@ -120,7 +121,7 @@ def load(path: Path, lowercase: bool) -> Tokenizer:
         except UnicodeDecodeError as error:
             raise RequestError(f"{path} is not a vocabulary: not UTF-8 text") from error
         tokenizer = _untrained({word.strip(): index for index, word in enumerate(words)}, lowercase)
-    missing = [token for token in SPECIAL[1:] if tokenizer.token_to_id(token) is None]
+    missing = [token for token in SPECIAL_TOKENS[1:] if tokenizer.token_to_id(token) is None]
     if missing:
         raise RequestError(f"{path} is not a vocabulary of BERT's kind: it lacks {', '.join(missing)}")
     return tokenizer
@@ -140,7 +141,7 @@ def _untrained(vocabulary: dict[str, int] | None, lowercase: bool) -> Tokenizer:
 
 
 def _lines(pieces: Sequence[Piece]) -> Iterator[str]:
-    """Yield the text's lines that are not blank; a byte that is not UTF-8 becomes the replacement character."""
+    """Yield the lines that are not blank; bytes that are not UTF-8 become replacement characters."""
     rest = b""
     for block in read_pieces(pieces):
         *whole, rest = (rest + block).split(b"\n")
@@ -164,7 +165,7 @@ def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     for line in lines:
         batch.append(line)
-        if len(batch) == LINES_AT_ONCE:
+        if len(batch) == LINES_PER_BATCH:
             yield batch
             batch = []
     if batch:

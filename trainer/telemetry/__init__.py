@@ -1,1 +1,1 @@
-"""Measures what a step's phases and its gradient synchronisation take."""
+"""Measure the phases of a step and its gradient synchronisation."""

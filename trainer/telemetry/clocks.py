@@ -1,7 +1,7 @@
-"""Clocks that do not make training wait: the host's for CPU ranks, CUDA events for GPU ranks.
+"""Measure time without synchronising: the host's clock for CPU ranks, CUDA events for GPU ranks.
 
-A mark is a point in time on the rank's own timeline. On the host it is known at once; on a GPU it lies in the
-future, when the device has done what was queued before it, so readers ask ``ready`` first and never wait.
+A mark is a point in time on the rank's timeline. On the host it is known at once; on a GPU it is reached once the
+device has done the work queued before it, so readers check ``ready`` first and never wait.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ import torch
 from torch import Tensor
 
 Mark = Any
-"""A reading of the host's clock, or a recorded CUDA event: opaque to everyone but its clock."""
+"""Reading of the host's clock, or recorded CUDA event; opaque outside of its clock."""
 
 Scalar = Tensor | float | None
 
 
 class Clock(Protocol):
-    """Marks points in time and fetches numbers, both without waiting."""
+    """Clock that marks points in time and fetches numbers without synchronising."""
 
     def mark(self, *, waits: bool = True) -> Mark:
-        """Return a mark for now: after all that was asked of the device so far.
+        """Return a mark after all work that is queued on the device.
 
         Args:
-            waits: Whether to read how long the training's thread has waited for a core; a mark without that repeats
-                the reading of the last one that had it.
+            waits: Whether to read how long the training thread has waited for a core; a mark without it repeats the
+                last reading.
         """
         ...
 
     def ready(self, marks: Iterable[Mark]) -> bool:
-        """Tell whether all marks have been reached."""
+        """Return whether all marks are reached."""
         ...
 
     def laps_ms(self, marks: Sequence[Mark]) -> list[float]:
-        """Return the milliseconds between each mark and the next; all are ready."""
+        """Return the milliseconds between each mark and the next; all must be ready."""
         ...
 
     def waits_ms(self, marks: Sequence[Mark]) -> list[float] | None:
-        """Return the milliseconds between each mark and the next in which the training's thread had no core.
+        """Return the milliseconds between each mark and the next in which the training thread waited for a core.
 
-        That is, it was ready to run and another had the core; None where nobody counts it.
+        None where the kernel does not count it.
         """
         ...
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """Return the milliseconds between two marks that are ready."""
+        """Return the milliseconds between two marks; both must be ready."""
         ...
 
     def release(self, marks: Sequence[Mark]) -> None:
-        """Say that these marks are not read any more."""
+        """Return marks that are not read any more to the pool."""
         ...
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
-        """Start bringing numbers to the host; the result may be called once a later mark is ready."""
+        """Start copying numbers to the host; call the result once a later mark is ready."""
         ...
 
 
 class HostClock:
-    """The clock of a CPU rank: everything has happened by the time it is asked.
+    """Clock of a CPU rank; a mark is ready at once.
 
-    A mark is the time and the count of waits for a core, both in seconds.
+    A mark is the time and the run delay, both in seconds.
 
     Args:
         clock: Seconds.
-        waits: Seconds that the training's thread has waited for a core; None where nobody counts them.
+        waits: Run delay of the training thread, in seconds; None where the kernel does not count it.
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class HostClock:
         self._clock = clock
         self._waits = waits
         self._waited = 0.0
-        """The count at the last mark that read it."""
+        """Run delay at the last mark that read it."""
 
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
-        """Return now and the count of waits."""
+        """Return the time and the run delay."""
         now = self._clock()
         if waits and self._waits is not None:
             self._waited = self._waits()
         return now, self._waited
 
     def waits_ms(self, marks: Sequence[tuple[float, float]]) -> list[float] | None:
-        """Return the milliseconds without a core between each mark and the next; None where nobody counts them."""
+        """Return the run delay between each mark and the next, in milliseconds; None where it is not counted."""
         if self._waits is None:
             return None
         return [(end - start) * 1e3 for (_, start), (_, end) in pairwise(marks)]
 
     def ready(self, marks: Iterable[Mark]) -> bool:
-        """Tell that they are."""
+        """Return True."""
         return True
 
     def laps_ms(self, marks: Sequence[tuple[float, float]]) -> list[float]:
@@ -104,26 +104,26 @@ class HostClock:
         return (end[0] - start[0]) * 1e3
 
     def release(self, marks: Sequence[Mark]) -> None:
-        """Forget nothing: a number needs no returning."""
+        """Do nothing: there is no pool."""
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
-        """Read the numbers now; they are in the host's memory."""
+        """Read the numbers at once."""
         numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
         return lambda: numbers
 
 
 class CudaClock:
-    """The clock of a GPU rank: pooled events on the current stream, numbers copied to pinned memory.
+    """Clock of a GPU rank: pooled events on the current stream, numbers copied to pinned memory.
 
-    Laps are measured on the device's timeline, on which a wait for data shows only as far as it left the device
-    idle. Nothing here waits for the device; an event is reused, never destroyed, since destroying one can block.
+    Times are on the device's timeline: a wait for data shows only as far as the device was idle. Events are reused,
+    never destroyed, since destroying one can synchronise.
     """
 
     def __init__(
         self, device: torch.device, event: Callable[[], Any] | None = None, stream: Callable[[], Any] | None = None
     ) -> None:
         self._device = device
-        # Of this device, which need not be the current one: scripts may never have called ``set_device``.
+        # The stream of this device, which need not be current: scripts may never call ``set_device``.
         self._stream = stream or (lambda: torch.cuda.current_stream(device))
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._events: list[Any] = []
@@ -133,13 +133,13 @@ class CudaClock:
         """Record an event on the device's current stream."""
         try:
             event = self._events.pop()
-        except IndexError:  # asked for and not foreseen: a callback on another thread may take the last one
+        except IndexError:  # no check before: a callback on another thread may take the last one
             event = self._event()
         event.record(self._stream())
         return event
 
     def ready(self, marks: Iterable[Any]) -> bool:
-        """Ask each event whether the device has reached it."""
+        """Return whether the device has reached all events."""
         return all(mark.query() for mark in marks)
 
     def laps_ms(self, marks: Sequence[Any]) -> list[float]:
@@ -147,7 +147,7 @@ class CudaClock:
         return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
     def waits_ms(self, marks: Sequence[Any]) -> None:
-        """Return None: the device's time is not the thread's."""
+        """Return None: the device has no run delay."""
         return
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
@@ -160,7 +160,7 @@ class CudaClock:
         self._events.extend(marks)
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
-        """Queue one copy of all device numbers behind the work that computes them."""
+        """Queue one copy of all numbers behind the kernels that compute them."""
         on_device = [isinstance(value, Tensor) and value.device.type == self._device.type for value in values]
         queued = [value for value, there in zip(values, on_device, strict=True) if there and isinstance(value, Tensor)]
         numbers = [

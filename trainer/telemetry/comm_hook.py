@@ -1,13 +1,12 @@
-"""The comm hook: when gradient buckets are ready and reduced, and the norm of this rank's own gradient.
+"""Measure by a DDP comm hook when gradient buckets are ready and reduced, and the norm of this rank's own gradient.
 
-Its result is bit for bit what DDP computes by itself: gradients times ``1 / world_size``, then their sum. An exception
-in it would leave the peers waiting for ever: everything but the collective itself is guarded, and the first fault
-ends the measuring.
+The result is bit for bit that of DDP itself: gradients times ``1 / world_size``, then their sum. An exception in the
+hook would leave the peers waiting for ever: everything but the collective itself is guarded, and the first fault ends
+the measurement.
 
-On CPU ranks the hook of the last bucket waits until all are reduced, which DDP would do next anyway. So no future
-calls back into Python from a gloo thread, which would have to wrest the interpreter lock from the waiting one: that
-costs 70–100 µs per bucket (measured with torch 2.13), this some 20 µs. On GPU ranks nothing waits, and each bucket's
-end is an event recorded in its future's callback.
+On CPU ranks the hook of the last bucket waits until all are reduced, as DDP would next. So no gloo thread calls back
+into Python, where it would contend for the interpreter lock: that costs 70–100 µs per bucket (torch 2.13), this some
+20 µs. On GPU ranks nothing waits, and each bucket's end is an event recorded in its future's callback.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 @dataclass(slots=True)
 class Buckets:
-    """The buckets of one synchronisation, in launch order."""
+    """Marks and sizes of the buckets of one synchronisation, in launch order."""
 
     detailed: bool
-    """Measure each bucket's end and norm too."""
+    """Each bucket's end and norm are measured too."""
     ready: list[Mark] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Bytes of gradient in each bucket."""
@@ -45,30 +44,30 @@ class Buckets:
     reduced: list[Mark | None] = field(default_factory=list)
     """End of each bucket, where it is measured."""
     end: Mark | None = None
-    """All reduced, where it is measured as a whole: on CPU ranks, whose marks need no release."""
+    """End of the last reduction, on CPU ranks, whose marks need no release."""
 
     def complete(self) -> bool:
-        """Tell whether a synchronisation was measured to its end."""
+        """Return whether the synchronisation was measured to its end."""
         return self.end is not None or (bool(self.reduced) and None not in self.reduced)
 
     def marks(self) -> list[Mark]:
-        """All marks, to ask whether they are ready and to release them."""
+        """Return all marks that can be pending."""
         return [*self.ready, *self.reduced]
 
     def bucket_ms(self, clock: Clock) -> list[float]:
-        """Time of each bucket from ready to reduced; only when detailed."""
+        """Return the time of each bucket from ready to reduced; only when detailed."""
         return [clock.elapsed_ms(ready, end) for ready, end in zip(self.ready, self.reduced, strict=True)]
 
     def sync_ms(self, clock: Clock) -> float:
-        """First bucket ready to all reduced."""
+        """Return the time from the first bucket ready to all reduced."""
         return self._until_reduced(clock, self.ready[0])
 
     def exposed_ms(self, clock: Clock) -> float:
-        """Last bucket ready to all reduced."""
+        """Return the time from the last bucket ready to all reduced."""
         return self._until_reduced(clock, self.ready[-1])
 
     def norm(self) -> Tensor | float | None:
-        """Norm [] of all buckets before the reduction, on the device where they are; None where it is not measured."""
+        """Return the norm [] of all buckets before the reduction, on their device; None where it is not measured."""
         if not self.norms:
             return None
         if self.norms[0].device.type == "cpu":
@@ -79,38 +78,38 @@ class Buckets:
     def _until_reduced(self, clock: Clock, start: Mark) -> float:
         if self.end is not None:
             return clock.elapsed_ms(start, self.end)
-        # Buckets usually end in the order of their launch, but nothing says so.
+        # Buckets usually end in launch order, but nothing guarantees it.
         return max(clock.elapsed_ms(start, end) for end in self.reduced)
 
 
 @dataclass(slots=True)
-class _Known:
-    """What stays the same of a bucket, on CPU ranks.
+class _CachedBucket:
+    """Cached properties of a bucket, on CPU ranks.
 
-    Asking the bucket for it takes some microseconds each, between computations that leave nothing in the caches.
+    Each would take some microseconds to read from the ``GradBucket``, with cold caches.
     """
 
     buffer: Tensor
     tensors: list[Tensor]
-    """The buffer alone."""
+    """``[buffer]``, the argument of allreduce."""
     first: bool
     last: bool
     share: Tensor
-    """What it is multiplied with, []: a tensor spares each product the way from a Python number, 14 of 44 µs."""
+    """Factor of the average, []: as a tensor it makes the product 14 of 44 µs faster than a Python number."""
     done: torch.futures.Future[Tensor]
-    """With the buffer as its value; making it costs more than all else here."""
-    following: _Known | None = None
-    """The next one, after the last one the first; None where that is not known yet."""
+    """Completed future of the buffer; creating one costs more than all else here."""
+    following: _CachedBucket | None = None
+    """The next bucket, after the last one the first; None while it is unknown."""
 
 
 class BucketHook:
-    """Averages the buckets, or lets another hook do it, and measures what ``measure`` asks for.
+    """Comm hook that averages the buckets, or calls an inner hook for that, and measures them.
 
     Args:
-        model: Where the hook is registered, for good: DDP cannot take one off again.
-        clock: Of the device that the buckets are on.
-        inner: A hook that does the averaging in its own way, and its ``state``. It is measured from outside.
-        waits: Whether the last bucket's hook waits for all of them: on CPU ranks, without an inner hook.
+        model: Model to register the hook with; DDP cannot remove it again.
+        clock: Clock of the buckets' device.
+        inner: Comm hook that averages instead; it is called with ``state``.
+        waits: Whether the hook of the last bucket waits for all: on CPU ranks, without an inner hook.
     """
 
     def __init__(
@@ -123,25 +122,25 @@ class BucketHook:
         waits: bool = True,
     ) -> None:
         self.fault: str | None = None
-        """Why nothing is measured any more, for people; None while all is well."""
+        """Why nothing is measured any more; None without a fault."""
         self.waiting = False
-        """Whether this rank's gradients are ready and it waits for the others'; known on CPU ranks only."""
+        """Whether this rank waits for the others' gradients; on CPU ranks only."""
         self._clock = clock
         self._group = model.process_group
         self._share = 1.0 / dist.get_world_size(self._group)
         self._options = dist.AllreduceOptions()
-        self._under_way: list[Any] = []
-        self._known: dict[int, _Known] = {}
-        """Buckets by their index, until they are rebuilt."""
-        self._expected: _Known | None = None
+        self._pending_work: list[Any] = []
+        self._cached: dict[int, _CachedBucket] = {}
+        """Buckets by index, until DDP rebuilds them."""
+        self._next_bucket: _CachedBucket | None = None
         self._measuring = False
         self._detailed = False
         self._syncs: list[Buckets] = []
-        """Synchronisations not yet taken; the last one may be under way."""
+        """Synchronisations not yet taken; the last one may be incomplete."""
         self._inner = inner
-        hook = self._around if inner is not None else self._wait if waits else self._launch
+        hook = self._wrap_inner if inner is not None else self._reduce_and_wait if waits else self._reduce_async
         try:
-            # A lambda, since DDP compares annotations, which are strings in this file, with its own classes.
+            # A lambda has no annotations; those of this file are strings, which DDP would refuse.
             model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
         except RuntimeError:
             if inner is not None:
@@ -149,12 +148,12 @@ class BucketHook:
             self.fault = "the model has a comm hook already: buckets and the local gradient norm are not measured"
 
     def measure(self, *, detailed: bool = False) -> None:
-        """Measure the synchronisations from here on, each bucket's end and norm too when detailed."""
+        """Measure the next synchronisations, with each bucket's end and norm if detailed."""
         if self.fault is None:
             self._measuring, self._detailed = True, detailed
 
-    def rest(self) -> None:
-        """Measure nothing from here on."""
+    def stop_measuring(self) -> None:
+        """Measure no further synchronisations."""
         self._measuring = self._detailed = False
 
     def take(self) -> Sequence[Buckets]:
@@ -170,41 +169,41 @@ class BucketHook:
 
     # ------------------------------------------------------------------------------------- three ways to reduce
 
-    def _wait(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Launch; at the last bucket wait for all (CPU)."""
-        buffer, known = bucket.buffer(), self._expected
-        if known is None or known.buffer is not buffer:
-            known = self._know(bucket)
-        self._expected = known.following
-        last = known.last
+    def _reduce_and_wait(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket; at the last one wait for all (CPU)."""
+        buffer, cached = bucket.buffer(), self._next_bucket
+        if cached is None or cached.buffer is not buffer:
+            cached = self._cache(bucket)
+        self._next_bucket = cached.following
+        last = cached.last
         norm = self._norm(buffer) if self._detailed else None
-        buffer.mul_(known.share)
-        buckets = self._ready(buffer, norm, first=known.first, last=last) if self._measuring else None
-        work: Any = self._group.allreduce(known.tensors, self._options)
+        buffer.mul_(cached.share)
+        buckets = self._ready(buffer, norm, first=cached.first, last=last) if self._measuring else None
+        work: Any = self._group.allreduce(cached.tensors, self._options)
         if not last:
             if buckets is not None and buckets.detailed:
-                work = work.get_future().then(partial(self._reduced, buckets, self._expect_end(buckets)))
-            self._under_way.append(work)
-            return known.done
+                work = work.get_future().then(partial(self._reduced, buckets, self._add_end(buckets)))
+            self._pending_work.append(work)
+            return cached.done
         self.waiting = True
-        for each in self._under_way:
+        for each in self._pending_work:
             each.wait()
         work.wait()
         self.waiting = False
-        self._under_way.clear()
+        self._pending_work.clear()
         if buckets is not None:
             self._all_reduced(buckets)
-        return known.done
+        return cached.done
 
-    def _know(self, bucket: GradBucket) -> _Known:
-        """Take up a bucket that was not expected: at first, and when the buckets were rebuilt."""
-        index, buffer, known = bucket.index(), bucket.buffer(), self._known
+    def _cache(self, bucket: GradBucket) -> _CachedBucket:
+        """Cache the properties of a bucket, on its first use and after DDP rebuilt the buckets."""
+        index, buffer, cached = bucket.index(), bucket.buffer(), self._cached
         if index == 0:
-            known.clear()
-            self._under_way.clear()  # an iteration that failed may have left some behind
+            cached.clear()
+            self._pending_work.clear()  # a failed iteration may have left some
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
-        new = known[index] = _Known(
+        new = cached[index] = _CachedBucket(
             buffer,
             [buffer],
             first=index == 0,
@@ -212,14 +211,14 @@ class BucketHook:
             share=factor(self._share, buffer.dtype),
             done=done,
         )
-        if index - 1 in known:
-            known[index - 1].following = new
+        if index - 1 in cached:
+            cached[index - 1].following = new
         if new.last:
-            new.following = known.get(0)
+            new.following = cached.get(0)
         return new
 
-    def _launch(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Launch, and record the end when the device gets there (GPU)."""
+    def _reduce_async(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket without waiting, and record its end on the device (GPU)."""
         buffer = bucket.buffer()
         norm = self._norm(buffer) if self._detailed else None
         buffer.mul_(self._share)
@@ -227,10 +226,10 @@ class BucketHook:
         future = self._group.allreduce([buffer], self._options).get_future()
         if buckets is None:
             return future.then(_first)
-        return future.then(partial(self._reduced, buckets, self._expect_end(buckets)))
+        return future.then(partial(self._reduced, buckets, self._add_end(buckets)))
 
-    def _around(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Let the inner hook reduce."""
+    def _wrap_inner(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket by the inner hook."""
         buffer = bucket.buffer()
         norm = self._norm(buffer) if self._detailed else None
         buckets = self._ready(buffer, norm, first=bucket.index() == 0) if self._measuring else None
@@ -238,16 +237,16 @@ class BucketHook:
         future = self._inner(state, bucket)
         if buckets is None:
             return future
-        return future.then(partial(self._inner_reduced, buckets, self._expect_end(buckets)))
+        return future.then(partial(self._inner_reduced, buckets, self._add_end(buckets)))
 
     # ------------------------------------------------------------------------------------- measuring
 
     def _norm(self, buffer: Tensor) -> Tensor | None:
-        """Norm [] of a bucket before it is averaged."""
+        """Return the norm [] of a bucket before it is averaged."""
         try:
             norm: Tensor = torch.linalg.vector_norm(buffer, dtype=torch.float32)
         except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
-            self._give_up(error)
+            self._fail(error)
             return None
         return norm
 
@@ -269,13 +268,13 @@ class BucketHook:
                 buckets.norms.append(norm)
             buckets.ready.append(self._clock.mark(waits=last))
         except Exception as error:  # noqa: BLE001 - as above
-            self._give_up(error)
+            self._fail(error)
             return None
         return buckets
 
     @staticmethod
-    def _expect_end(buckets: Buckets) -> int:
-        """Make room for the end of the bucket that became ready last, and return its index."""
+    def _add_end(buckets: Buckets) -> int:
+        """Append the pending end of the last bucket, and return its index."""
         buckets.reduced.append(None)
         return len(buckets.reduced) - 1
 
@@ -293,7 +292,7 @@ class BucketHook:
         try:
             buckets.reduced[index] = self._clock.mark(waits=False)
         except Exception as error:  # noqa: BLE001 - as above
-            self._give_up(error)
+            self._fail(error)
 
     def _all_reduced(self, buckets: Buckets) -> None:
         try:
@@ -301,20 +300,20 @@ class BucketHook:
             if buckets.detailed:
                 buckets.reduced.append(buckets.end)
         except Exception as error:  # noqa: BLE001 - as above
-            self._give_up(error)
+            self._fail(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self._measuring = self._detailed = False
         self._syncs = []
         self.fault = f"measuring a gradient bucket failed, bucket times end here: {type(error).__name__}: {error}"
 
 
 def factor(number: float, dtype: torch.dtype) -> Tensor:
-    """Return a tensor [] whose product with a tensor on a CPU is the number's, bit for bit, and sooner there.
+    """Return a number as a tensor [] whose product with a CPU tensor is bit for bit that of the number, but faster.
 
     Args:
         number: A Python number, which torch rounds to the type in which it computes the product.
-        dtype: Of the other tensor. Products of short types are computed in a longer one.
+        dtype: Type of the other tensor; products of 16-bit types are computed in a longer one.
     """
     return torch.tensor(number, dtype=dtype if dtype.itemsize >= 4 else torch.float64)
 

@@ -1,8 +1,8 @@
-"""Reads from DistributedDataParallel's own logger how long the step's gradient synchronisation took.
+"""Read the times of a step's gradient synchronisation from DistributedDataParallel's own logger.
 
-Of several synchronisations in one step it knows the last. Costs some 20 µs a step on CPU ranks. It is a private
-interface: each piece is asked for, and without it the values are absent. On CUDA reading it at every step would make
-the host wait for the device, so it is not used there.
+It has the last of several synchronisations in one step, and costs some 20 µs a step on CPU ranks. The interface is
+private: where a part of it is missing, the values are absent. On CUDA reading it would synchronise with the device, so
+it is not used there.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True, kw_only=True)
 class SyncTimes:
-    """One gradient synchronisation as this rank saw it."""
+    """Times of one gradient synchronisation on this rank."""
 
     sync_ms: float
     """First bucket launched to all reduced."""
     exposed_ms: float
     """Last bucket ready to all reduced."""
     bucket_bytes: tuple[int, ...] | None
-    """Size of each bucket, where they are known."""
+    """Size of each bucket, where known."""
     settled: bool
-    """False in the warm-up: the first two iterations and the one in which DDP arranged its buckets anew."""
+    """False in the warm-up: the first two iterations, and the one in which DDP rebuilt its buckets."""
 
 
 class DdpLog:
-    """Reads the logger after each step's last backward."""
+    """Reader of DDP's logger, called after each step's last backward."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.fault: str | None = None
-        """Why nothing can be read, for people; None while it can."""
+        """Why nothing can be read; None without a fault."""
         self._iteration = 0
         self._layout: object = None
         self._data: Any = getattr(model, "_get_ddp_logging_data", None)
@@ -45,9 +45,9 @@ class DdpLog:
             set_rate(1)
 
     def read(self) -> SyncTimes | None:
-        """Return the times of the synchronisation since the last call, or None where there was none.
+        """Return the times of the synchronisation since the last call; None without one.
 
-        DDP computes these at the start of the next forward; asked for here, they belong to the step just done.
+        DDP computes them at the start of the next forward; refreshed here, they belong to the step just done.
         """
         if self.fault is not None:
             return None
@@ -61,10 +61,10 @@ class DdpLog:
 
 
 def sync_times(data: Mapping[str, Any], *, after: int, layout: object) -> SyncTimes | None:
-    """Turn DDP's logging data into times, or None when they are not of a synchronisation later than ``after``.
+    """Return the times in DDP's logging data; None unless its iteration is later than ``after``.
 
-    ``layout`` is what ``rebuilt_bucket_sizes`` was at the synchronisation before. The stamps are nanoseconds; a
-    stamp that an iteration did not set keeps its old value, so the order of the stamps is checked.
+    ``layout`` is the ``rebuilt_bucket_sizes`` of the synchronisation before. Time stamps are nanoseconds; one that an
+    iteration did not set keeps its old value, so their order is checked.
     """
     try:
         iteration = data["iteration"]

@@ -1,4 +1,4 @@
-"""Compares checksums of every parameter and buffer across the ranks now and then.
+"""Compare checksums of every parameter and buffer across the ranks at intervals.
 
 DDP keeps replicas equal only as long as every rank applies the same update; a rank that skips one, steps with another
 learning rate or has a bad memory chip trains on alone, and nothing fails. The check costs one pass over the
@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.contract.record import Checksum, Finding
-from trainer.distributed.collectives import max_later
+from trainer.distributed.collectives import max_async
 
 DRIFT = 1e-6
-"""Relative difference of a tensor's norm that counts as drift between unlike processors, not as desync (fairseq)."""
+"""Relative difference of a norm up to which unlike processors drift rather than desync (fairseq's tolerance)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class Fingerprint:
 
     @property
     def digests(self) -> tuple[int, int]:
-        """One unsigned 64-bit number for all parameters and one for all buffers."""
+        """Unsigned 64-bit digests of all parameters and of all buffers."""
         return _digest(self.parameters), _digest(self.buffers)
 
 
 class _Held(NamedTuple):
-    """A tensor and the module's own dictionary that holds it."""
+    """Tensor with its name, and the module's dictionary and key that hold it."""
 
     name: str
     tensor: Tensor
@@ -52,10 +52,10 @@ class _Held(NamedTuple):
 
 
 class ReplicatedTensors:
-    """A model's tensors that should be equal on all ranks.
+    """Tensors of a model that should be equal on all ranks.
 
-    They are looked for once, and again when one of them was replaced or moved: to find them costs as much as to add
-    them up. Parameters of a module that joins later are not seen before that, as they are not by DDP.
+    They are collected once, and again after one was replaced or moved: collecting costs as much as the checksum.
+    Parameters of a module that is added later are not seen before that; DDP does not see them either.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,16 +64,16 @@ class ReplicatedTensors:
         self.buffers: list[_Held] = []
         self._found = False
         self._addresses: list[int] = []
-        """Of the tensors' memory."""
+        """Address of each tensor's memory."""
         self._words: list[Tensor | None] = []
-        """The same memory as 64-bit integers [words]; None where it has to be copied for that."""
+        """Each tensor's memory as 64-bit integers [words]; None where that needs a copy."""
         self._sums = torch.empty(0, dtype=torch.int64)
-        """Of each tensor, [tensors]."""
+        """Checksum of each tensor, [tensors]."""
         self._slots: Sequence[Tensor] = ()
-        """Of each, []."""
+        """Views [] of ``_sums``, one per tensor."""
 
     def fingerprint(self) -> Fingerprint:
-        """Return checksums that are equal when, and practically only when, all tensors are bit for bit equal."""
+        """Return checksums that are equal if, and practically only if, all tensors are bit for bit equal."""
         held = self._held()
         if not held:
             return Fingerprint(parameters=(), buffers=())
@@ -87,7 +87,7 @@ class ReplicatedTensors:
         return Fingerprint(parameters=tuple(sums[: len(self.parameters)]), buffers=tuple(sums[len(self.parameters) :]))
 
     def _held(self) -> list[_Held]:
-        """Return all tensors, parameters first, with everything else about them up to date."""
+        """Return all tensors, parameters first; collect them again if one was replaced or moved."""
         held = [*self.parameters, *self.buffers]
         if self._found and all(
             holder.get(key) is tensor and tensor.data_ptr() == address
@@ -106,25 +106,25 @@ class ReplicatedTensors:
 
 
 class DesyncCheck:
-    """A comparison of the model across the ranks: begun after one step, looked at after the next.
+    """Comparison of the model across the ranks: started after one step, completed after the next.
 
-    So no rank waits for the others: by the next step's synchronisation they have all begun it too. All ranks begin it
-    at the same step, and ask for its result at the same place among their collectives.
+    So no rank waits for the others, which have all started it by the next step's synchronisation. All ranks start it
+    at the same step, and read its result at the same place in their order of collectives.
 
-    Ranks on unlike processors may differ in the last bits of what they compute by themselves. Among such ranks a
-    tensor counts as equal while its norms agree to ``DRIFT``, and the difference is reported as drift.
+    Ranks on unlike processors may differ in the last bits of what they compute alone. Where the norms of a tensor
+    agree to ``DRIFT`` among such ranks, the difference is reported as drift.
     """
 
     def __init__(
         self, replica: ReplicatedTensors, *, step: int, rank: int, device: torch.device, now: float | None = None
     ) -> None:
-        """Begin.
+        """Compute this rank's checksum and start the comparison.
 
         Args:
-            replica: Of the model inside DDP.
+            replica: Tensors of the model inside DDP.
             step: Optimizer steps done.
-            rank: This process's global rank.
-            device: Where the process group's tensors live.
+            rank: Global rank of this process.
+            device: Device of the process group's tensors.
             now: Unix seconds, for the events.
         """
         self._replica = replica
@@ -139,15 +139,15 @@ class DesyncCheck:
             parameters=f"{digests[0]:016x}",
             buffers=f"{digests[1]:016x}",
         )
-        """This rank's."""
-        # The collectives carry signed numbers.
+        """Checksum of this rank."""
+        # int64, the integers of the collectives, is signed.
         self._held = [_processor(device), *(digest - 2**63 for digest in digests)]
-        # The largest number and the complement of the smallest, which has no overflow as the negative would: one
-        # reduction tells whether all are equal, however many ranks there are.
-        self._extremes = max_later([*self._held, *(~number for number in self._held)])
+        # Maximum and complement of the minimum (the negative could overflow): one reduction shows whether all are
+        # equal, whatever the number of ranks.
+        self._extremes = max_async([*self._held, *(~number for number in self._held)])
 
     def findings(self) -> list[Finding]:
-        """Return what was found, on rank 0; nobody else tells it. To be called once."""
+        """Return the findings on rank 0, an empty list elsewhere; call it once, on all ranks."""
         held, extremes = self._held, self._extremes()
         if all(high == ~low for high, low in zip(extremes, extremes[len(held) :], strict=False)):
             return []
@@ -160,21 +160,21 @@ class DesyncCheck:
             (3, "buffer", self._replica.buffers, self._own.buffers),
         ):
             if len({row[column] for row in rows}) > 1:
-                told = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
+                difference = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
                 if self._rank == ranks[0]:
-                    found.append(_finding(told, what=what, time=self.checksum.time, step=self.checksum.step))
+                    found.append(_finding(difference, what=what, time=self.checksum.time, step=self.checksum.step))
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Difference:
-    """What sets some ranks apart."""
+    """Ranks that differ from the rest, and where."""
 
     ranks: list[int]
-    """The smaller part; of two equal parts the one without the first rank."""
+    """The minority; of two equal parts the one without the first rank."""
     where: str
     drift: float | None
-    """Largest relative difference of a norm, when it is small and the processors are unlike."""
+    """Largest relative difference of a norm, where it is within ``DRIFT`` and the processors are unlike."""
 
 
 def _examine(
@@ -186,7 +186,7 @@ def _examine(
     unlike: bool,
     device: torch.device,
 ) -> _Difference:
-    """Find the first differing tensor and the ranks that stand apart; every rank takes part, with the same calls."""
+    """Find the first differing tensor and the ranks that differ; a collective, called on every rank."""
     counts = [row[0] for row in _gather([len(sums)], torch.int64, device)]
     if len(set(counts)) > 1:
         return _Difference(ranks=_minority(counts, ranks), where=f"another number of {what}s", drift=None)
@@ -226,7 +226,7 @@ def _finding(difference: _Difference, *, what: str, time: float, step: int) -> F
 
 
 def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[list[int]] | list[list[float]]:
-    """Return every rank's row; rows are of equal length."""
+    """Return every rank's row; all have the same length."""
     own = torch.tensor(row, dtype=dtype, device=device)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, own)
@@ -235,9 +235,9 @@ def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> l
 
 
 def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
-    """Return the parameters and the buffers that should be equal, each once, by one walk.
+    """Return the parameters and the buffers that should be equal, each once.
 
-    The statistics of a BatchNorm are of each rank's own data and are left out.
+    Statistics of a BatchNorm are left out: each rank has those of its own data.
     """
     parameters: dict[Tensor, _Held] = {}
     buffers: dict[Tensor, _Held] = {}
@@ -259,7 +259,7 @@ def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
 
 
 def _as_words(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """Return the tensor's own memory as 64-bit integers [words]; None where it is not made of them, or elsewhere."""
+    """View the tensor's memory as 64-bit integers [words]; None where it cannot be, or is on another device."""
     whole = tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
     if whole and tensor.is_contiguous() and not tensor.is_complex() and tensor.device == device:
         return tensor.view(-1).view(torch.int64)
@@ -267,7 +267,7 @@ def _as_words(tensor: Tensor, device: torch.device) -> Tensor | None:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Sum [] of the tensor's bytes read as 64-bit integers, with wrap-around; runs at the speed of memory."""
+    """Return the sum [] of the tensor's bytes as 64-bit integers, with wrap-around; runs at the speed of memory."""
     flat = tensor.contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -288,7 +288,7 @@ def _digest(sums: Sequence[int]) -> int:
 
 @cache
 def _processor(device: torch.device) -> int:
-    """A number for the kind of processor that a rank computes on."""
+    """Return a number that identifies the model of the device, or the instruction set of a CPU."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -297,13 +297,13 @@ def _processor(device: torch.device) -> int:
 
 
 def _minority(keys: Sequence[object], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks whose key is not the commonest; of equally common ones the first rank's counts."""
+    """Return the ranks whose key is not the most common; of equally common ones that of the first rank is kept."""
     common, _ = Counter(keys).most_common(1)[0]
     return [rank for rank, key in zip(ranks, keys, strict=True) if key != common]
 
 
 def _spread(norms: Sequence[float]) -> float:
-    """Relative difference between the largest and the smallest, infinite for numbers that are not finite."""
+    """Return the relative difference of the largest and smallest norm; infinite if one is not finite."""
     low, high = min(norms), max(norms)
     if not (math.isfinite(low) and math.isfinite(high)):
         return math.inf

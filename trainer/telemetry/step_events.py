@@ -1,4 +1,4 @@
-"""Merges measured steps into step events; fast steps share one, so that the record stays small."""
+"""Compute the event of a measured step, and merge the events of fast steps into one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 
 Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
-"""What a step's time goes into; ``other`` is in ``step_ms`` only."""
+"""Phase of a step; ``other`` counts in ``step_ms`` only."""
 
 WARM_UP = 2
-"""Synchronisations before bucket times mean anything: DDP starts with one bucket and arranges them after the first."""
+"""Synchronisations whose bucket times are left out: DDP starts with one bucket and rebuilds after the first."""
 MEANS = ("loss", "grad_norm", "local_grad_norm")
 MEANS_MS = (
     "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
@@ -22,7 +22,7 @@ MEANS_MS = (
 
 
 class StepReading(NamedTuple):
-    """What the training thread read of a step that is over for the host, and perhaps not yet for the device."""
+    """Readings of a step that is complete on the host, and perhaps not yet on the device."""
 
     time: float
     """Unix seconds."""
@@ -33,45 +33,45 @@ class StepReading(NamedTuple):
     lr: float | None
     gc_ms: float
     marks: Sequence[Mark]
-    """The step's beginning, the end of each phase, and the step's end."""
+    """Start of the step, end of each phase, and end of the step."""
     phases: Sequence[Phase]
-    """The phase between each mark and the next; the last interval, up to the step's end, has none."""
+    """Phase between each mark and the next; the last interval, up to the end of the step, has none."""
     numbers: Callable[[], Sequence[float | None]]
-    """Loss, gradient norm and, at sampled steps, the local gradient norm; callable once the marks are reached."""
+    """Return loss, gradient norm and, on detailed steps, the local gradient norm, once the marks are ready."""
     grad_scale: float
     log: SyncTimes | None
-    """What DDP's logger knows of the step's synchronisation."""
+    """Synchronisation of the step by DDP's logger."""
     syncs: Sequence[Buckets]
-    """The synchronisations that the comm hook measured: one, or one per backward pass."""
+    """Synchronisations measured by the comm hook: one, or one per backward pass."""
     warm: bool
     """Whether DDP's warm-up is over."""
 
     def all_marks(self) -> Iterator[Mark]:
-        """Yield the marks that the device must have reached before the step is known."""
+        """Yield all marks, which must be ready before the step's times can be read."""
         yield from self.marks
         for buckets in self.syncs:
             yield from buckets.marks()
 
 
 class Synchronisation(NamedTuple):
-    """The gradient synchronisation of one step."""
+    """Gradient synchronisation of one step."""
 
     sync_ms: float
     exposed_ms: float
     bucket_bytes: Sequence[int] | None
     settled: bool
-    """After the warm-up, with the buckets of the step before."""
+    """After the warm-up, with the same buckets as the step before."""
     bucket_ms: Sequence[float] | None = None
-    """Only at sampled steps."""
+    """Only on detailed steps."""
 
 
 def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> Synchronisation | None:
-    """Return the step's gradient synchronisation, or None where it was not measured.
+    """Return the step's gradient synchronisation; None where it was not measured.
 
     Args:
-        reading: Of the step; its marks are reached.
-        clock: That made the marks.
-        layout: Sizes of the buckets at the step before.
+        reading: Readings of the step; its marks are ready.
+        clock: Clock of the marks.
+        layout: Bucket sizes of the step before.
     """
     log, syncs = reading.log, reading.syncs
     sizes = tuple([size for buckets in syncs for size in buckets.sizes])
@@ -98,10 +98,10 @@ def step_event(
     """Return the event of one step. Durations are rounded to a tenth of a microsecond, finer than any clock here.
 
     Args:
-        reading: Of the step; its marks are reached.
-        clock: That made the marks.
+        reading: Readings of the step; its marks are ready.
+        clock: Clock of the marks.
         sync: The step's gradient synchronisation.
-        rank: For the event.
+        rank: Rank in the event.
         synchronised: Whether the ranks exchange gradients.
         wire_ratio: Bytes sent per byte of gradient; None where it is not known.
     """
@@ -145,7 +145,7 @@ def step_event(
 
 
 def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dict[str, float] | None:
-    """Return the waits for a core by phase; None where nobody counts them or a synchronisation's are not apart."""
+    """Return the run delay by phase; None where it is not counted, or not known for the synchronisation."""
     waits_ms = clock.waits_ms(reading.marks)
     if waits_ms is None:
         return None
@@ -164,11 +164,11 @@ def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dic
 
 
 def merge(steps: Sequence[Step]) -> Step:
-    """Return one event for consecutive steps of one rank.
+    """Merge the events of consecutive steps of one rank.
 
-    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals; what has no mean is the
-    latest. The single losses, lengths and exposed synchronisations stand beside them in step order; a loss there has
-    the seven digits of a 32-bit float.
+    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals; other fields are of the last
+    step. Single losses, step times and exposed synchronisations are kept as lists in step order; a loss there has the
+    seven digits of a 32-bit float.
     """
     last = steps[-1]
     if len(steps) == 1:

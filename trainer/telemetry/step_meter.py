@@ -1,8 +1,7 @@
-"""Measures each training step of one rank: its phases, and what gradient synchronisation makes it wait.
+"""Measure each training step of a rank: its phases, and its wait for gradient synchronisation.
 
-The loop calls ``lap`` where a phase ends; everything else (clocks, DDP's logger, the comm hook, the record) is here and
-in the modules this one wires. Nothing here waits for a device, and with no record nothing is measured. The training
-thread only takes readings; ``StepRecorder`` makes events of them on the writer's thread.
+The loop calls ``lap`` where a phase ends. Nothing here synchronises with a device, and without a record nothing is
+measured. The training thread only takes readings; ``StepRecorder`` turns them into events on the writer's thread.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from trainer.telemetry.step_recorder import StepRecorder
 
 __all__ = ["Phase", "StepMeter", "ddp_of"]
 
-NEXT: dict[Phase | None, Phase] = {
+NEXT_PHASE: dict[Phase | None, Phase] = {
     None: "data",
     "data": "h2d",
     "h2d": "forward",
@@ -37,27 +36,28 @@ NEXT: dict[Phase | None, Phase] = {
     "optimizer": "other",
     "other": "data",
 }
-"""The phase after each phase; None: the beginning of a step."""
-LONG_S = 5.0
-"""A phase that does not end is reported after this time, and after so many times the longest step of late."""
-LONG_STEPS = 4.0
+"""Phase after each phase; None is the start of a step."""
+LONG_PHASE_S = 5.0
+"""Minimum time of a phase before it is reported as long, seconds."""
+LONG_PHASE_STEPS = 4.0
+"""Minimum time of a phase before it is reported as long, in multiples of the longest recent step."""
 
 
 class StepMeter:
-    """Measures steps; see ``start``, ``lap`` and ``end`` for what belongs to a step.
+    """Meter of training steps; see ``start``, ``lap`` and ``end`` for what counts to a step.
 
     Args:
-        model: The model that is trained, wrapped in DistributedDataParallel or not.
-        device: Where this rank computes; decides between the host's clock and CUDA events.
-        writer: Where events go. When it is not enabled, nothing is measured and every call returns at once.
-        rank: For the events.
+        model: The trained model, wrapped in DistributedDataParallel or not.
+        device: Device of this rank: the host's clock for a CPU, CUDA events for a GPU.
+        writer: Writer of the events; if not enabled, every call does nothing.
+        rank: Rank in the events.
         detail_every: Measure each bucket and the local gradient norm every so many steps; 0 installs no comm hook.
-            On a GPU the comm hook is what measures synchronisation at all, so with 0 it is absent there.
-        now: Unix seconds, for the events.
+            On a GPU only the comm hook measures synchronisation, so with 0 it is absent there.
+        now: Unix seconds, for the time of events.
         clock: Seconds, for durations on the host.
-        comm_hook: A hook that reduces the gradients, and its state, to be registered in any case and measured when
-            measuring; None for DDP's own averaging.
-        wire_ratio: Bytes that ``comm_hook`` sends per byte of gradient; None where it cannot be told.
+        comm_hook: State and function of a comm hook to register, also when nothing is measured; None for DDP's own
+            averaging.
+        wire_ratio: Bytes that ``comm_hook`` sends per byte of gradient; None if unknown.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class StepMeter:
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
     ) -> None:
-        self.lap: Callable[[Phase], object] = _ignore
-        """End a phase: the time since the last mark belongs to it; micro-steps add up."""
-        self._on = writer.enabled
+        self.lap: Callable[[Phase], object] = _no_lap
+        """End a phase: the time since the last mark counts to it; micro-steps add up."""
+        self._enabled = writer.enabled
         self._now = now
         self._rank = rank
         self._writer = writer
@@ -99,24 +99,24 @@ class StepMeter:
             if detail_every or comm_hook:
                 state, inner = comm_hook or (None, None)
                 self._hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not on_gpu)
-            # On CPU ranks our own hook measures all there is; without it, or around another one, DDP's logger does.
+            # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
             if not on_gpu and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
                 self._log = DdpLog(ddp)
-        self._reported: set[str] = set()
-        """Faults that were recorded."""
-        self._reporting = threading.Lock()
+        self._reported_faults: set[str] = set()
+        """Faults that are recorded already."""
+        self._faults_lock = threading.Lock()
         self._count = 0
         """Steps measured so far."""
         self._marks: list[Mark] = []
         self._phases: list[Phase] = []
         self._step = 0
         self._paused = True
-        """Whether what takes long is no step."""
+        """No step is in progress, so no phase can be long."""
         self._progress = (0, 0)
-        """Steps, and phases of the next one, that were done at the writer's thread's last check."""
-        self._moved: float | None = None
-        """When it saw them change, by the host's clock; None once a wait was reported."""
-        writer.before_each_write(self._hand_over)
+        """Complete steps, and phases of the next one, at the last check by the writer's thread."""
+        self._progress_s: float | None = None
+        """Time of their last change, by the host's clock; None once the long phase is reported."""
+        writer.before_each_write(self._process_readings)
         self._gc_started = 0.0
         self._gc_s = 0.0
         self._host_clock = clock
@@ -126,14 +126,14 @@ class StepMeter:
         self._report_faults()
 
     def start(self) -> None:
-        """The next step begins now.
+        """Start a step.
 
-        ``end`` starts the next step by itself, so this is called once before the first step and again after
-        whatever must not count as a step's time: a validation, a checkpoint.
+        ``end`` starts the next step by itself, so this is called before the first step, and again after whatever must
+        not count to a step: a validation, a checkpoint.
         """
-        if not self._on:
+        if not self._enabled:
             return
-        # The old mark is not released: it is also the end of the last step, which may still be under way.
+        # The old mark is not released: it is also the end of the last step, which the device may not have reached.
         self._marks = [self._mark()]
         self._phases = []
         self._gc_s = 0.0
@@ -151,24 +151,24 @@ class StepMeter:
         grad_norm: Scalar = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """The step is over, and the next one begins.
+        """End the step and start the next one.
 
         Args:
             step: Optimizer steps done, from 1.
             epoch: From 1.
-            loss: This rank's mean loss in nats; a tensor on the device is fetched without waiting for it.
+            loss: This rank's mean loss in nats; a tensor is copied from the device without synchronising.
             samples: Samples that this rank read in the step.
             tokens: Tokens that this rank read in the step.
             lr: Learning rate of the step.
             grad_norm: Global norm of the gradient after the reduction, before clipping.
-            grad_scale: What the gradients were multiplied with during backward and are not afterwards (a loss scale,
-                a normalisation after the reduction); the local gradient norm is divided by it.
+            grad_scale: Factor of the gradients during backward that is divided out afterwards (a loss scale, a
+                normalisation after the reduction); the local gradient norm is divided by it too.
         """
-        if not self._on:
+        if not self._enabled:
             return
         log = self._log.read() if self._log is not None else None
         syncs = self._hook.take() if self._hook is not None else ()
-        # After a first synchronisation the gradient is not this rank's alone any more.
+        # After a first synchronisation the gradient is no longer this rank's alone.
         local = syncs[0].norm() if len(syncs) == 1 else None
         numbers = self._clock.fetch((loss, grad_norm, local))
         end = self._mark(waits=False)
@@ -211,22 +211,22 @@ class StepMeter:
 
     @property
     def latest(self) -> Step | None:
-        """The last step that the device has done too; None while there is none, and without a record."""
-        if not self._on:
+        """The last step that is complete on the device; None before the first, and without a record."""
+        if not self._enabled:
             return None
         self._recorder.process()
         return self._recorder.latest
 
     def pause(self) -> None:
-        """Write what is measured but not yet written, before something that may take long; ``start`` goes on."""
-        if self._on:
+        """Write all complete steps, before a validation or a checkpoint; ``start`` continues."""
+        if self._enabled:
             self._paused = True
             self._recorder.process()
             self._recorder.flush()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write the last steps; a device that hangs cannot hold the caller longer than the time-out."""
-        if not self._on:
+        """Write the last steps, within the time-out if the device hangs."""
+        if not self._enabled:
             return
         self._paused = True
         deadline = time.monotonic() + timeout_s
@@ -237,17 +237,17 @@ class StepMeter:
         self._recorder.flush()
         self._report_faults()
         gc.callbacks.remove(self._on_gc)
-        self._on = False
-        self.lap = _ignore
+        self._enabled = False
+        self.lap = _no_lap
 
     def _lap(self, phase: Phase) -> None:
         self._phases.append(phase)
         self._marks.append(self._mark())
 
     def _measure_sync(self) -> None:
-        """Have the comm hook measure the next step's synchronisation.
+        """Set what the comm hook measures at the next step.
 
-        All ranks count alike, so they agree on the steps whose buckets are measured too.
+        All ranks count steps alike, so buckets are measured at the same steps everywhere.
         """
         if self._hook is None:
             return
@@ -256,10 +256,10 @@ class StepMeter:
         if detailed or self._log is None:
             self._hook.measure(detailed=detailed)
         else:
-            self._hook.rest()
+            self._hook.stop_measuring()
 
-    def _hand_over(self, last: bool) -> None:
-        """Make events of what has gathered; the writer's thread calls this."""
+    def _process_readings(self, last: bool) -> None:
+        """Turn readings into events; called by the writer's thread."""
         self._recorder.process()
         if last:
             self._recorder.flush()
@@ -269,15 +269,17 @@ class StepMeter:
         self._report_faults()
 
     def _report_long_wait(self) -> None:
-        """Record which phase a step that does not go on is in; called by the writer's thread."""
+        """Record the phase of a step without progress; called by the writer's thread."""
         now, progress = self._host_clock(), (self._count, len(self._phases))
         if self._paused or progress != self._progress:
-            self._progress, self._moved = progress, now
-        if self._moved is None or (waited_s := now - self._moved) < max(LONG_S, LONG_STEPS * self._recorder.longest_s):
+            self._progress, self._progress_s = progress, now
+        if self._progress_s is None or (waited_s := now - self._progress_s) < max(
+            LONG_PHASE_S, LONG_PHASE_STEPS * self._recorder.longest_s
+        ):
             return
-        self._moved = None
-        phases = self._phases.copy()  # which the training goes on with
-        phase: Any = NEXT[phases[-1] if phases else None]
+        self._progress_s = None
+        phases = self._phases.copy()  # the training thread appends to it
+        phase: Any = NEXT_PHASE[phases[-1] if phases else None]
         if phase == "backward" and self._hook is not None and self._hook.waiting:
             phase = "sync"
         self._writer.write(
@@ -298,14 +300,14 @@ class StepMeter:
             self._gc_s += self._host_clock() - self._gc_started
 
     def _report_faults(self) -> None:
-        """Record once why something is not measured."""
+        """Record each fault of a measurement once."""
         for source in (self._recorder, self._log, self._hook):
             if source is None or source.fault is None:
                 continue
-            with self._reporting:  # the writer's thread and a meter that closes may both be here
-                news = source.fault not in self._reported
-                self._reported.add(source.fault)
-            if news:
+            with self._faults_lock:  # also called by close, beside the writer's thread
+                is_new = source.fault not in self._reported_faults
+                self._reported_faults.add(source.fault)
+            if is_new:
                 self._writer.write(
                     Finding(
                         time=self._now(),
@@ -317,12 +319,12 @@ class StepMeter:
                 )
 
 
-def _ignore(phase: Phase) -> None:
-    """Stand in for ``lap`` where nothing is measured."""
+def _no_lap(phase: Phase) -> None:
+    """Do nothing: ``lap`` where nothing is measured."""
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP wrapper inside a model that may be compiled around it, or None."""
+    """Return the DDP wrapper of a model, also inside a compiled one; None without one."""
     while not isinstance(model, DistributedDataParallel):
         inner = getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):

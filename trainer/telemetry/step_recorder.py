@@ -1,6 +1,6 @@
-"""Waits until the device has done a step, and writes its event, on the writer's thread.
+"""Turn step readings into events once the device has done the step, on the writer's thread.
 
-There it costs a small part of what it would between two steps, where nothing of it is in the processor's caches.
+In the training thread, between two steps, the same work would run with cold caches and take several times as long.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from trainer.contract.record import EventWriter, Step
 from trainer.telemetry.clocks import Clock
 from trainer.telemetry.step_events import StepReading, merge, step_event, synchronisation
 
-INTERVAL_S = 0.05
-"""Steps that end within this time share an event, so that the record of fast steps stays small."""
-DECAY = 0.9
-"""By how much the longest step of late counts less after each further step."""
+MERGE_INTERVAL_S = 0.05
+"""Steps that end within this time share an event, which bounds the record to some 20 events a second."""
+LONGEST_DECAY = 0.9
+"""Factor by which the longest recent step shrinks with each further step."""
 
 
 class StepRecorder:
-    """Keeps the readings of steps until the device has got there, and writes their events; any thread may call it.
+    """Queue of step readings that the device has not reached yet, and writer of their events; thread-safe.
 
     Args:
-        clock: That made the marks.
-        writer: Where events go.
-        rank: For the events.
+        clock: Clock of the marks.
+        writer: Writer of the events.
+        rank: Rank in the events.
         synchronised: Whether the ranks exchange gradients.
         wire_ratio: Bytes sent per byte of gradient; None where it is not known.
     """
@@ -41,64 +41,64 @@ class StepRecorder:
         wire_ratio: float | None = 1.0,
     ) -> None:
         self.latest: Step | None = None
-        """The last step that the device has done too."""
+        """The last step that is complete on the device."""
         self.longest_s = 0.0
-        """The longest step of late."""
+        """The longest recent step."""
         self.fault: str | None = None
-        """Why later steps may be missing; None while all is well."""
+        """Why later steps may be missing; None without a fault."""
         self._clock = clock
         self._writer = writer
         self._rank = rank
         self._synchronised = synchronised
         self._wire_ratio = wire_ratio
         self._layout: Sequence[int] = ()
-        """Sizes of the buckets at the step before."""
+        """Bucket sizes of the step before."""
         self._pending: deque[StepReading] = deque()
         self.add: Callable[[StepReading], None] = self._pending.append
-        """Take the readings of a step; called between two steps."""
-        self._waiting: list[Step] = []
-        """Steps that may share an event with later ones."""
-        self._written = -math.inf
-        """When the last step was done that is written, in Unix seconds."""
+        """Queue the readings of a step; called between two steps."""
+        self._unmerged: list[Step] = []
+        """Complete steps that may share an event with later ones."""
+        self._last_written_s = -math.inf
+        """End of the last step that is written, in Unix seconds."""
         self._lock = threading.Lock()
-        """Held by whoever makes events."""
+        """Guards everything but ``_pending``."""
 
     @property
     def idle(self) -> bool:
-        """Whether no reading is left to make an event of."""
+        """Whether all readings are processed."""
         return not self._pending
 
     def process(self) -> None:
-        """Turn the steps that the device has done into events, in order."""
+        """Turn the steps that are complete on the device into events, in order."""
         with self._lock:
             try:
                 while self._pending and self._clock.ready(self._pending[0].all_marks()):
                     self._record(self._pending.popleft())
             except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
-                # A device that failed raises in whoever asks it next. That, or a fault in here, must not be the end of
-                # the writer's thread, which is to record the failure, nor hide the script's own exception when it
-                # closes its meter.
+                # A failed device raises in the next call about it, maybe here. That, or a defect in here, must not end
+                # the writer's thread, which still has to record the failure, nor hide the script's own exception when
+                # it closes its meter.
                 self._pending.clear()
                 reason = (str(error).splitlines() or [""])[0]
                 what = f"{type(error).__name__}: {reason}"
                 self.fault = f"reading a step's times failed, later ones may be missing: {what}"
 
     def flush(self) -> None:
-        """Write the steps that wait to share an event."""
+        """Write the steps that have no event yet."""
         with self._lock:
             self._flush()
 
     def flush_old(self, now: float) -> None:
-        """Write them when no step has come for a while; ``now`` in Unix seconds."""
+        """Write them if the last step is older than ``MERGE_INTERVAL_S``; ``now`` in Unix seconds."""
         with self._lock:
-            if self._waiting and now - self._waiting[-1].time > INTERVAL_S:
+            if self._unmerged and now - self._unmerged[-1].time > MERGE_INTERVAL_S:
                 self._flush()
 
     def _flush(self) -> None:
-        if self._waiting:
-            self._written = self._waiting[-1].time
-            self._writer.write(merge(self._waiting))
-            self._waiting.clear()
+        if self._unmerged:
+            self._last_written_s = self._unmerged[-1].time
+            self._writer.write(merge(self._unmerged))
+            self._unmerged.clear()
 
     def _record(self, reading: StepReading) -> None:
         clock = self._clock
@@ -112,8 +112,8 @@ class StepRecorder:
         for buckets in reading.syncs:
             clock.release(buckets.marks())
         self.latest = event
-        self.longest_s = max(DECAY * self.longest_s, (event.step_ms or 0.0) * 1e-3)
-        self._waiting.append(event)
-        # The first step is written at once; and a clock that was set back must not hold anything up.
-        if not 0.0 <= event.time - self._written < INTERVAL_S:
+        self.longest_s = max(LONGEST_DECAY * self.longest_s, (event.step_ms or 0.0) * 1e-3)
+        self._unmerged.append(event)
+        # The first step is written at once; and a clock that was set back must not delay events.
+        if not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
             self._flush()

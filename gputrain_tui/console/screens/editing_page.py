@@ -59,7 +59,7 @@ class EditingPage(RecipePage):
             self._changed()
         elif asked == "save":
             self._leave_editor()
-            self.save_under(expanded(event.value))
+            self.save_under(expand_home(event.value))
         else:
             self._leave_editor()
             self._show_fields()

@@ -11,7 +11,7 @@ import torch
 
 from trainer.contract.errors import RequestError
 from trainer.contract.task_options import LmOptions
-from trainer.tasks.lm import LanguageModel, Windows, printable
+from trainer.tasks.lm import LanguageModel, Windows, decode_printable
 
 TEXT = b"".join(b"%d little bottles hanging on the wall\n" % n for n in range(200))
 
@@ -111,7 +111,7 @@ def test_the_sample_repeats_itself_and_leaves_the_random_state_and_the_mode_alon
 
 
 def test_what_a_model_writes_cannot_play_with_the_terminal() -> None:
-    assert printable(b"a\x1b[31mb\n\tc\x00\xff") == "a·[31mb\n\tc·\ufffd"
+    assert decode_printable(b"a\x1b[31mb\n\tc\x00\xff") == "a·[31mb\n\tc·\ufffd"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-"""The record of a run: event schema, event writer and the layout of the run directory.
+"""Define the record of a run: event schema, event writer and the layout of the run directory.
 
-Torch-free, because the console reads with the same definitions that the ranks write with.
+Torch-free, because the console reads with the definitions with which the ranks write.
 """
 
 from __future__ import annotations
 
 from trainer.contract.record.checkpoints import recorded_checkpoints
 from trainer.contract.record.events import (
-    MOST_RANKS,
+    MAX_RANKS,
     STATES,
     AnyEvent,
     Checkpoint,
@@ -38,7 +38,7 @@ from trainer.contract.record.run_dir import RunDir, write_atomically
 from trainer.contract.record.writer import EventWriter
 
 __all__ = [
-    "MOST_RANKS",
+    "MAX_RANKS",
     "STATES",
     "AnyEvent",
     "Checkpoint",

@@ -1,4 +1,4 @@
-"""Which checkpoints a run has written, also outside of its run directory."""
+"""List the checkpoints that a run has written, also outside of its run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.record.run_dir import RunDir
 
 
 def recorded_checkpoints(run_dir: RunDir) -> list[Path]:
-    """Return the checkpoints that a run has recorded, oldest first; not all of them are kept."""
+    """Return the recorded checkpoints, oldest first; some may have been deleted since."""
     found: list[Path] = []
     try:
         with os.fdopen(open_regular(run_dir.rank_events(0)), "rb") as file:

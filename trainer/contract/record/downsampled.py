@@ -1,8 +1,8 @@
-"""The downsampled record: a few lines for thousands of steps, so that a long run is seen at once.
+"""Downsample the record: a few lines for thousands of steps, so that a long run is shown at once.
 
-Beside the events of a rank stand its *blocks*: what consecutive steps had in the mean, and their extremes, with the
-bytes of the event file that they stand for. Blocks of 16, 64, 256, … steps stand in files of their own; everything
-that is no step is repeated in the *notes*. A digest is an aid: without it, or where it ends, the events are read.
+A *block* has the means and extremes of consecutive steps of a rank, and the range of bytes in the event file that it
+replaces. Blocks of 16, 64, 256, … steps have a file each; all other events are repeated in a file of *notes*. Where
+these files are missing or end, the events are read.
 """
 
 from __future__ import annotations
@@ -15,46 +15,47 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.record.events import AnyEvent, Count, Event, Figure, NodeSample, Step
+from trainer.contract.record.events import AnyEvent, Count, Event, FiniteFloat, NodeSample, Step
 from trainer.contract.record.regular_file import open_to_append
 
 LEVELS = (16, 64, 256, 1024, 4096)
-"""Steps of a block, per file; times the steps of an event where events cover several."""
+"""Events per block, by file."""
 MEANS = (
     "loss", "grad_norm", "local_grad_norm", "step_ms", "data_ms", "h2d_ms", "forward_ms",
     "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
 )  # fmt: skip
-"""What a block has the mean of, over the steps where it was measured."""
+"""Fields with a mean over the steps in which they were measured."""
 MEANS_OF = attrgetter(*MEANS)
-SPREADS = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
-"""What a block has the extremes of, and where an event for several steps has the single values."""
-FOLDED = 16
-"""Events that are folded in together at most: memory is not to grow with the length of a block."""
+EXTREMES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
+"""Fields with extremes, and the field with the single values of an event that covers several steps."""
+FOLD_EVENTS = 16
+"""Events of a block that are held before they are folded into its sums: bounds the memory of a long block."""
 
 
 class DownsampledBlock(Step, kw_only=True, tag="steps"):
-    """Consecutive step events of a rank as one: means like a step event that covers several, and extremes."""
+    """Consecutive step events of a rank as one, with means and extremes."""
 
     begin: Count
-    """Where the bytes begin that it stands for."""
+    """First byte of the events that it replaces."""
     end: Count
-    loss_low: Figure | None = None
-    loss_high: Figure | None = None
-    step_ms_low: Figure | None = None
-    step_ms_high: Figure | None = None
-    sync_exposed_ms_low: Figure | None = None
-    sync_exposed_ms_high: Figure | None = None
+    """One past their last byte."""
+    loss_low: FiniteFloat | None = None
+    loss_high: FiniteFloat | None = None
+    step_ms_low: FiniteFloat | None = None
+    step_ms_high: FiniteFloat | None = None
+    sync_exposed_ms_low: FiniteFloat | None = None
+    sync_exposed_ms_high: FiniteFloat | None = None
 
 
 class DownsampledNote(msgspec.Struct, kw_only=True, gc=False):
-    """An event that is no step, and where its line begins."""
+    """Event other than a step, and the first byte of its line."""
 
     begin: Count
     event: AnyEvent
 
 
 def block_file(folder: Path, name: str, level: int) -> Path:
-    """Return the file of one rank's blocks; ``name`` is that of its event file without suffix."""
+    """Return the file of the blocks of one level; ``name`` is that of the event file without suffix."""
     return folder / f"{name}.{level}.ndjson"
 
 
@@ -63,10 +64,10 @@ def note_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.notes.ndjson"
 
 
-class _Open:
-    """A block that is still growing.
+class _OpenBlock:
+    """Block that still grows.
 
-    What is added is folded in many at a time: that costs a small part of what it would between two writes each.
+    Events are folded in many at a time, which is faster than one by one.
     """
 
     __slots__ = ("begin", "events", "highs", "last", "lows", "samples", "steps", "sums", "tokens", "weights")
@@ -75,7 +76,7 @@ class _Open:
         self.begin = begin
         self.last: Step | None = None
         self.events: list[Step] = []
-        """Of one kind, to be folded in."""
+        """Events not folded in yet, all of one class."""
         self.steps = self.samples = 0
         self.tokens: int | None = None
         self.sums = dict.fromkeys(MEANS, 0.0)
@@ -86,7 +87,7 @@ class _Open:
     def add(self, event: Step) -> None:
         self.last = event
         self.events.append(event)
-        if len(self.events) == FOLDED:
+        if len(self.events) == FOLD_EVENTS:
             self._fold()
 
     def _fold(self) -> None:
@@ -104,7 +105,7 @@ class _Open:
                 if value is not None and isfinite(value):
                     self.sums[name] += value * n
                     self.weights[name] += n
-        for name, singles in SPREADS.items():
+        for name, singles in EXTREMES.items():
             if isinstance(events[0], DownsampledBlock):
                 lows = [getattr(event, f"{name}_low") for event in events]
                 highs = [getattr(event, f"{name}_high") for event in events]
@@ -132,20 +133,20 @@ class _Open:
 
 
 class Downsampler:
-    """Folds one writer's events, in the order of their lines, into blocks and notes."""
+    """Downsampler of one event file: turns its events, in the order of their lines, into blocks and notes."""
 
     def __init__(self, folder: Path, name: str, at: int) -> None:
-        """Begin.
+        """Start after the bytes that the event file has.
 
         Args:
-            folder: of all digests of the run.
-            name: of the event file, without suffix.
-            at: bytes of the event file that were there before.
+            folder: folder of the run's downsampled record.
+            name: name of the event file, without suffix.
+            at: size of the event file, bytes.
         """
         self._folder = folder
         self._name = name
         self._end = at
-        self._open = {level: _Open(at) for level in LEVELS}
+        self._open = {level: _OpenBlock(at) for level in LEVELS}
         self._unit = 1
         """Steps of an event: a power of two, at least what one has covered so far."""
         self._lines: dict[Path, list[bytes]] = {}
@@ -153,7 +154,7 @@ class Downsampler:
         self._begun: set[Path] = set()
 
     def add(self, event: Event, size: int) -> None:
-        """Take in the event whose line is the next ``size`` bytes."""
+        """Add the event whose line is the next ``size`` bytes."""
         begin, self._end = self._end, self._end + size
         if isinstance(event, Step):
             self._step(event)
@@ -172,14 +173,14 @@ class Downsampler:
                 return
             event = self._close(level, block)
 
-    def _close(self, level: int, block: _Open) -> DownsampledBlock:
+    def _close(self, level: int, block: _OpenBlock) -> DownsampledBlock:
         closed = block.closed(self._end)
-        self._open[level] = _Open(self._end)
+        self._open[level] = _OpenBlock(self._end)
         self._lines.setdefault(block_file(self._folder, self._name, level), []).append(self._encode(closed) + b"\n")
         return closed
 
     def finish(self) -> None:
-        """Close the blocks that are still growing: nothing more will come from this writer."""
+        """Close all blocks: the writer has no further events."""
         carried: DownsampledBlock | None = None
         for level in LEVELS:
             block = self._open[level]
@@ -188,7 +189,7 @@ class Downsampler:
             carried = self._close(level, block) if block.last is not None else None
 
     def take(self) -> dict[Path, bytes]:
-        """Return what has gathered since the last time and is to be appended to each file."""
+        """Return the bytes to append to each file since the last call."""
         lines, self._lines = self._lines, {}
         found = {}
         for path, parts in lines.items():
@@ -199,10 +200,10 @@ class Downsampler:
 
     @staticmethod
     def append(parts: dict[Path, bytes]) -> None:
-        """Append to the files of a digest, once the event lines that it stands for are written.
+        """Append to the files, once the event lines that they replace are written.
 
         Raises:
-            OSError: the disk refuses; nothing more must be written then, since a gap would not be seen.
+            OSError: a write failed; write nothing more then, since readers would not see the gap.
         """
         for path, data in parts.items():
             path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -1,8 +1,7 @@
-"""The event schema.
+"""Define the event schema.
 
 A value that was not measured is absent, never 0; durations are milliseconds, sizes bytes, losses nats. Numbers have
-bounds that hold where a line is read: beyond them it was not written by a rank, and one such number would cost every
-reader its memory, or its arithmetic.
+bounds, checked on reading: one number beyond them, from a damaged line, could exhaust a reader's memory or overflow.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "fi
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
 RunStatusName = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
 
-MOST_RANKS = 1 << 16
-"""Ranks of a run at most: 64 machines as large as a recipe may have them, whose state still fits in memory."""
-Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+MAX_RANKS = 1 << 16
+"""Maximum ranks of a run: 64 of the largest machines of a recipe, whose state still fits in memory."""
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 """Number of a rank, or of a node: each has a rank."""
-WorldSize = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 """A whole number that a double holds exactly."""
 StepNumber = Annotated[int, Meta(ge=1, le=1 << 53)]
 """Optimizer steps done, from 1."""
-Covered = Annotated[int, Meta(ge=1, le=1 << 24)]
-"""Steps that one event stands for: the widest block of the fastest steps has 8 million."""
-Figure = Annotated[float, Meta(ge=-1e100, le=1e100)]
-"""What was measured or computed: far beyond any single-precision number, and sums of many stay finite."""
+StepsCovered = Annotated[int, Meta(ge=1, le=1 << 24)]
+"""Steps that one event covers: the widest block of the fastest steps has 8 million."""
+FiniteFloat = Annotated[float, Meta(ge=-1e100, le=1e100)]
+"""A measured or computed number; bounds far beyond single precision, within which sums stay finite."""
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
-"""A time until the year 5138, which every calendar function takes."""
+"""Unix time until the year 5138, which every calendar function accepts."""
 ExitStatus = Annotated[int, Meta(ge=-255, le=255)]
 """An exit code, or a signal's number negated."""
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False, tag_field="type", tag="event"):
-    """What every line of the record has. A value that was not measured is absent, never 0."""
+    """Event of the record: one JSON line, tagged by ``type``."""
 
     time: UnixSeconds
     """Unix seconds."""
@@ -71,15 +70,15 @@ class RankState(Event, kw_only=True, tag="rank_state"):
 
 
 class Joining(Event, kw_only=True, tag="joining"):
-    """Who has reached the process group while others are awaited; written by rank 0."""
+    """Ranks that have joined the process group and ranks that are missing; written by rank 0."""
 
     joined: list[Rank]
     missing: list[Rank]
-    waited_ms: Figure
+    waited_ms: FiniteFloat
 
 
 class TrainingPlan(Event, kw_only=True, tag="training_plan"):
-    """How much there is to do, once the data is known; written by rank 0 before the first step."""
+    """Size of the training, known once the data is loaded; written by rank 0 before the first step."""
 
     world_size: WorldSize
     updates_per_epoch: Count
@@ -93,7 +92,7 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     first_update: Count = 0
     """Optimizer steps done before this start, when it resumes."""
     parameters: Count | None = None
-    """Trainable numbers of the model."""
+    """Trainable parameters of the model."""
 
 
 class Step(Event, kw_only=True, tag="step"):
@@ -107,55 +106,56 @@ class Step(Event, kw_only=True, tag="step"):
     """Optimizer steps done, from 1; the last one when several are covered."""
     epoch: Count
     """From 1."""
-    steps: Covered
+    steps: StepsCovered
     """How many optimizer steps this event covers."""
     samples: Count
     """Samples that this rank read in the covered steps."""
-    loss: Figure | None = None
+    loss: FiniteFloat | None = None
     """This rank's mean loss, in nats."""
     tokens: Count | None = None
-    lr: Figure | None = None
-    grad_norm: Figure | None = None
+    lr: FiniteFloat | None = None
+    grad_norm: FiniteFloat | None = None
     """Global norm of the gradient after the reduction, before clipping."""
-    local_grad_norm: Figure | None = None
+    local_grad_norm: FiniteFloat | None = None
     """Norm of this rank's own gradient, before the reduction."""
-    step_ms: Figure | None = None
+    step_ms: FiniteFloat | None = None
     """From the end of the previous step to the end of this one."""
-    data_ms: Figure | None = None
+    data_ms: FiniteFloat | None = None
     """Waiting for the data loader."""
-    h2d_ms: Figure | None = None
+    h2d_ms: FiniteFloat | None = None
     """Copying the batch to the device."""
-    forward_ms: Figure | None = None
-    backward_ms: Figure | None = None
+    forward_ms: FiniteFloat | None = None
+    backward_ms: FiniteFloat | None = None
     """Backward computation until the last bucket was ready, without the exposed synchronisation."""
-    optimizer_ms: Figure | None = None
+    optimizer_ms: FiniteFloat | None = None
     """Clipping and the optimizer's step."""
-    gc_ms: Figure | None = None
-    """Time in Python's garbage collector within the step."""
-    core_wait_ms: dict[str, Figure] | None = None
+    gc_ms: FiniteFloat | None = None
+    """Time in Python's garbage collector during the step."""
+    core_wait_ms: dict[str, FiniteFloat] | None = None
     """Of each phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation), the time in which this
-    rank's thread was ready to run and had no core. A phase without is left out; None where nobody counts it."""
-    sync_ms: Figure | None = None
+    rank's thread was ready to run and had no core. Phases without such time are left out; None where the kernel does
+    not count it."""
+    sync_ms: FiniteFloat | None = None
     """First bucket launched to all reduced."""
-    sync_exposed_ms: Figure | None = None
-    """Last bucket ready to all reduced: what this rank waited."""
+    sync_exposed_ms: FiniteFloat | None = None
+    """Last bucket ready to all reduced: how long this rank waited."""
     sync_bytes: Count | None = None
     """Bytes reduced in one step."""
     sync_buckets: Count | None = None
-    bucket_ms: list[Figure] | None = None
+    bucket_ms: list[FiniteFloat] | None = None
     """Time of each bucket from ready to reduced, in launch order."""
-    losses: list[Figure | None] | None = None
+    losses: list[FiniteFloat | None] | None = None
     """The loss of each covered step, in step order; absent where the event covers one."""
-    step_ms_each: list[Figure | None] | None = None
+    step_ms_each: list[FiniteFloat | None] | None = None
     """Likewise of ``step_ms``."""
-    sync_exposed_ms_each: list[Figure | None] | None = None
+    sync_exposed_ms_each: list[FiniteFloat | None] | None = None
     """Likewise of ``sync_exposed_ms``."""
 
 
 def single_steps(event: Step) -> list[Step]:
-    """Return one event per step that ``event`` covers, with its single values; ``event`` alone where it has none.
+    """Return one event per covered step, with its single values; ``[event]`` where it has none.
 
-    What the record keeps as a mean only is absent from them, and samples are shared out evenly.
+    Fields that the record has as a mean only are absent, and samples are divided evenly.
     """
     lengths_ms = event.step_ms_each
     if lengths_ms is None or len(lengths_ms) != event.steps:
@@ -189,21 +189,21 @@ def _each(values: list[float | None] | None, count: int) -> list[float | None]:
 
 
 class Doing(Event, kw_only=True, tag="doing"):
-    """What a rank is at in a step that takes unusually long; written once per such wait, while it lasts.
+    """Phase of a rank in a step that takes unusually long; written once per such wait, while it lasts.
 
     Outside of steps it is written before a rank waits for all others, as at the end of a validation.
     """
 
     rank: Rank
     step: StepNumber
-    """The step that is under way, from 1."""
+    """The step in progress, from 1."""
     part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other", "group"]
     """``sync``: its own gradients are ready, and it waits for the others'. ``group``: it waits for them outside of
     steps."""
     parts_done: Count
-    """Parts of the step that are behind it; with several micro-steps they count one by one."""
-    waited_ms: Figure
-    """How long it has been at it."""
+    """Phases of the step that are complete; with several micro-steps each counts."""
+    waited_ms: FiniteFloat
+    """Time in this phase so far."""
 
 
 class Validation(Event, kw_only=True, tag="validation"):
@@ -212,9 +212,9 @@ class Validation(Event, kw_only=True, tag="validation"):
     step: Count
     epoch: Count
     split: Literal["valid", "test"]
-    loss: Figure
+    loss: FiniteFloat
     """Mean over every example of the split, in nats."""
-    metrics: dict[str, Figure] = {}
+    metrics: dict[str, FiniteFloat] = {}
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -223,11 +223,11 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     step: Count
     path: str
     bytes: Count
-    write_ms: Figure
+    write_ms: FiniteFloat
 
 
 class Checksum(Event, kw_only=True, tag="checksum"):
-    """A fingerprint of a rank's parameters and buffers; equal on all ranks of a healthy run."""
+    """Checksum of a rank's parameters and buffers; equal on all ranks of a healthy run."""
 
     rank: Rank
     step: Count
@@ -236,20 +236,20 @@ class Checksum(Event, kw_only=True, tag="checksum"):
 
 
 class Sample(Event, kw_only=True, tag="sample"):
-    """A piece of the model's output that a person can read, written by rank 0."""
+    """Sample of the model's output as text, written by rank 0."""
 
     step: Count
     text: str
 
 
 class NodeSample(Event, kw_only=True, tag="node_sample"):
-    """The machine as one process per node sees it, at most once a second."""
+    """Sample of a machine by its node agent, at most once a second."""
 
     node: Rank
     host: str
-    cpu_percent: Figure | None = None
+    cpu_percent: FiniteFloat | None = None
     """Use of all cores together, 0 to 100."""
-    steal_percent: Figure | None = None
+    steal_percent: FiniteFloat | None = None
     memory_used_bytes: Count | None = None
     memory_total_bytes: Count | None = None
     ranks: list[RankSample] = []
@@ -257,29 +257,29 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
 
 
 class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One rank's process on its machine."""
+    """Sample of a rank's process."""
 
     rank: Rank
-    cpu_percent: Figure | None = None
+    cpu_percent: FiniteFloat | None = None
     """Of one core: 200 means two cores busy."""
     rss_bytes: Count | None = None
-    wait_percent: Figure | None = None
+    wait_percent: FiniteFloat | None = None
     """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
     sleeps_in: str | None = None
     """Function of the kernel in which its main thread was asleep when its process did next to nothing."""
 
 
 class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One GPU of a node."""
+    """Sample of a GPU."""
 
     index: Count
     uuid: str
     rank: Rank | None = None
-    utilization_percent: Figure | None = None
+    utilization_percent: FiniteFloat | None = None
     memory_used_bytes: Count | None = None
     memory_total_bytes: Count | None = None
-    power_watts: Figure | None = None
-    temperature_celsius: Figure | None = None
+    power_watts: FiniteFloat | None = None
+    temperature_celsius: FiniteFloat | None = None
     sm_clock_mhz: Count | None = None
     max_sm_clock_mhz: Count | None = None
     throttle_reasons: list[str] = []
@@ -297,12 +297,12 @@ class Finding(Event, kw_only=True, tag="finding"):
     step: Count | None = None
     cause: str | None = None
     message: str = ""
-    evidence: dict[str, Figure] = {}
+    evidence: dict[str, FiniteFloat] = {}
     advice: str = ""
 
 
 class Failure(Event, kw_only=True, tag="failure"):
-    """Why a rank, a node or the run failed."""
+    """Failure of a rank, a node or the run."""
 
     kind: str
     """``exception``, ``out_of_memory``, ``signal``, ``exit``, ``join_timeout``, ``non_finite``, ``lost_peer``,
@@ -352,8 +352,8 @@ AnyEvent = (
 
 _encode = msgspec.json.Encoder()
 _decode = msgspec.json.Decoder(AnyEvent)
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding answers to bytes that are no event; nesting beyond all reason is one of them."""
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of decoding bytes that are no event; too deep a nesting raises ``RecursionError``."""
 
 
 def encode_event(event: Event) -> bytes:
@@ -365,7 +365,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace what has no UTF-8 form by question marks."""
+    """Replace characters that UTF-8 cannot encode by question marks."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
@@ -375,20 +375,24 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-def decode_events(lines: bytes, world_size: int = MOST_RANKS) -> list[AnyEvent]:
-    """Return the events of complete lines; a line that is torn, foreign or of an unknown type is passed over.
+def decode_events(lines: bytes, world_size: int = MAX_RANKS) -> list[AnyEvent]:
+    """Return the events of complete lines; skip lines that are torn, foreign or of an unknown type.
 
     Args:
-        lines: of an event file.
-        world_size: ranks of the run; an event that tells of another is foreign.
+        lines: lines of an event file.
+        world_size: ranks of the run; an event with a rank beyond it is foreign.
     """
     try:
         events = _decode.decode_lines(lines)
-    except UNDECODABLE:
+    except DECODE_ERRORS:
         events = _decoded_singly(lines)
-    if world_size >= MOST_RANKS:  # what a line may name at all
+    if world_size >= MAX_RANKS:  # the bound of the schema itself
         return events
-    return [event for event in events if (event.rank < world_size if type(event) is Step else is_of(event, world_size))]
+    return [
+        event
+        for event in events
+        if (event.rank < world_size if type(event) is Step else is_within_world(event, world_size))
+    ]
 
 
 def _decoded_singly(lines: bytes) -> list[AnyEvent]:
@@ -396,13 +400,13 @@ def _decoded_singly(lines: bytes) -> list[AnyEvent]:
     for line in lines.splitlines():
         try:
             found.append(_decode.decode(line))
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             continue
     return found
 
 
-def is_of(event: AnyEvent, world_size: int) -> bool:
-    """Return whether a run of so many ranks has all ranks and nodes that an event tells of."""
+def is_within_world(event: AnyEvent, world_size: int) -> bool:
+    """Return whether all ranks and nodes of an event are below the world size."""
     match event:
         case RunStarted() | TrainingPlan():
             return event.world_size <= world_size

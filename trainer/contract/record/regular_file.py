@@ -1,6 +1,6 @@
-"""Opens the files of a run directory: regular files only, without waiting, and no more of them than fits.
+"""Open regular files only, without blocking, and read at most so many bytes.
 
-A pipe without a writer, a device, or a link to either would hold up every command that reads a run. To read, a link to
+A pipe without a writer, a device, or a link to either would block every command that reads a run. To read, a link to
 a regular file is followed, because somebody may have moved a large log or record to another disk; to write it is not,
 because nothing of the package makes one, and what it names is not the run's. Folders may be links.
 """
@@ -17,25 +17,25 @@ import msgspec
 
 from trainer.contract.errors import RecordError
 
-MOST_BYTES = 64 << 20
-"""Of a file that is read whole: ten times what the plan of the largest run takes."""
+MAX_FILE_BYTES = 64 << 20
+"""Maximum size of a file that is read whole: ten times the plan of the largest run."""
 
 T = TypeVar("T")
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Open a file, which must be a regular one; return its descriptor.
+    """Open a regular file; return its descriptor.
 
     Args:
-        path: of the file.
-        flags: as for ``os.open``.
-        mode: of a file that is made.
+        path: path of the file.
+        flags: flags of ``os.open``.
+        mode: permissions of a file that is created.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
     writes = flags & os.O_ACCMODE != os.O_RDONLY
-    # Looked at before it is opened, since opening a device may already do something; and after, since it may change.
+    # Checked before it is opened, since opening a device may have an effect, and after, since it may be replaced.
     try:
         _require_regular(Path(path).stat(follow_symlinks=not writes), path)
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def _require_regular(found: os.stat_result, path: Path | str) -> None:
 
 
 def open_to_append(path: Path | str) -> int:
-    """Open a file to append to it, made where there is none; return its descriptor.
+    """Open or create a file for appending; return its descriptor.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
@@ -66,7 +66,7 @@ def open_to_append(path: Path | str) -> int:
 
 
 def size_of(path: Path | str) -> int:
-    """Return the bytes of a regular file; 0 where there is none."""
+    """Return the size of a regular file in bytes; 0 where there is none."""
     try:
         found = os.stat(path)  # noqa: PTH116 - also for names, without a Path per file
     except OSError:
@@ -74,20 +74,20 @@ def size_of(path: Path | str) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
-def read_whole(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Read a file.
+def read_whole(path: Path | str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Read a whole file.
 
     Raises:
-        OSError: it cannot be read, is no regular file or longer than that.
+        OSError: it cannot be read, is no regular file or longer than ``max_bytes``.
     """
-    data = read_part(path, 0, most_bytes + 1)
-    if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is longer than {most_bytes:,} bytes", os.fspath(path))
+    data = read_part(path, 0, max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", os.fspath(path))
     return data
 
 
-def read_part(path: Path | str, begin: int, most_bytes: int) -> bytes:
-    """Read so many bytes of a file at most, from a byte on; before the beginning there is nothing.
+def read_part(path: Path | str, begin: int, max_bytes: int) -> bytes:
+    """Read at most ``max_bytes`` of a file from byte ``begin`` on.
 
     Raises:
         OSError: it cannot be read or is no regular file.
@@ -96,31 +96,31 @@ def read_part(path: Path | str, begin: int, most_bytes: int) -> bytes:
     try:
         os.lseek(descriptor, max(begin, 0), os.SEEK_SET)
         parts = []
-        while most_bytes > 0 and (part := os.read(descriptor, most_bytes)):
+        while max_bytes > 0 and (part := os.read(descriptor, max_bytes)):
             parts.append(part)
-            most_bytes -= len(part)
+            max_bytes -= len(part)
         return b"".join(parts)
     finally:
         os.close(descriptor)
 
 
-def read_tail(path: Path | str, most_bytes: int) -> bytes:
-    """Read the last bytes of a file.
+def read_tail(path: Path | str, max_bytes: int) -> bytes:
+    """Read at most the last ``max_bytes`` of a file.
 
     Raises:
         OSError: it cannot be read or is no regular file.
     """
-    return read_part(path, size_of(path) - most_bytes, most_bytes)
+    return read_part(path, size_of(path) - max_bytes, max_bytes)
 
 
-def read_json(path: Path | str, decoder: msgspec.json.Decoder[T], most_bytes: int = MOST_BYTES) -> T:
-    """Read what a small file holds.
+def read_json(path: Path | str, decoder: msgspec.json.Decoder[T], max_bytes: int = MAX_FILE_BYTES) -> T:
+    """Decode a small JSON file.
 
     Raises:
-        RecordError: it cannot be read, or holds something else.
+        RecordError: it cannot be read or decoded.
     """
     try:
-        return decoder.decode(read_whole(path, most_bytes))
+        return decoder.decode(read_whole(path, max_bytes))
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The layout of a run directory, and how its small files are replaced."""
+"""Define the layout of a run directory, and replace small files in it atomically."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class RunDir:
-    """Names every file of a run directory; creating one is the caller's business."""
+    """Paths of all files of a run directory; creates none of them."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -18,36 +18,36 @@ class RunDir:
         self.events = self.path / "events"
         self.run_events = self.events / "run.ndjson"
         self.digest = self.path / "digest"
-        """The events in short, from which a long run is shown at once; an aid that may be missing."""
+        """The downsampled record, from which a long run is shown at once; it may be missing."""
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.nodes = self.path / "nodes"
-        """What each node agent reports when it ends, ``<node>.json``."""
+        """Outcomes of the nodes, ``<node>.json``."""
         self.attempt = self.path / "attempt.json"
-        """The processes of the nodes, by which another supervisor recognises them."""
+        """Processes of the nodes, by which another supervisor can adopt them."""
         self.lock = self.path / "supervisor.lock"
-        """Locked by the one supervisor."""
+        """Lock file of the supervisor."""
         self.tmp = self.path / "tmp"
-        """The ranks' temporary folder, deleted when the run ends."""
+        """Temporary folder of the ranks, deleted when the run ends."""
 
     def rank_events(self, rank: int) -> Path:
-        """Events of one rank."""
+        """Return the event file of a rank."""
         return self.events / f"{rank}.ndjson"
 
     def node_events(self, node: int) -> Path:
-        """Events of a node agent: machine samples and how its ranks ended."""
+        """Return the event file of a node agent: node samples, and the states and failures of its ranks."""
         return self.events / f"node-{node}.ndjson"
 
     def rank_log(self, rank: int) -> Path:
-        """What one rank printed, both streams."""
+        """Return the log of a rank, both streams."""
         return self.logs / f"{rank}.log"
 
     def node_log(self, node: int) -> Path:
-        """What a node agent printed."""
+        """Return the log of a node agent."""
         return self.logs / f"node-{node}.log"
 
     def node_result(self, node: int) -> Path:
-        """How a node ended; written atomically before its parent process leaves."""
+        """Return the outcome of a node; written before its agent exits."""
         return self.nodes / f"{node}.json"
 
 
@@ -55,7 +55,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace a small file so that a reader sees the old or the new content, never a part.
 
     Raises:
-        OSError: it could not be written; nothing is left of the new content, and the old one is as it was.
+        OSError: it could not be written; the old content is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

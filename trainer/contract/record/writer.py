@@ -1,4 +1,4 @@
-"""The event writer: appends what happens to a file, and never makes the training wait for the disk."""
+"""Append events to a file on a thread, so that training never waits for the disk."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from trainer.contract.record.events import Event, Lost, encode_event
 
 
 class EventWriter:
-    """Appends events to one file without ever making the caller wait for the disk.
+    """Writer of one event file that never blocks the caller.
 
-    A thread writes what has gathered, at most ten times a second. While the disk is full or stalled the events wait in
+    A thread writes queued events, ten times a second at most. While the disk is full or stalled the events wait in
     memory; when that is full too, further ones are dropped and counted, and a ``lost`` event marks the gap.
-    Without a path every call returns at once.
+    Without a path every call does nothing.
     """
 
     interval_s = 0.1
     capacity = 100_000
     """Events held in memory while the disk does not take them."""
     lines_per_write = 1000
+    """Lines per system call; without a bound each call would copy the whole queue."""
 
     def __init__(
         self,
@@ -33,13 +34,13 @@ class EventWriter:
         now: Callable[[], float] = time.time,
         shared: bool = False,
     ) -> None:
-        """Open the file and start the thread; a last line that another process left torn is ended first.
+        """Open the file and start the thread; end a torn last line first.
 
         Args:
-            path: Of the file; None to record nothing.
-            rank: For the events that the writer makes itself.
+            path: The event file; None records nothing.
+            rank: Rank in ``lost`` events.
             now: Unix seconds.
-            shared: Whether other processes append to the file as well. Then no digest is kept, which counts in bytes.
+            shared: Whether other processes append to the file too; then it is not downsampled, which counts bytes.
 
         Raises:
             OSError: the file cannot be opened.
@@ -47,19 +48,19 @@ class EventWriter:
         self._rank = rank
         self._now = now
         self._pending: list[bytes] = []
-        """Lines to write; the first may be what is left of a line of which a part is written."""
+        """Lines to write; the first may be the rest of a line that was written in part."""
         self._lost = 0
         self._reason = ""
         """Why the last event was dropped."""
-        self._trouble = ""
-        """Why the last write failed, empty when it did not."""
+        self._write_error = ""
+        """Error of the last write; empty when it succeeded."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
         self._before_write: Callable[[bool], None] | None = None
         self._thread: threading.Thread | None = None
         self._digest: Downsampler | None = None
-        """Of a run directory's events; None also once it could not be written."""
+        """For the events of a run directory; None once its files could not be written."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -74,7 +75,7 @@ class EventWriter:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is recorded at all."""
+        """Whether events are recorded."""
         return self._thread is not None
 
     @property
@@ -84,9 +85,9 @@ class EventWriter:
             return self._lost + (0 if self.enabled else len(self._pending))
 
     @property
-    def trouble(self) -> str:
-        """Why the last write failed; empty when it did not."""
-        return self._trouble
+    def write_error(self) -> str:
+        """Error of the last write; empty when it succeeded."""
+        return self._write_error
 
     def write(self, event: Event) -> None:
         """Queue one event; never blocks on the disk."""
@@ -96,26 +97,26 @@ class EventWriter:
         with self._lock:
             if len(self._pending) >= self.capacity:
                 self._lost += 1
-                self._reason = self._trouble or "the disk does not keep up"
+                self._reason = self._write_error or "the disk does not keep up"
             else:
                 self._mark_gap()
                 self._queue(event, line)
 
     def _queue(self, event: Event, line: bytes) -> None:
-        """Let a line wait for the disk; the caller holds the lock."""
+        """Queue a line; the caller holds the lock."""
         self._pending.append(line)
         if self._digest is not None:
             self._digest.add(event, len(line))
 
     def before_each_write(self, call: Callable[[bool], None]) -> None:
-        """Have the writing thread call this ten times a second, to make events of what has gathered elsewhere.
+        """Set a function that the thread calls before each write, ten times a second, to add its events.
 
-        The argument is True at the last time, when the writer closes.
+        Its argument is True on the last call, when the writer closes.
         """
         self._before_write = call
 
     def flush(self, timeout_s: float = 2.0) -> bool:
-        """Wait until all that was queued is written, or the time is over; True when nothing is pending."""
+        """Wait until all queued events are written, or the time-out; return whether nothing is pending."""
         deadline = time.monotonic() + timeout_s
         while self._thread is not None and self._thread.is_alive():
             with self._lock:
@@ -128,7 +129,7 @@ class EventWriter:
         return not self._pending
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is left and end the thread; a stalled disk cannot hold the caller longer than the time-out."""
+        """Write the remaining events and end the thread, within the time-out."""
         if self._thread is None:
             return
         self._closing = True
@@ -137,7 +138,7 @@ class EventWriter:
         self._thread = None
 
     def _mark_gap(self) -> None:
-        """Queue the report of what was dropped, at the place where it is missing; the caller holds the lock."""
+        """Queue a ``lost`` event where events were dropped; the caller holds the lock."""
         if self._lost:
             lost = Lost(time=self._now(), rank=self._rank, events=self._lost, message=self._reason)
             self._queue(lost, encode_event(lost))
@@ -178,7 +179,7 @@ class EventWriter:
                 return
 
     def _write_digest(self, closing: bool) -> None:
-        """Write the digest of lines that are written; none any more once the disk refused, and the events are read."""
+        """Write the downsampled record of lines that are on disk; stop it for good after an error."""
         with self._lock:
             if self._digest is None or self._pending:
                 return
@@ -198,27 +199,27 @@ class EventWriter:
             while written < len(data):
                 written += os.write(fd, data[written:])
         except OSError as error:
-            self._trouble = error.strerror or "the disk refused the write"
+            self._write_error = error.strerror or "the disk refused the write"
         else:
-            self._trouble = ""
+            self._write_error = ""
         return written
 
 
 def until_next(now: float, interval_s: float) -> float:
-    """Return the seconds to wait for the next multiple of an interval that is at least half of it away.
+    """Return the seconds to the next multiple of an interval that is at least half of it away.
 
-    Processes that wait so act at the same moments. In a training whose ranks wait for each other at each step, what
-    holds up one holds up all: the ranks' writers take turns otherwise, and each turn costs everyone.
+    So the writers of all ranks run at the same moments. Ranks wait for each other at each step: writers that took
+    turns would each delay all of them.
 
     Args:
-        now: In Unix seconds, which machines agree on to some milliseconds.
-        interval_s: Between two moments.
+        now: Unix seconds, on which machines agree to some milliseconds.
+        interval_s: The interval.
     """
     return 1.5 * interval_s - (now + 0.5 * interval_s) % interval_s
 
 
 def _is_torn(path: Path) -> bool:
-    """Return whether a file's last line lacks its end, as after a crash."""
+    """Return whether a file's last line has no line feed, as after a crash."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
