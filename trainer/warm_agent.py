@@ -1,6 +1,6 @@
-"""``python -m trainer.warm_agent``: a node agent that loads torch ahead of its run and waits for that run.
+"""``python -m trainer.warm_agent``: load torch ahead, then wait for a run on standard input and become its node agent.
 
-Started by a warm supervisor. Standard input brings the run; its end means that there will be none.
+Started by a supervisor of the warm pool. The end of standard input means that no run comes.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ IMPORTED_AHEAD = (
     "trainer.host.visible_devices",
     "trainer.tasks.registry",
 )
-"""Modules of a node agent, imported while the fork server loads torch."""
+"""Modules of the node agent, imported while the fork server loads torch."""
 
 
 def main() -> int:
-    """Load, wait, and do what ``python -m trainer`` does; return its exit code."""
-    ready = os.dup(1)
-    _open_as(os.devnull, os.O_WRONLY, 1, 2)
-    with _ending_with_parent():
+    """Load torch, wait for a run, and return the exit code of its node agent."""
+    ready_fd = os.dup(1)
+    _redirect(os.devnull, os.O_WRONLY, 1, 2)
+    with _end_with_parent():
         context = forkserver.start([*forkserver.PRELOADED, "trainer.engine.preload"])
         for module in IMPORTED_AHEAD:
             importlib.import_module(module)
         _wait_for_preload(context)
         with suppress(BrokenPipeError):
-            os.write(ready, READY)
-        os.close(ready)
+            os.write(ready_fd, READY)
+        os.close(ready_fd)
         line = _read_line()
         if not line:
             return 0
     return _run_request(msgspec.json.decode(line, type=WarmRequest))
 
 
-def _become(request: WarmRequest) -> int:
-    """Run as if this process had been started for the run."""
+def _run_request(request: WarmRequest) -> int:
+    """Run the node agent of the request, with its environment and log."""
     os.environ.clear()
     os.environ.update(request.environment)
     show_run_in_proc()
@@ -63,9 +63,9 @@ def _become(request: WarmRequest) -> int:
 
 
 @contextmanager
-def _ending_with_parent() -> Iterator[None]:
-    """End what was started if this process ends meanwhile, which it does when its parent ends."""
-    before = signal.signal(signal.SIGTERM, _leave)
+def _end_with_parent() -> Iterator[None]:
+    """End this process when its parent ends, and the fork server with it."""
+    before = signal.signal(signal.SIGTERM, _exit_on_signal)
     process_guard.signal_on_parent_death(signal.SIGTERM)
     request_came = False
     try:
@@ -94,7 +94,7 @@ def _exit_at_once() -> None:
 
 
 def _read_line() -> bytes:
-    """Return the request, and read no more than that: what follows belongs to the run."""
+    """Read one line, no more: what follows on standard input belongs to the run."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 1 << 16)

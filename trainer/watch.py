@@ -140,7 +140,7 @@ class Watched:
             handle.remove()
         self._meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if error is not None and not ended_well and self._tells_states:
+        if error is not None and not ended_well and self._records_states:
             failure = failure_of(error, kind="exception", rank=self._rank, host=socket.gethostname(), step=self.step)
             self._set_state("failed", message=failure.message)
             self._writer.write(failure)

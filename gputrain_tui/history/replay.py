@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.history.follow import by_rank
-from trainer.contract.record import MAX_RANKS, AnyEvent, RunDir, decode_events
+from trainer.contract.record import AnyEvent, RunDir, decode_events
 from trainer.contract.record.downsampled import LEVELS, DownsampledBlock, DownsampledNote, block_file, note_file
-from trainer.contract.record.events import DECODE_ERRORS, is_within_world
+from trainer.contract.record.events import DECODE_ERRORS, MAX_RANKS, is_within_world
 from trainer.contract.record.regular_file import read_part, read_whole, size_of
 
 READ_WHOLE_BYTES = 40 << 20
@@ -44,7 +44,7 @@ class Replay:
     """Maximum number of steps in a block."""
 
 
-def replay(run: RunDir, world_size: int = MOST_RANKS) -> Replay | None:
+def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
     """Return the replay of a run; None where its record is short or was not downsampled.
 
     Args:
@@ -103,7 +103,7 @@ def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Downsampled
     data = data[: data.rfind(b"\n") + 1]
     try:
         blocks = _decode_blocks.decode_lines(data)
-    except UNDECODABLE:
+    except DECODE_ERRORS:
         blocks = list(_decodable_blocks(data))
     trusted: list[DownsampledBlock] = []
     for block in blocks:

@@ -17,8 +17,9 @@ from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
-from trainer.contract.outcome import SAVE_S
-from trainer.contract.record import MOST_RANKS, RunDir
+from trainer.contract.outcome import SAVE_TIMEOUT_S
+from trainer.contract.record import RunDir
+from trainer.contract.record.events import MAX_RANKS
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S, is_alive
 from trainer.host.processes import is_held
@@ -131,7 +132,7 @@ def _stop_timeout_s(run_dir: RunDir) -> float:
         grace_s = max(stop_grace(node.argv) for node in read_plan(run_dir).nodes)
     except RecordError:
         grace_s = Distributed().stop_grace
-    return grace_s + SAVE_S + 2 * SUPERVISOR_EXIT_S
+    return grace_s + SAVE_TIMEOUT_S + 2 * SUPERVISOR_EXIT_S
 
 
 def _await_supervisor(found: Run) -> None:

@@ -35,7 +35,7 @@ from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.outcome import OF_LOST, SAVE_S, answer_s, exit_code_of
+from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, answer_s, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
@@ -266,7 +266,7 @@ class Supervisor:
         if self._stop_request.level == StopLevel.NOW:
             return STOP_GRACE_S
         step_s = self._diagnosis.step_s if self._diagnosis is not None else 0.0
-        return max(answer_s(stop_grace(node.argv), step_s) for node in self._plan.nodes) + SAVE_S + STOP_GRACE_S
+        return max(answer_s(stop_grace(node.argv), step_s) for node in self._plan.nodes) + SAVE_TIMEOUT_S + STOP_GRACE_S
 
     def _stop(self, attempt: Attempt, level: StopLevel, grace_s: float) -> None:
         attempt.stop_level = level

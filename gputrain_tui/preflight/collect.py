@@ -23,7 +23,7 @@ from gputrain_tui.preflight.facts import Folder, MissingInput, Port, PreflightFa
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
 from trainer.host.cores import read_usable_cores
@@ -211,7 +211,7 @@ def _rendezvous_file(path: Path) -> RendezvousFile:
 
 def _folder(path: Path, *, count: bool = False) -> Folder:
     """Return the facts of a folder that need not exist yet."""
-    path = expanded(path)
+    path = expand_home(path)
     try:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not there.is_dir():

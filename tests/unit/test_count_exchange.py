@@ -16,7 +16,7 @@ import pytest
 from trainer.agent import count_exchange
 from trainer.agent.count_exchange import exchange_counts
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.environments.decision import Exchange
+from trainer.environments.decision import CountExchange
 from trainer.host.ports import free_port
 
 LIMIT_S = 20.0

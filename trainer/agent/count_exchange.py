@@ -241,7 +241,7 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
     raise TrainingError(f"{where} did not answer within {timeout_s:g} s: {reason}")
 
 
-def _replies(connection: socket.socket, exchange: Exchange, deadline: float) -> Iterator[list[str]]:
+def _replies(connection: socket.socket, exchange: CountExchange, deadline: float) -> Iterator[list[str]]:
     """Yield the words of each line of node 0, up to the first one that is not of it.
 
     Raises:

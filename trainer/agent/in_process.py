@@ -19,15 +19,15 @@ from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import NodeSampler, gpus_of
-from trainer.contract.errors import ExitCode, narrated
+from trainer.contract.errors import ExitCode, narration_line
 from trainer.contract.outcome import (
-    SAVE_S,
+    SAVE_TIMEOUT_S,
     NodeOutcome,
     RankOutcome,
     RankReport,
     answer_s,
+    describe_stop,
     exit_code_of,
-    stopped_where,
 )
 from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.contract.stop_level import StopLevel
@@ -126,7 +126,7 @@ class _InProcessAgent:
                 self._grace_s = answer_s(self._assignment.distributed.stop_grace, report.step_s)
             return
         if report.stopping:
-            self._grace_s = SAVE_S
+            self._grace_s = SAVE_TIMEOUT_S
             if self._leave_at is not None:
                 self._leave_at = time.monotonic() + SAVE_TIMEOUT_S
         self._not_recorded = report.not_recorded

@@ -20,8 +20,8 @@ from trainer.agent.script_environment import launcher_environment, master_addres
 from trainer.contract.errors import ExitCode, RequestError, TrainingError, narrate
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
-from trainer.contract.outcome import NodeOutcome, RankReport, stopped_where
-from trainer.environments.decision import Decision, with_counts
+from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
+from trainer.environments.decision import Decision, apply_counts
 from trainer.host.ports import free_port
 from trainer.host.visible_devices import Device, label
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.record import RankState, RunDir, decode_events
-from trainer.contract.record.regular_file import MOST_BYTES, read_part
+from trainer.contract.record.regular_file import MAX_FILE_BYTES, read_part
 from trainer.host.boot import boot_time_s
 from trainer.host.processes import CLOCK_TICKS_HZ, PROC, read_stat
 

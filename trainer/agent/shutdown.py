@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.agent.worker_process import WorkerProcess
-from trainer.contract.outcome import SAVE_S, answer_s
+from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s
 from trainer.contract.record import Failure
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
@@ -67,7 +67,7 @@ class Shutdown:
             self.stop(running)
         elif self._answer_until is None:
             grace_s = answer_s(grace_s, max(rank.step_s for rank in running))
-            self._answer_until, self._save_until = now + grace_s, now + grace_s + SAVE_S
+            self._answer_until, self._save_until = now + grace_s, now + grace_s + SAVE_TIMEOUT_S
             for rank in busy:
                 rank.request_stop()
         elif now >= self._answer_until and self.kill_at is None:

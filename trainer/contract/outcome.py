@@ -26,7 +26,7 @@ SEED_ON_RESUME = "seed_on_resume"
 STOP_STEPS = 3
 """Steps that ranks may take to answer a stop request: the one under way, the next, after which all know of it, and
 one more, as none is exactly as long as those before."""
-SAVE_S = 60.0
+SAVE_TIMEOUT_S = 60.0
 """How long ranks that have agreed to stop may take to save."""
 
 
@@ -179,7 +179,7 @@ def answer_s(stop_grace_s: float, step_s: float) -> float:
     return max(stop_grace_s, STOP_STEPS * step_s)
 
 
-def stopped_where(update: int | None, saved: str | None, not_kept: str = "") -> str:
+def describe_stop(update: int | None, saved: str | None, not_kept: str = "") -> str:
     """Say where a training stopped, what was kept of it and what was not."""
     where = "" if update is None else f" at update {update}"
     return f"stopped{where}" + (f", saved {saved}" if saved else "") + (f", but {not_kept}" if not_kept else "")

@@ -24,7 +24,6 @@ from trainer.distributed.collectives import (
     all_reduce_dict,
     barrier,
     broadcast_object,
-    check_same,
     from_master,
     get_default_group,
     get_rank,
@@ -34,7 +33,7 @@ from trainer.distributed.collectives import (
     sum_async,
 )
 from trainer.distributed.request import require_same
-from trainer.distributed.store import JoinTimeoutError, RendezvousStore, Wait, Waiting, open_store, remove_store_file
+from trainer.distributed.store import JoinTimeoutError, OnWaiting, RendezvousStore, Wait, open_store, remove_store_file
 
 __all__ = [
     "JoinTimeoutError",

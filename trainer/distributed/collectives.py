@@ -224,7 +224,7 @@ def broadcast_object(data: Any, source: int = 0) -> Any:
     dist.broadcast(size, source)
     data_bytes = mine if sends else torch.empty(int(size), dtype=torch.uint8)
     for piece in torch.split(data_bytes, BROADCAST_BYTES):
-        wire = _wire(piece)
+        wire = _on_backend_device(piece)
         dist.broadcast(wire, source)
         if not sends and wire.data_ptr() != piece.data_ptr():
             piece.copy_(wire)
@@ -249,36 +249,3 @@ def from_master(ask: Callable[[], Any]) -> Any:
     if refusal:
         raise RequestError(refusal)
     return answer if is_master() else received
-
-
-def check_same(name: str, value: Any, *, tolerance: float = 0.0) -> None:
-    """Require that a value is the same on all ranks.
-
-    Args:
-        name: what it is, for the message.
-        value: plain data; NaN equals NaN.
-        tolerance: allowed difference of a number, relative to the median over the ranks.
-
-    Raises:
-        TrainingError: it is not; the message names the ranks that differ from most.
-    """
-    values = all_gather_list(value)
-    if tolerance:
-        finite = [entry for entry in values if math.isfinite(entry)]
-        middle = statistics.median_low(finite or values)
-        usual = repr(middle)
-        odd = [rank for rank, entry in enumerate(values) if not _close(entry, middle, tolerance)]
-    else:
-        # As text: NaN is then equal to itself.
-        shown = [repr(entry) for entry in values]
-        usual = statistics.mode(shown)
-        odd = [rank for rank, entry in enumerate(shown) if entry != usual]
-    if odd:
-        told = ", ".join(f"{values[rank]!r} on rank {rank}" for rank in odd[:8])
-        raise TrainingError(f"{name} differs between ranks: {usual} on most, {told}")
-
-
-def _close(left: float, right: float, tolerance: float) -> bool:
-    if math.isfinite(left) and math.isfinite(right):
-        return abs(left - right) <= tolerance * abs(right)
-    return left == right or (math.isnan(left) and math.isnan(right))

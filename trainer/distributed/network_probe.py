@@ -136,7 +136,7 @@ def _probe_machine(
     return endpoint
 
 
-def _greet_root(
+def _find_root_address(
     keys: Store,
     rdzv: RendezvousStore,
     root: RankMachine,
@@ -144,7 +144,7 @@ def _greet_root(
     address: InterfaceAddress | None,
     wait: Wait,
 ) -> InterfaceAddress | None:
-    """Tell rank 0's machine under which of its addresses it is known here; return this machine's on the way there."""
+    """Publish an address under which rank 0's machine is reached; return this machine's address on that route."""
     if address is not None and rdzv.host is not None and (known := _resolve(rdzv.host)):
         keys.compare_set("root_address", "", known)
         return address
@@ -155,7 +155,9 @@ def _greet_root(
     near = [text for text in foreign if any(_is_in_network(text, each) for each in own)]
     for text in [*near, *(text for text in foreign if text not in near)]:
         try:
-            with socket.create_connection((text, endpoint.port), timeout=max(min(TRY_S, wait.left_s), 0.1)) as reached:
+            with socket.create_connection(
+                (text, endpoint.port), timeout=max(min(CONNECT_TIMEOUT_S, wait.left_s), 0.1)
+            ) as reached:
                 local = plain(str(reached.getsockname()[0]))
         except OSError:
             continue
@@ -287,7 +289,7 @@ def _own_addresses() -> list[InterfaceAddress]:
     return sorted(found, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
 
 
-def _asked_for(own: Sequence[InterfaceAddress], asked: str) -> InterfaceAddress | None:
+def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> InterfaceAddress | None:
     """Return the address of the interface that the environment names; None where that is gloo's to understand."""
     names = [name for _, name in socket.if_nameindex()]
     first = requested.split(",")[0]
@@ -298,7 +300,7 @@ def _asked_for(own: Sequence[InterfaceAddress], asked: str) -> InterfaceAddress 
     return next((each for each in own if each.interface == first), None)
 
 
-def _towards(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> InterfaceAddress | None:
+def _address_towards_store(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> InterfaceAddress | None:
     """Return the address on the way to the host of the store, unless it is this machine's loopback that leads there."""
     known = _resolve(rdzv.host) if rdzv.host is not None else None
     source = source_towards(known) if known else None
@@ -313,5 +315,5 @@ def _resolve(host: str) -> str | None:
     return None
 
 
-def _within(text: str, own: InterfaceAddress) -> bool:
+def _is_in_network(text: str, own: InterfaceAddress) -> bool:
     return ipaddress.ip_address(text) in ipaddress.ip_network(f"{own.text}/{own.bits}", strict=False)

@@ -84,9 +84,9 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def own_registration(*, rank: int, world_size: int, identity: str, device: str = "") -> Registration:
-    """Return this process's registration to a rank."""
+    """Return the registration of this process."""
     machine = boot_id() or socket.gethostname()
-    network, pids = (
+    network_namespace, pid_namespace = (
         machine if number is None else f"{machine}/{number}" for number in (namespace("net"), namespace("pid"))
     )
     return Registration(
@@ -135,13 +135,12 @@ def join(
 def _join(
     keys: Store, rdzv: RendezvousStore, mine: Registration, wait: Wait, request: Mapping[str, str]
 ) -> RendezvousResult:
-    if settled := _result(keys):
-        if settled.refusal and rdzv.file is None:
-            # The others may have refused each other before rank 0, which serves the store, came to registration its
-            # rank.
-            _leave_refused(keys, rdzv, mine)
-        raise RequestError(_closed(rdzv, mine, settled))
-    refusal, owner = _enter(keys, rdzv, mine, request)
+    if result := _read_result(keys):
+        if result.refusal and rdzv.file is None:
+            # The others may have refused each other before rank 0, which serves the store, registers.
+            _await_refusal_read(keys, rdzv, mine)
+        raise RequestError(_closed_message(rdzv, mine, result))
+    refusal, owner = _register(keys, rdzv, mine, request)
     if refusal:
         # Another refusal may have ended the others meanwhile, and with them the store.
         with contextlib.suppress(RuntimeError):
@@ -171,8 +170,8 @@ def _join(
     raise RequestError(refusal or result.refusal)
 
 
-def _enter(keys: Store, rdzv: RendezvousStore, mine: Registration, request: Mapping[str, str]) -> tuple[str, bool]:
-    """Write this process's registrations; return what is wrong with them, and whether the rank is ours.
+def _register(keys: Store, rdzv: RendezvousStore, mine: Registration, request: Mapping[str, str]) -> tuple[str, bool]:
+    """Register rank, request and GPU; return the refusal, and whether this process owns the rank.
 
     Each key is set by one compare-and-set, so of two processes exactly one sees the other's registration.
     """
@@ -194,7 +193,7 @@ def _enter(keys: Store, rdzv: RendezvousStore, mine: Registration, request: Mapp
             f"ranks of two runs meet at {rdzv.url}: {first.identity!r} is rank {first.rank} ({first.process}), "
             f"{mine.identity!r} is rank {mine.rank} ({mine.process})"
         ), owner
-    own = RankRequest(rank=mine.rank, whom=mine.whom, values=dict(request))
+    own = RankRequest(rank=mine.rank, whom=mine.process, values=dict(request))
     text = keys.compare_set("request", "", msgspec.json.encode(own).decode())
     if different := disagreement(own, msgspec.json.decode(text, type=RankRequest)):
         return different, owner

@@ -249,7 +249,7 @@ class Loop:
                         local_sum, local_count = local_sum * 0.0, 0
                     count = count + local_count
                     if last and not per_sample:
-                        pending = distributed.sum_later(count, device)
+                        pending = distributed.sum_async(count, device)
                         if self._compresses:
                             self._correct(pending, denominator)
                             pending, denominator = None, self._count_estimate

@@ -253,7 +253,7 @@ class _Rank:
             print(printable_lines(said), file=sys.stderr)
         if kind != "lost_peer":
             distributed.report_failure(failure.message)
-        elif lost := distributed.lost_by():
+        elif lost := distributed.describe_lost_peers():
             failure.message = f"{lost} ({failure.message})"
         return failure
 

@@ -15,7 +15,7 @@ Mode = Literal["explicit", "environment", "slurm", "single_node", "single_proces
 
 @dataclass(frozen=True, kw_only=True)
 class CountExchange:
-    """Exchange of the nodes' rank counts before the ranks can be numbered.
+    """CountExchange of the nodes' rank counts before the ranks can be numbered.
 
     Slurm starts one task per node and says nothing about the GPUs of the other nodes, which may have more or fewer.
     """

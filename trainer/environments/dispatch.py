@@ -118,7 +118,7 @@ def _explicit_decision(options: Distributed, environ: Mapping[str, str], device_
 
 
 def _check_port(options: Distributed, url: str) -> None:
-    """A port beside an init method may repeat it, but not contradict it."""
+    """Require that ``--distributed-port`` is the port of the init method, where both are given."""
     parsed = parse_rendezvous_url(url)
     port = parsed.port if parsed is not None and parsed.scheme == "tcp" else None
     if options.distributed_port not in (None, port):
@@ -150,7 +150,7 @@ def _env_url_decision(options: Distributed, environ: Mapping[str, str], device_c
             f"--distributed-init-method is env://, but the environment has no {' and no '.join(missing)}"
         )
     host, port = environ["MASTER_ADDR"], _port(environ)
-    return _explicit(options, environ, device_count, tcp_url(host, port))
+    return _explicit_decision(options, environ, device_count, tcp_url(host, port))
 
 
 # --- the environment of a launcher ----------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ def _single_node_decision(options: Distributed, device_count: int) -> Decision:
     world = wanted or (1 if alone else max(device_count, 1))
     if world > 1:
         init = tcp_url("127.0.0.1", options.distributed_port) if options.distributed_port else SINGLE_NODE_INIT
-        why = f"{world} ranks on this node, on {gpus(device_count) if device_count else 'the CPU'}"
-        return _spawned("single_node", options, device_count, world, 0, world, init, why)
-    return _this_process(
+        why = f"{world} ranks on this node, on {gpu_text(device_count) if device_count else 'the CPU'}"
+        return _spawn_decision("single_node", options, device_count, world, 0, world, init, why)
+    return _own_rank_decision(
         "single_process",
         options,
         device_count,

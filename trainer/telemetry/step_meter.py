@@ -84,11 +84,11 @@ class StepMeter:
         self._log: DdpLog | None = None
         ddp = ddp_of(model)
         synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
-        if ddp is not None and comm_hook is not None and not (self._on and synchronised):
+        if ddp is not None and comm_hook is not None and not (self._enabled and synchronised):
             averaging_state, average = comm_hook
             # A lambda: DDP knows torch's bf16 hook by its name and refuses it on gloo, which adds bf16 as well as NCCL.
             ddp.register_comm_hook(averaging_state, lambda state, bucket: average(state, bucket))
-        if not self._on:
+        if not self._enabled:
             return
 
         on_gpu = device.type == "cuda"
@@ -199,7 +199,7 @@ class StepMeter:
 
     def discard(self) -> None:
         """The step is over and is none, because its optimizer step was left out; the next one begins."""
-        if not self._on:
+        if not self._enabled:
             return
         if self._log is not None:
             self._log.read()

@@ -12,7 +12,7 @@ from gputrain_tui.console.screens.recipe_page import RecipePage
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.recipe.draft import Field, value_text
-from trainer.contract.home_folder import expanded
+from trainer.contract.home_folder import expand_home
 
 
 class EditingPage(RecipePage):
