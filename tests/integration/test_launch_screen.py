@@ -205,14 +205,17 @@ async def test_changes_stay_with_their_recipe_while_another_is_looked_at(folder:
 
 
 @in_loop
-async def test_launching_starts_a_detached_supervisor_and_shows_the_run() -> None:
-    async with launching((120, 40)) as (app, pilot, _screen):
+async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_check_warns(folder: Path) -> None:
+    (folder / "kept").mkdir()
+    (folder / "kept" / "step_00000001.pt").touch()
+    async with launching((120, 40)) as (app, pilot, screen):
+        await put(pilot, screen, "train.save_dir", "kept")
+        assert "ready, 1 warning" in seen(app)
         await pilot.press("L", "L")
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None
-        (supervisor,) = app._supervisors
-        assert supervisor.wait(timeout=120) == 0
+        await app.workers.wait_for_complete([worker for worker in app.workers if worker.group == "supervisor"] or None)
         assert find("last").state == "finished"
         assert app.live.id == find("last").id
 

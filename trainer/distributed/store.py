@@ -30,7 +30,7 @@ KEY_PREFIX = "gputrain-join"
 NO_ROUTE_S = 10.0
 """How long a machine that has no way to the host may take to get its network; waiting for rank 0 itself is longer."""
 
-_SETTLING_S = 2.0
+SETTLING_S = 2.0
 """Within this a rank that has just created a file has written its registration into it."""
 
 _kept: list[Store] = []
@@ -213,7 +213,7 @@ def _refuse_foreign_file(path: Path) -> None:
 
     A peer creates the file a moment before its registration is in it, therefore a file without one gets that moment.
     """
-    deadline = time.monotonic() + _SETTLING_S
+    deadline = time.monotonic() + SETTLING_S
     while True:
         try:
             with path.open("rb") as file:
