@@ -215,7 +215,6 @@ async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_chec
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None
-        await app.workers.wait_for_complete([worker for worker in app.workers if worker.group == "supervisor"] or None)
         assert find("last").state == "finished"
         assert app.live.id == find("last").id
 

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -158,27 +155,6 @@ def test_without_any_run_the_way_to_the_first_is_told(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "none") == []
     with pytest.raises(RequestError, match=r"there is no run in .* start one with `gputrain run RECIPE`"):
         find("last", tmp_path / "none")
-
-
-# --- who still lives -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_running_run_whose_supervisor_was_killed_is_lost(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    supervisor = identify(sleeper.pid)
-    assert make(tmp_path, status="running", supervisor=supervisor).state == "running"
-    sleeper.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert find("last", tmp_path).state == "lost", "a zombie is as dead as one that was waited for"
-    sleeper.wait()
-    assert find("last", tmp_path).state == "lost"
 
 
 @pytest.mark.parametrize("status", runs.ENDED)
@@ -349,19 +325,6 @@ def test_following_sees_the_ranks_writers_and_ends_with_the_run(tmp_path: Path) 
 
     batches = list(follow(run, sleep=playing(work, end)))
     assert batches == [[started], [step(0, 1, NOON + 1), step(1, 1, NOON + 1)], [ended(NOON + 2)]]
-
-
-def test_following_a_run_without_supervisor_ends_when_all_is_read(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
-    run = make(tmp_path, status="running", supervisor=identify(sleeper.pid)).dir
-
-    def die() -> None:
-        sleeper.kill()
-        sleeper.wait()
-        append(run, 0, step(0, 1))
-
-    assert list(follow(run, sleep=playing(die))) == [[], [step(0, 1)]]
 
 
 def test_a_status_written_by_a_later_version_can_still_be_read(tmp_path: Path) -> None:
