@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import shlex
 import tomllib
 from pathlib import Path
@@ -215,7 +216,10 @@ async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_chec
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None
-        assert find("last").state == "finished"
+        async with asyncio.timeout(120):
+            while (state := find("last").state) in ("starting", "running"):
+                await asyncio.sleep(0.05)
+        assert state == "finished"
         assert app.live.id == find("last").id
 
 
