@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 
+import examples
 import pytest
 from cores import lacked_s
 
@@ -20,15 +21,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the number of examples before the tests that have them are read."""
+    examples.configure(config)
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Run two tests at a time, most of which wait for processes; what compares speeds runs alone."""
     measures = "benchmark" in config.option.markexpr.replace("not benchmark", "")
     return 0 if measures else min(2, os.cpu_count() or 1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have a failed test of ``timing`` run again where the machine, and perhaps nothing else, made it fail."""
     for item in items:
+        examples.mark_long(item)
         if item.get_closest_marker("timing"):
             item.add_marker(pytest.mark.flaky(reruns=2, condition=functools.partial(_was_held_up, item)))
 

@@ -27,7 +27,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 from trainer.host.process_identity import ProcessIdentity, identify
 
-HOME = Path(tempfile.mkdtemp(dir=sys.argv[1]))
+HOME = Path(tempfile.mkdtemp(dir=sys.argv[2]))
 FOREIGN = HOME / "gputrain-foreign"
 """A folder of somebody else, by its name a temporary folder of a run."""
 OTHER_RUN = HOME / "runs" / "other"
@@ -98,7 +98,7 @@ def assert_untouched(what: str) -> None:
 
 
 bounded = settings(
-    max_examples=20,
+    max_examples=int(sys.argv[1]),
     derandomize=True,
     deadline=None,
     database=None,

@@ -15,8 +15,9 @@ from gputrain_tui.lifecycle import leftovers
 PROGRAM = Path(__file__).with_name("any_run_directory.py")
 
 
-def test_no_content_of_a_run_directory_leads_to_a_process_or_a_folder_of_others(tmp_path: Path) -> None:
-    done = run_in_namespace(PROGRAM, tmp_path)
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_no_content_of_a_run_directory_leads_to_a_process_or_a_folder_of_others(tmp_path: Path, count: int) -> None:
+    done = run_in_namespace(PROGRAM, str(count), tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

@@ -48,7 +48,11 @@ def assert_stopped_in_order(bench: Bench, process: subprocess.Popen[str], number
     assert leftovers.processes_of(run.dir.path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+SIGNALS = [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP))]
+"""One by default: tests/faults/test_signals.py has them all, and Ctrl-C is the one of the held terminal below."""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
     bench.training()
@@ -57,7 +61,7 @@ def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe,
     assert_stopped_in_order(bench, process, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_stop_is_heard_while_nobody_reads_the_narration(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     os.write(pipe[1], b"." * SMALL)
     process = bench.start("run", bench.recipe(FOR_EVER), stdout=subprocess.DEVNULL, stderr=pipe[1])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_loop import TASK, Trained, train
@@ -169,7 +170,11 @@ def plain(path: Keys, saved: Saved) -> bool:
 
 
 BOUNDED = settings(
-    max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(40, 300),
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 
 

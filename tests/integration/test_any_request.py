@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ from trainer import __main__ as trainer
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """What no terminal is to be given: all controls but the line break and the tab."""
 BOUNDED = settings(
-    max_examples=120,
+    max_examples=examples(30, 240),
     derandomize=True,
     database=None,
     deadline=None,

@@ -9,9 +9,15 @@ import synthetic
 from screen_frames import console, played, settle
 from textual import events
 from textual.pilot import Pilot
+from toasts import toasts_of
 
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.confirm import QUIET_S, Confirm
+
+
+def stopping(told: list[str]) -> int:
+    """Return how many runs the console says that it stops."""
+    return sum(text.startswith("stopping ") for text in told)
 
 
 async def burst(pilot: Pilot[int], text: str) -> None:
@@ -33,20 +39,18 @@ async def ask(pilot: Pilot[int], text: str) -> GputrainApp:
 async def test_pasted_text_that_passes_for_keys_asks_but_does_not_answer(tmp_path: Path) -> None:
     for text in ("Sy", "Syyyyy"):
         app = console(synthetic.run(tmp_path, name="one"))
-        stopped: list[str] = []
-        app._stop = lambda run, stopped=stopped: stopped.append(run.id)  # type: ignore[method-assign,misc]
+        told = toasts_of(app)
         async with app.run_test(size=(80, 24)) as pilot:
             await ask(pilot, text)
             assert isinstance(app.screen, Confirm), text
-            assert any("too fast" in toast.message for toast in app._notifications)
-            assert stopped == []
+            assert any("too fast" in toast for toast in told)
+            assert stopping(told) == 0
 
 
 @played
 async def test_after_a_moment_the_answer_counts_and_a_no_always_does(tmp_path: Path) -> None:
     app = console(synthetic.run(tmp_path, name="one"))
-    stopped: list[str] = []
-    app._stop = lambda run: stopped.append(run.id)  # type: ignore[method-assign]
+    told = toasts_of(app)
     async with app.run_test(size=(80, 24)) as pilot:
         await ask(pilot, "Sn")
         assert not isinstance(app.screen, Confirm)
@@ -54,4 +58,4 @@ async def test_after_a_moment_the_answer_counts_and_a_no_always_does(tmp_path: P
         await asyncio.sleep(QUIET_S)  # the time without keys is what is tested
         await burst(pilot, "y")
         await app.workers.wait_for_complete()
-        assert len(stopped) == 1
+        assert stopping(told) == 1

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import synthetic
 from damage import Damage, damages, lost_run
+from examples import examples
 from hypothesis import HealthCheck, Phase, example, given, settings
 from screen_frames import rows
 from textual.pilot import Pilot
@@ -303,7 +304,7 @@ def test_a_folder_that_a_killed_supervisor_s_file_names_is_not_deleted_unless_it
 # --- any file --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, **SETTINGS)
+@settings(max_examples=examples(20, 120), **SETTINGS)
 @given(damage=damages)
 @example(damage=Damage("events/0.ndjson", "fifo"))
 @example(damage=Damage("status.json", "link", "/dev/zero"))
@@ -325,7 +326,7 @@ def test_commands_that_only_read_end_in_order_whatever_a_run_directory_holds(tem
                 assert found.state in ("lost", "finished", "failed", "stopped", "running", "starting", "stopping")
 
 
-@settings(max_examples=12, **SETTINGS)
+@settings(max_examples=examples(4, 24), **SETTINGS)
 @given(damage=damages, short=damages)
 @example(damage=Damage("events/1.ndjson", "endless"), short=Damage("tmp", "missing"))
 @example(damage=Damage("plan.json", "fifo"), short=Damage("status.json", "number", (1, 60_000)))
@@ -413,7 +414,7 @@ def stop_in_order(template: Path, *done: Damage) -> tuple[int, str]:
 
 
 @pytest.mark.timing
-@settings(max_examples=12, **SETTINGS)
+@settings(max_examples=examples(4, 24), **SETTINGS)
 @given(damage=damages)
 @example(damage=Damage("supervisor.lock", "fifo"))
 @example(damage=Damage("plan.json", "fifo"))

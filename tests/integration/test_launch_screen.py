@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import shlex
 import tomllib
 from pathlib import Path
@@ -205,15 +206,20 @@ async def test_changes_stay_with_their_recipe_while_another_is_looked_at(folder:
 
 
 @in_loop
-async def test_launching_starts_a_detached_supervisor_and_shows_the_run() -> None:
-    async with launching((120, 40)) as (app, pilot, _screen):
+async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_check_warns(folder: Path) -> None:
+    (folder / "kept").mkdir()
+    (folder / "kept" / "step_00000001.pt").touch()
+    async with launching((120, 40)) as (app, pilot, screen):
+        await put(pilot, screen, "train.save_dir", "kept")
+        assert "ready, 1 warning" in seen(app)
         await pilot.press("L", "L")
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None
-        (supervisor,) = app._supervisors
-        assert supervisor.wait(timeout=120) == 0
-        assert find("last").state == "finished"
+        async with asyncio.timeout(120):
+            while (state := find("last").state) in ("starting", "running"):
+                await asyncio.sleep(0.05)
+        assert state == "finished"
         assert app.live.id == find("last").id
 
 

@@ -96,17 +96,19 @@ def test_a_script_in_one_process_is_recorded_and_its_failure_too(tmp_path: Path)
     assert "in train" in (failure.traceback or "")
 
 
-def test_without_a_run_directory_nothing_is_hooked_in() -> None:
+def test_without_a_run_directory_nothing_is_hooked_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = []
+    for kind, names in ((nn.Module, ("register_forward_pre_hook", "register_forward_hook")),
+                        (torch.optim.Optimizer, ("register_step_pre_hook", "register_step_post_hook"))):  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(kind, name, lambda *_, name=name, **__: hooked.append(name))
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = [torch.ones(1, 2)]
     with watch(model, optimizer, environ={}) as watched:
         assert watched.batches(loader) is loader
-        assert not model._forward_hooks
-        assert not model._forward_pre_hooks
-        assert not optimizer._optimizer_step_pre_hooks
-        assert not optimizer._optimizer_step_post_hooks
         watched.report(loss=1.0)
+    assert hooked == []
 
 
 def test_hooks_are_gone_after_the_block_and_a_loader_keeps_its_length(tmp_path: Path) -> None:
@@ -117,10 +119,11 @@ def test_hooks_are_gone_after_the_block_and_a_loader_keeps_its_length(tmp_path: 
         model(torch.ones(5, 2)).sum().backward()
         model(torch.ones(5, 2)).sum().backward()
         optimizer.step()
+    model(torch.ones(5, 2)).sum().backward()
+    optimizer.step()
+    assert watched.step == 8
     (step,) = _steps(tmp_path, 3)
     assert (step.step, step.samples, step.rank) == (8, 10, 3), "micro-steps add up"
-    assert not model._forward_hooks
-    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_a_run_directory_that_cannot_be_written_is_told_and_the_script_goes_on(

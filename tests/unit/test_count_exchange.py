@@ -119,19 +119,20 @@ def test_a_node_of_another_step_is_not_counted_and_told_so() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=LIMIT_S)
-        other = pool.submit(exchange_counts, exchange(1, 2, port, key="job 24, step 1"), 64, timeout_s=0.5)
+        other = pool.submit(exchange_counts, exchange(1, 2, port, key="job 24, step 1"), 64, timeout_s=0.3)
         with pytest.raises(TrainingError, match="what answers there is not node 0 of this Slurm step"):
             other.result()
         assert exchange_counts(exchange(1, 2, port), 2, timeout_s=LIMIT_S) == [4, 2]
         assert first.result() == [4, 2]
 
 
-def test_a_node_that_comes_a_second_time_is_counted_once_and_answered() -> None:
+def test_a_node_that_comes_a_second_time_is_counted_once_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(count_exchange, "GRACE_S", 0.1)
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(exchange_counts, exchange(0, 3, port), 4, timeout_s=LIMIT_S)
-        with pytest.raises(TrainingError, match=r"waited 0\.5 s for the GPU counts of other nodes"):
-            exchange_counts(exchange(1, 3, port), 2, timeout_s=0.5)
+        with pytest.raises(TrainingError, match=r"waited 0\.3 s for the GPU counts of other nodes"):
+            exchange_counts(exchange(1, 3, port), 2, timeout_s=0.3)
         again = pool.submit(exchange_counts, exchange(1, 3, port), 2, timeout_s=LIMIT_S)
         assert exchange_counts(exchange(2, 3, port), 8, timeout_s=LIMIT_S) == [4, 2, 8]
         assert first.result() == again.result() == [4, 2, 8]
@@ -140,18 +141,18 @@ def test_a_node_that_comes_a_second_time_is_counted_once_and_answered() -> None:
 def test_nodes_that_do_not_come_are_named_by_all_that_came() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
-        first = pool.submit(exchange_counts, exchange(0, 4, port), 4, timeout_s=1.0)
+        first = pool.submit(exchange_counts, exchange(0, 4, port), 4, timeout_s=0.5)
         stack.enter_context(connect(port))
-        second = pool.submit(exchange_counts, exchange(2, 4, port), 2, timeout_s=1.0)
+        second = pool.submit(exchange_counts, exchange(2, 4, port), 2, timeout_s=0.5)
         for asked in (first, second):
-            with pytest.raises(TrainingError, match=r"^nodes \[1, 3\] did not come within 1 s to tell their GPUs"):
+            with pytest.raises(TrainingError, match=r"^nodes \[1, 3\] did not come within 0\.5 s to tell their GPUs"):
                 asked.result()
 
 
 def test_connections_of_strangers_are_told_where_a_node_is_missing() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=0.5)
+        first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=0.3)
         with connect(port) as stranger:
             http(stranger)
             stranger.settimeout(LIMIT_S)
@@ -188,7 +189,7 @@ def impostor() -> Iterator[int]:
 
 def test_counts_of_somebody_else_are_not_believed(impostor: int) -> None:
     with pytest.raises(TrainingError, match="what answers there is not node 0 of this Slurm step"):
-        exchange_counts(exchange(1, 2, impostor), 2, timeout_s=0.5)
+        exchange_counts(exchange(1, 2, impostor), 2, timeout_s=0.2)
 
 
 def test_a_port_in_use_on_node_0_is_refused_with_the_flag_that_chooses_another() -> None:

@@ -77,7 +77,7 @@ class Run:
         found = []
         for _ in range(count):
             self.step += 1
-            events = self._one(slow, loss)
+            events = self.one_step(slow, loss)
             self.state.apply_all(events)
             if self.step % every == 0:
                 found += self.look()
@@ -89,7 +89,7 @@ class Run:
         self.state.apply_all(found)
         return found
 
-    def _one(self, slow: Slow, loss: float | None) -> list[Step]:
+    def one_step(self, slow: Slow, loss: float | None) -> list[Step]:
         events = []
         begins, own = {}, {}
         for rank in self.tails:
@@ -405,7 +405,7 @@ def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[F
         rows = []
         for _ in range(steps):
             run.step += 1
-            rows.append(run._one(slow, 2.0))
+            rows.append(run.one_step(slow, 2.0))
         for last, *before in zip(*reversed(rows), strict=True):
             for name in [name for name in last.__struct_fields__ if name.endswith("_ms")]:
                 values = [getattr(event, name) for event in (last, *before)]
@@ -506,7 +506,7 @@ def test_a_step_whose_synchronisation_was_not_measured_changes_nothing() -> None
     run = Run(2)
     assert told(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
     run.step += 1
-    for event in run._one(late(1, forward=30.0), 2.0):
+    for event in run.one_step(late(1, forward=30.0), 2.0):
         event.sync_exposed_ms = event.sync_ms = None
         run.state.apply(event)
     assert run.look() == []
@@ -516,7 +516,7 @@ def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
     run = Run(2)
     for _ in range(100):
         run.step += 1
-        for event in run._one(late(1, forward=30.0), 2.0):
+        for event in run.one_step(late(1, forward=30.0), 2.0):
             event.sync_exposed_ms = event.sync_ms = None
             run.state.apply(event)
         assert run.look() == []
@@ -640,7 +640,7 @@ def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
     run = Run(4)
     run.steps(40)
     run.step += 1
-    run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 2])
+    run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
     run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=[RankSample(rank=2, cpu_percent=99.0)]))
     assert run.look(5.0) == []
     found = run.look(10.0)
@@ -759,7 +759,7 @@ def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None
     run.steps(40)
     run.state.apply(RankState(time=run.now, rank=1, state="finished"))
     run.step += 1
-    run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 1])
+    run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 1])
     run.look()
     (found,) = run.look(15.0)
     assert (found.kind, found.rank, found.cause) == ("stalled", 1, "left")
@@ -862,7 +862,7 @@ def test_before_the_first_step_the_rank_that_the_others_wait_for_is_named(state:
         wait_for_all(run, 0, 1, after_s=2.0)
     else:
         run.step += 1
-        run.state.apply_all([event for event in run._one(balanced, 2.0) if event.rank != 2])
+        run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
         run.look(2.0)
     assert run.look(7.0) == []
     (found,) = run.look(3.0)

@@ -203,7 +203,7 @@ def unmeasured(run: Run, count: int, slow: Slow, *, backward: bool = False, ever
     found = []
     for _ in range(count):
         run.step += 1
-        for event in run._one(slow, 2.0):
+        for event in run.one_step(slow, 2.0):
             if run.step % every == 0:
                 event.sync_exposed_ms = event.sync_ms = event.sync_bytes = event.sync_buckets = None
                 event.backward_ms = None if backward else event.backward_ms
@@ -250,7 +250,7 @@ def test_a_transfer_that_may_hold_waits_for_cores_is_told_as_an_estimate(device:
     found = []
     for _ in range(80):
         run.step += 1
-        for event in run._one(late(0, first=10**6), 2.0):
+        for event in run.one_step(late(0, first=10**6), 2.0):
             event.core_wait_ms = None
             run.state.apply(event)
         found += run.look()

@@ -3,42 +3,33 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from trainer.agent.log_tail import error_line, last_error
 
+CARRIED = """\
+Caught OSError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "data.py", line 3, in __getitem__
+ValueError: x
 
-class Broken(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 4
+The above exception was the direct cause of the following exception:
 
-    def __getitem__(self, index: int) -> Tensor:
-        if index == 2:
-            try:
-                return torch.zeros(int("x"))
-            except ValueError as error:
-                raise OSError(5, "Input/output error", "shard-7.bin\nand more") from error
-        return torch.zeros(1)
-
-
-def caught(num_workers: int) -> BaseException:
-    with pytest.raises(OSError, match="Input/output error") as raised:
-        list(DataLoader(Broken(), num_workers=num_workers))
-    return raised.value
+Traceback (most recent call last):
+  File "data.py", line 5, in __getitem__
+OSError: [Errno 5] Input/output error: 'shard-7.bin
+and more'
+"""
+"""What torch makes of an error of a data loading process; tests/integration/test_loader_workers.py has a real one."""
 
 
 def test_an_error_of_a_data_loading_process_is_told_as_that_process_had_it() -> None:
-    here = error_line(caught(0))
-    assert here.startswith("OSError: [Errno 5] Input/output error: 'shard-7.bin")
-    assert error_line(caught(1)) == f"{here} (in DataLoader worker process 0)"
+    told = "OSError: [Errno 5] Input/output error: 'shard-7.bin (in DataLoader worker process 0)"
+    assert error_line(OSError(CARRIED)) == told
 
 
 def test_a_log_that_ends_with_such_an_error_names_it_too(tmp_path: Path) -> None:
-    error = caught(1)
     log = tmp_path / "log"
-    log.write_text(f"Traceback (most recent call last):\n  File x, line 1\nOSError: {error}\n")
+    log.write_text(f"Traceback (most recent call last):\n  File x, line 1\nOSError: {CARRIED}\n")
     assert last_error(log).startswith("OSError: [Errno 5]")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gputrain_tui.headless import safe_stream
 from gputrain_tui.headless.foreground import JsonStream
 from gputrain_tui.headless.safe_stream import MAX_BACKLOG_BYTES, SafeStream
 from gputrain_tui.history.runs import Run, create
@@ -43,15 +43,16 @@ def test_what_is_written_arrives_in_order_also_when_it_is_more_than_a_pipe_holds
         out.settle(hurried=lambda: False)
 
 
-def test_narration_that_nobody_reads_is_dropped_and_not_kept(pipe: tuple[int, int]) -> None:
+def test_narration_that_nobody_reads_is_dropped_and_not_kept(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safe_stream, "PATIENCE_S", 0.1)
     with os.fdopen(os.dup(pipe[1]), "w") as stream:
         out = SafeStream(stream)
         for _ in range(100_000):
             out.write("a line of a run that goes on for ever\n")
         assert out.backlog_bytes < 2 * MAX_BACKLOG_BYTES
-        begin = time.monotonic()
         out.settle(hurried=lambda: True)
-        assert time.monotonic() - begin < 30
         out.line("nobody waits for this")
         assert out.is_settled
         while out.backlog_bytes:  # what was under way when it was given up

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -173,15 +174,23 @@ def test_one_rank_alone_is_never_the_slowest() -> None:
 
 
 def test_steps_that_a_dead_rank_never_reports_are_forgotten() -> None:
-    state = fold(*(step(0, n, sync_exposed_ms=1.0) for n in range(1, 1000)))
-    assert len(state._lateness.open_steps) <= OPEN_STEPS
+    steps = OPEN_STEPS + 10
+    state = fold(*(step(0, n, sync_exposed_ms=1.0) for n in range(1, steps + 1)))
+    state.apply(step(1, 1, sync_exposed_ms=9.0))
+    assert state.ranks[0].late_ms is None
+    state.apply(step(1, steps, sync_exposed_ms=9.0))
+    assert state.ranks[0].late_ms == pytest.approx(8.0)
 
 
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:
-    state = fold(*(step(0, n, sync_exposed_ms=1.0) for n in range(1, 500)))
-    view = state.ranks[0]
-    assert len(view.totals_window) == WINDOW + 1
-    assert len(state._pace.marks) <= 60
+    state = RunState(world_size=2)
+    held = []
+    tracemalloc.start()
+    for first in (1, 500):
+        state.apply_all(step(0, n, sync_exposed_ms=1.0) for n in range(first, first + 500))
+        held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert held[1] <= 1.1 * held[0]
 
 
 def test_a_run_tells_who_is_here_and_who_is_missing() -> None:
@@ -299,8 +308,11 @@ def test_what_a_rank_held_before_it_was_started_again_is_not_compared() -> None:
 
 
 def test_checksums_that_wait_for_ranks_that_never_tell_theirs_are_not_kept_for_ever() -> None:
-    state = fold(*checksums(*((0, step, "a", "") for step in range(1000))), world_size=2)
-    assert len(state.desync._open) <= OPEN_CHECKS
+    state = fold(*checksums(*((0, step, "a", "") for step in range(OPEN_CHECKS + 10))), world_size=2)
+    state.apply_all(checksums((1, 0, "a", "")))
+    assert state.desync.equal is None
+    state.apply_all(checksums((1, OPEN_CHECKS + 9, "a", "")))
+    assert state.desync.equal is True
 
 
 def test_a_restarted_rank_begins_its_windows_anew_and_keeps_its_totals() -> None:

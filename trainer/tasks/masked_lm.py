@@ -196,7 +196,7 @@ class MaskedLanguageModel(Task):
             The masked tokens ``[B, L]`` and the positions to predict ``[B, P]``.
         """
         choice, action, word = (
-            torch.rand(3, *tokens.shape, device=tokens.device) if training else _fixed_noise(indices, tokens.shape[1])
+            torch.rand(3, *tokens.shape, device=tokens.device) if training else fixed_noise(indices, tokens.shape[1])
         )
         # [CLS] and [SEP] come last in the order of choice: they are predicted only where nothing else is left.
         fixed = (tokens == self.vocabulary.cls) | (tokens == self.vocabulary.sep)
@@ -207,7 +207,7 @@ class MaskedLanguageModel(Task):
         return tokens.scatter(1, predicted, hidden), predicted
 
 
-def _fixed_noise(indices: Tensor, length: int) -> Tensor:
+def fixed_noise(indices: Tensor, length: int) -> Tensor:
     """Return uniform numbers ``[3, B, L]`` in 0…1 that depend on the samples' indices ``[B]`` alone.
 
     Steele et al. 2014 (SplitMix64): a counter, mixed; int64 products wrap as they should.

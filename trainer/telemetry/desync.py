@@ -189,11 +189,11 @@ def _examine(
     """Find the first differing tensor and the ranks that differ; a collective, called on every rank."""
     counts = [row[0] for row in _gather([len(sums)], torch.int64, device)]
     if len(set(counts)) > 1:
-        return _Difference(ranks=_minority(counts, ranks), where=f"another number of {what}s", drift=None)
+        return _Difference(ranks=minority(counts, ranks), where=f"another number of {what}s", drift=None)
     rows = _gather(sums, torch.int64, device)
     differing = [index for index in range(len(sums)) if len({row[index] for row in rows}) > 1]
     where = f"first in {what} {tensors[differing[0]].name} ({len(differing)} of {len(sums)} differ)"
-    apart = _minority([tuple(row[index] for index in differing) for row in rows], ranks)
+    apart = minority([tuple(row[index] for index in differing) for row in rows], ranks)
     drift = None
     if unlike:
         norms = torch.stack([torch.linalg.vector_norm(tensors[index].tensor.detach().double()) for index in differing])
@@ -296,7 +296,7 @@ def _processor(device: torch.device) -> int:
     return zlib.crc32(name.encode())
 
 
-def _minority(keys: Sequence[object], ranks: Sequence[int]) -> list[int]:
+def minority(keys: Sequence[object], ranks: Sequence[int]) -> list[int]:
     """Return the ranks whose key is not the most common; of equally common ones that of the first rank is kept."""
     common, _ = Counter(keys).most_common(1)[0]
     return [rank for rank, key in zip(ranks, keys, strict=True) if key != common]

@@ -11,7 +11,7 @@ import torch
 
 from trainer.contract.errors import RequestError
 from trainer.contract.task_options import MaskedLmOptions
-from trainer.tasks.masked_lm import PRESETS, Bert, MaskedLanguageModel
+from trainer.tasks.masked_lm import PRESETS, Bert, MaskedLanguageModel, fixed_noise
 
 pytest.importorskip("tokenizers", reason="masked_lm needs the package tokenizers")
 
@@ -96,9 +96,7 @@ def test_evaluation_masks_depend_on_the_sample_alone(text: str) -> None:
 
 
 def test_the_fixed_noise_of_evaluation_is_uniform() -> None:
-    from trainer.tasks.masked_lm import _fixed_noise
-
-    noise = _fixed_noise(torch.arange(500), 128)
+    noise = fixed_noise(torch.arange(500), 128)
     assert noise.min() >= 0
     assert noise.max() < 1
     assert noise.mean().item() == pytest.approx(0.5, abs=0.005)

@@ -35,7 +35,7 @@ def test_no_option_has_a_name_of_the_trainers(task: str) -> None:
 def test_options_and_data_are_checked_without_torch() -> None:
     code = (
         "import sys; from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema; "
-        "from trainer.contract.task_options import LmOptions; "
+        "from trainer.contract.task_options import LmOptions; import trainer.tasks.registry; "
         "[options_schema(name) for name in BUILT_IN]; check_data(LmOptions(data='stdlib')); "
         "assert 'torch' not in sys.modules"
     )

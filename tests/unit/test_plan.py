@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shlex
 import socket
 import subprocess
 import sys
@@ -503,14 +502,6 @@ def named(*gpus: int) -> list[str]:
     return [f'host = "n{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 
-@pytest.mark.parametrize("nodes", [named(4, 4), named(4, 2, 1), remote(2, 2), ["cpu_ranks = 2"]])
-def test_batch_scripts_are_valid_bash(nodes: list[str]) -> None:
-    text = script(planned(*nodes), name="a b/c")
-    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
-    assert "#SBATCH --job-name=a-b-c" in text
-    assert text.count("srun --nodes=1 --ntasks=1") == len(nodes)
-
-
 def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
     text = script(planned(*named(4, 2, 1)), name="x")
     assert "#SBATCH --nodelist=n1,n2,n3" in text
@@ -531,23 +522,6 @@ def test_nodes_without_names_come_from_the_allocation() -> None:
 def test_plans_that_a_batch_script_cannot_express_are_refused(nodes: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         script(planned(*nodes), name="x")
-
-
-@pytest.mark.timing
-@pytest.mark.parametrize("failing", [None, "n2"])
-def test_a_batch_script_ends_with_its_steps_and_fails_with_the_first_of_them(
-    tmp_path: Path, failing: str | None
-) -> None:
-    srun = tmp_path / "srun"
-    fail = f'case "$*" in *nodelist={failing}*) exit 3;; esac\n' if failing else ""
-    srun.write_text(f"#!/bin/bash\n{fail}echo started\n" + ("exec sleep 60\n" if failing else ""))
-    srun.chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]"}
-    text = script(planned(*named(1, 1, 1)), name="x").replace("tries=50", "tries=3")
-    began = time.monotonic()
-    ended = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, timeout=30)
-    assert ended.returncode == (3 if failing else 0)
-    assert time.monotonic() - began < 20
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------
@@ -585,67 +559,3 @@ def test_this_machine_knows_itself_by_name_and_address() -> None:
 def command(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "gputrain_tui", "plan", *words]
     return subprocess.run(line, capture_output=True, text=True, input=stdin, cwd=ROOT, timeout=60)
-
-
-def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell() -> None:
-    people = command("recipes/four_nodes.toml")
-    assert (people.returncode, people.stderr) == (0, "")
-    assert "16 ranks on 4 nodes, nccl, meeting at tcp://10.0.123.1:11111" in people.stdout
-    assert "   3  10.0.123.4  12–15  GPU 0, 1, 2, 3" in people.stdout.splitlines()
-    encoded = command("recipes/four_nodes.toml", "--json")
-    found = msgspec.json.decode(encoded.stdout, type=Plan)
-    lines = command("recipes/four_nodes.toml", "--shell").stdout.splitlines()
-    assert [shlex.split(line) for line in lines[1::2]] == [node.argv for node in found.nodes]
-    assert all(line.startswith("# node ") for line in lines[::2])
-
-
-def test_the_command_reads_standard_input_and_settings() -> None:
-    train = '{"task": "mnist", "max_epochs": 1}'
-    text = f'{{"train": {train}, "task": {{"data": "/d"}}, "cluster": {{"nodes": [{{"cpu_ranks": 2}}]}}}}'
-    ended = command("-", "--json", "--set", "train.lr=0.25", "--set", "cluster.nodes[0].cpu_ranks=3", stdin=text)
-    found = msgspec.json.decode(ended.stdout, type=Plan)
-    assert (found.world_size, ended.stderr) == (3, "")
-    argv = found.nodes[0].argv
-    assert argv[argv.index("--lr") + 1] == "0.25"
-
-
-@pytest.mark.parametrize(
-    ("words", "stdin", "message"),
-    [
-        (
-            ["recipes/four_node.toml"],
-            None,
-            "recipes/four_node.toml: there is no such file; did you mean 'four_nodes.toml'?",
-        ),
-        (["recipes/four_nodes.toml", "--set", "train.lrr=1"], None, "--set train.lrr is not known; did you mean 'lr'?"),
-        (["-"], "[train]\ntaks = 1\n", "stdin:2: train.taks is not known; did you mean 'task'?"),
-        (["-"], "[train", "stdin:1: is not valid TOML"),
-        (["recipes/four_nodes.toml", "--jsn"], None, "--jsn is not a known option; did you mean '--json'?"),
-        ([], None, "the following arguments are required: RECIPE"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_exit_code_2(words: list[str], stdin: str | None, message: str) -> None:
-    ended = command(*words, stdin=stdin)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.count("\n") == 1
-    assert message in ended.stderr
-
-
-def test_a_plan_that_cannot_start_now_is_shown_with_a_note(tmp_path: Path) -> None:
-    (tmp_path / "left").write_text("x")
-    setting = f'cluster={{init_method = "file://{tmp_path}/left", nodes = [{{cpu_ranks = 2}}]}}'
-    ended = command("recipes/four_nodes.toml", "--json", "--set", setting)
-    assert ended.returncode == 0
-    assert msgspec.json.decode(ended.stdout, type=Plan).init_method == f"file://{tmp_path}/left"
-    assert "is left from an earlier run" in ended.stderr
-
-
-def test_planning_imports_neither_torch_nor_textual() -> None:
-    code = (
-        "import sys; from gputrain_tui.cli import main; code = main(sys.argv[1:]); "
-        "print(code, [name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules], file=sys.stderr)"
-    )
-    words = [sys.executable, "-c", code, "plan", "recipes/four_nodes.toml"]
-    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert ended.stderr.strip() == "0 []"

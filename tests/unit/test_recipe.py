@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +14,8 @@ from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
 from gputrain_tui.recipe.pytext import DEFAULTS
 from gputrain_tui.recipe.source import key_lines, override
-from gputrain_tui.recipe.task_schema import build_schema, task_schema
+from gputrain_tui.recipe.task_schema import build_schema
 from gputrain_tui.recipe.toml_writer import dump_toml
-from trainer.contract.errors import RequestError
 from trainer.contract.schema import describe
 from trainer.contract.task_options import DocNNOptions, LmOptions, MaskedLmOptions, MnistOptions
 
@@ -511,51 +508,7 @@ def test_a_described_schema_becomes_the_same_schema_again(schema: type[Any]) -> 
     assert msgspec.json.decode(msgspec.json.encode(describe(again))) == msgspec.json.decode(encoded)
 
 
-USER_TASK = """
-import msgspec
-from typing import Annotated
-from trainer.tasks.task import Task
-
-class Options(msgspec.Struct, kw_only=True):
-    width: Annotated[int, msgspec.Meta(ge=1, description="hidden units")] = 8
-    path: str
-
-class Mine(Task):
-    Options = Options
-"""
-
-
-def test_a_users_task_is_asked_once_until_its_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
-    file = tmp_path / "mine.py"
-    file.write_text(USER_TASK)
-    text = f'[train]\ntask = "{file}:Mine"\n[task]\npath = "p"\nwidth = 3\n'
-    assert of(text).task_options == {"path": "p", "width": 3}
-    kept = list((tmp_path / "home" / "cache" / "tasks").glob("*.json"))
-    assert len(kept) == 1
-    before = kept[0].stat().st_mtime_ns
-    assert "r.toml:5: task.wdth is not known; did you mean 'width'?" in refusal(text.replace("width", "wdth"))
-    assert kept[0].stat().st_mtime_ns == before
-    file.write_text(USER_TASK.replace("width", "breadth"))
-    assert of(text.replace("width", "breadth")).task_options["breadth"] == 3
-
-
-def test_a_users_task_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
-    with pytest.raises(RequestError, match="does not exist"):
-        task_schema(str(tmp_path / "none.py:Mine"))
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
 def test_every_recipe_of_the_repository_is_valid(path: Path) -> None:
     found = load(str(path))
     assert dump_toml(found) == path.read_text()
-
-
-def test_reading_a_recipe_imports_neither_torch_nor_a_toml_writer() -> None:
-    code = (
-        "import sys; from gputrain_tui.recipe.model import load; load(sys.argv[1]); "
-        "print([name for name in ('torch', 'textual', 'tomlkit', 'psutil') if name in sys.modules])"
-    )
-    words = [sys.executable, "-c", code, str(ROOT / "recipes" / "four_nodes.toml")]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "[]"

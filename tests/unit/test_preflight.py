@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from gputrain_tui.hosts.host_names import LocalFacts
@@ -29,7 +25,6 @@ from gputrain_tui.preflight import (
     summary,
     warnings,
 )
-from gputrain_tui.preflight.collect import torch_here
 from gputrain_tui.preflight.facts import Folder, MissingInput, Port, RendezvousFile, Torch
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
@@ -400,13 +395,6 @@ def test_the_limits_of_this_machine_are_read() -> None:
     assert facts.torch is None, "ranks on CPUs take any torch"
 
 
-def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
-    found = torch_here()
-    program = "import torch; print(torch.__version__, torch.version.cuda)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert f"{found.version} {found.cuda}" == said.strip()
-
-
 @pytest.mark.timing
 def test_looking_takes_no_time_to_speak_of() -> None:
     wanted = recipe()
@@ -447,34 +435,3 @@ def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launc
 
 def test_what_is_started_here_needs_no_word() -> None:
     assert launching(recipe(), plan(recipe(), {}, local=HERE), HERE) == []
-
-
-def check(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "gputrain_tui", "check", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60)
-
-
-def test_the_command_tells_every_check_and_refuses_with_3(folder: Path) -> None:
-    wanted = recipe()
-    (folder / "one.toml").write_text(wanted.text)
-    ready = check("one.toml")
-    assert (ready.returncode, ready.stderr) == (0, "")
-    assert ready.stdout.startswith("one: ready\n✓ task")
-    refused = check("one.toml", "--set", "task.data=qqq")
-    assert refused.returncode == 3
-    lines = refused.stdout.splitlines()
-    at = next(index for index, line in enumerate(lines) if line.startswith("✗ data"))
-    assert lines[at].endswith("qqq does not exist")
-    assert lines[at + 1].strip() == "→ set task.data to where it lies  (--set task.data)"
-    told = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
-    assert (told["recipe"], told["ready"]) == ("one", False)
-    assert [result["key"] for result in told["results"] if result["status"] == "error"] == ["task.data"]
-    assert json.loads(check("one.toml", "--json").stdout)["ready"] is True
-
-
-def test_a_wrong_recipe_is_2_and_not_3(folder: Path) -> None:
-    (folder / "one.toml").write_text(recipe(train='task = "lm"').text)
-    wrong = check("one.toml")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "one.toml:5: train.max_updates is 0, and nothing would end this training" in wrong.stderr
-    assert check("none.toml").returncode == 2

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -158,27 +154,6 @@ def test_without_any_run_the_way_to_the_first_is_told(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "none") == []
     with pytest.raises(RequestError, match=r"there is no run in .* start one with `gputrain run RECIPE`"):
         find("last", tmp_path / "none")
-
-
-# --- who still lives -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_running_run_whose_supervisor_was_killed_is_lost(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    supervisor = identify(sleeper.pid)
-    assert make(tmp_path, status="running", supervisor=supervisor).state == "running"
-    sleeper.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert find("last", tmp_path).state == "lost", "a zombie is as dead as one that was waited for"
-    sleeper.wait()
-    assert find("last", tmp_path).state == "lost"
 
 
 @pytest.mark.parametrize("status", runs.ENDED)
@@ -337,14 +312,6 @@ def test_a_reader_sees_what_the_ranks_writers_append_until_the_run_ends(tmp_path
     own.close()
     assert reader.poll() == [ended(NOON + 2)]
     reader.close()
-
-
-def test_a_run_whose_supervisor_is_dead_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    run = make(tmp_path, status="running", supervisor=identify(sleeper.pid)).dir
-    assert not runs.is_over(run)
-    sleeper.kill()
-    sleeper.wait()
-    assert runs.is_over(run)
 
 
 def test_a_status_written_by_a_later_version_can_still_be_read(tmp_path: Path) -> None:

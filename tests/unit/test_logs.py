@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +9,11 @@ import pytest
 
 from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
-from gputrain_tui.history.runs import Run, create, find, open_run, write_status
+from gputrain_tui.history.runs import Run, create, open_run, write_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.record import EventWriter, Step
 from trainer.host.process_identity import ProcessIdentity, identify
 
-ROOT = Path(__file__).parents[2]
 NOON = 1_795_262_400.0  # 2026-11-21 12:00:00 UTC
 
 
@@ -49,37 +45,6 @@ def make(home: Path, recipe: str = "demo", *, world_size: int = 2, **changes: ob
 def say(run: Run, rank: int, text: bytes) -> None:
     with run.dir.rank_log(rank).open("ab") as file:
         file.write(text)
-
-
-def gputrain(*words: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, "-m", "gputrain_tui", *words], cwd=ROOT, capture_output=True)
-
-
-# --- logs ------------------------------------------------------------------------------------------------------------
-
-
-def test_one_rank_is_printed_as_it_is_and_several_with_their_names(home: Path) -> None:
-    run = make(home, world_size=11)
-    say(run, 10, b"ten\n")
-    say(run, 2, b"two\n\xff\x1b[31mraw\ntorn")
-    run.dir.node_log(0).write_bytes(b"node\n")
-
-    one = gputrain("logs", "last", "--rank", "2")
-    assert (one.returncode, one.stdout, one.stderr) == (0, b"two\n\xff\x1b[31mraw\ntorn\n", b"")
-    both = gputrain("logs", run.id[:15], "--rank", "10", "--rank", "2")
-    assert both.stdout == b"[rank 2] two\n[rank 2] \xff\x1b[31mraw\n[rank 2] torn\n[rank 10] ten\n"
-    everything = gputrain("logs", run.id)
-    assert everything.stdout == b"[node 0] node\n" + both.stdout
-
-
-def test_a_rank_that_said_nothing_and_one_that_is_not_there_are_told_apart(home: Path) -> None:
-    run = make(home)
-    silent = gputrain("logs", "last", "--rank", "1")
-    assert (silent.returncode, silent.stdout) == (0, b"")
-    assert silent.stderr.decode() == f"nothing was printed by rank 1 of {run.id}\n"
-    absent = gputrain("logs", "last", "--rank", "2")
-    assert (absent.returncode, absent.stdout) == (2, b"")
-    assert absent.stderr.decode() == f"gputrain: logs: run {run.id} has no rank 2: its ranks are 0 to 1\n"
 
 
 def test_a_log_of_many_chunks_comes_out_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,22 +107,6 @@ def test_ranks_are_told_apart_by_colour_on_a_terminal_only() -> None:
     assert line_prefix("0", colour=True) != line_prefix("1", colour=True)
 
 
-@pytest.mark.parametrize(
-    ("no_color", "expected"),
-    [("", b"\x1b[36m[rank 0]\x1b[0m red\r\n"), ("1", b"[rank 0] red\r\n")],
-)
-def test_a_real_terminal_gets_colour_unless_it_is_unwanted(home: Path, no_color: str, expected: bytes) -> None:
-    say(make(home), 0, b"\x1b[31mred\n")
-    master, slave = os.openpty()
-    environ = {**os.environ, "NO_COLOR": no_color}
-    subprocess.run(
-        [sys.executable, "-m", "gputrain_tui", "logs", "last"], cwd=ROOT, env=environ, stdout=slave, check=True
-    )
-    os.close(slave)
-    with os.fdopen(master, "rb", buffering=0) as terminal:
-        assert terminal.read(1_000) == expected
-
-
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -190,15 +139,3 @@ def test_people_see_the_runs_newest_first(home: Path) -> None:
         ["20261121-120000-mnist", "finished", "mnist", "2", "100", "1.2500", "2026-11-21", "12:00:00", "1:05"],
         ["20261121-120000-lm", "failed", "lm", "2", "2026-11-21", "12:00:00", "1:01:40"],
     ]
-
-
-def test_the_command_lists_runs_as_a_table_or_as_json(home: Path) -> None:
-    empty = gputrain("runs")
-    assert (empty.returncode, empty.stdout) == (0, b"")
-    assert empty.stderr.decode() == f"no run in {home}/runs yet; start one with `gputrain run RECIPE`\n"
-    assert gputrain("runs", "--json").stdout == b"[]\n"
-    run = make(home)
-    assert gputrain("runs").stdout.decode().splitlines()[1].startswith(run.id)
-    listed = msgspec.json.decode(gputrain("runs", "--json").stdout)
-    assert [entry["id"] for entry in listed] == [run.id]
-    assert find("last").id == run.id

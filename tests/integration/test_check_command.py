@@ -1,0 +1,70 @@
+"""What would go wrong, judged from facts as a table; and the facts themselves, looked at on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gputrain_tui.preflight.collect import torch_here
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import Recipe
+
+CPUS = "cpu_ranks = 2"
+TRAIN = 'task = "lm"\nmax_updates = 2'
+
+
+def recipe(*nodes: str, train: str = TRAIN, task: str = 'data = "books.txt"', cluster: str = "") -> Recipe:
+    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or (CPUS,))
+    own = f"[task]\n{task}\n" if task else ""
+    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n[train]\n{train}\n{own}", name="one.toml")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books.txt").write_text("to be or not to be\n" * 100)
+    return tmp_path
+
+
+def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+    found = torch_here()
+    program = "import torch; print(torch.__version__, torch.version.cuda)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert f"{found.version} {found.cuda}" == said.strip()
+
+
+def check(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "gputrain_tui", "check", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_tells_every_check_and_refuses_with_3(folder: Path) -> None:
+    wanted = recipe()
+    (folder / "one.toml").write_text(wanted.text)
+    ready = check("one.toml")
+    assert (ready.returncode, ready.stderr) == (0, "")
+    assert ready.stdout.startswith("one: ready\n✓ task")
+    refused = check("one.toml", "--set", "task.data=qqq")
+    assert refused.returncode == 3
+    lines = refused.stdout.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("✗ data"))
+    assert lines[at].endswith("qqq does not exist")
+    assert lines[at + 1].strip() == "→ set task.data to where it lies  (--set task.data)"
+    told = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
+    assert (told["recipe"], told["ready"]) == ("one", False)
+    assert [result["key"] for result in told["results"] if result["status"] == "error"] == ["task.data"]
+    assert json.loads(check("one.toml", "--json").stdout)["ready"] is True
+
+
+def test_a_wrong_recipe_is_2_and_not_3(folder: Path) -> None:
+    (folder / "one.toml").write_text(recipe(train='task = "lm"').text)
+    wrong = check("one.toml")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "one.toml:5: train.max_updates is 0, and nothing would end this training" in wrong.stderr
+    assert check("none.toml").returncode == 2
