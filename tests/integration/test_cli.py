@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([flag]) == 0
     text = capsys.readouterr().out
-    for name in cli.available():
+    for name in cli.COMMANDS:
         assert f"\n  {name} " in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -44,7 +44,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"gputrain {VERSION}\n"
 
 
-@pytest.mark.parametrize("name", cli.available())
+@pytest.mark.parametrize("name", cli.COMMANDS)
 def test_a_command_says_of_itself_what_the_help_says_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module, help_line = cli.COMMANDS[name]
     command = importlib.import_module(module)
@@ -87,26 +87,6 @@ def test_what_a_command_refuses_is_one_line_and_exit_code_2(
     assert cli.main(["logs", "last"]) == 2
     error = capsys.readouterr().err
     assert error == f"gputrain: there is no run in {tmp_path}/runs yet; start one with `gputrain run RECIPE`\n"
-
-
-def test_a_command_that_is_not_installed_does_not_break_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "absent", ("gputrain_tui.commands.absent", "not there"))
-    assert "absent" not in cli.available()
-    assert "gpus" in cli.available()
-    assert cli.main(["absent"]) == 2
-    assert "'absent' is not a known command" in capsys.readouterr().err
-
-
-def test_without_a_console_the_help_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "CONSOLE", "gputrain_tui.console.absent")
-    assert cli.main([]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == cli.help_text() + "\n"
 
 
 def test_control_c_ends_a_command_with_130_and_without_a_traceback(run: Run) -> None:
