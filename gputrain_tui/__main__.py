@@ -1,7 +1,4 @@
-"""Where every command begins, with as little as can be: Ctrl-C is answered from here on, also while modules load.
-
-``python -m gputrain_tui`` is ``gputrain``, also where the console script is not on the path.
-"""
+"""Entry point ``python -m gputrain_tui``, the same as ``gputrain``; handles Ctrl-C also while modules load."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ def main() -> int:
     """Run the command line; return the exit code."""
     try:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a command has started ends with it
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # a command then ends what it has started
         from gputrain_tui import cli
 
         return cli.main()

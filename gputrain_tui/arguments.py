@@ -1,4 +1,4 @@
-"""How flags are parsed: what is wrong is a ``RequestError``, and no word makes argparse fail in another way."""
+"""Parses flags with argparse; every error is a ``RequestError``."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from trainer.contract.errors import RequestError, nearest, quoted
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Reads the words after a command's name."""
+    """Parser of the words after a command's name."""
 
     def __init__(self, *, command: str = "", description: str = "") -> None:
-        """Begin without flags.
+        """Start without flags.
 
         Args:
             command: its name; empty for ``gputrain`` alone, whose help is that of all commands.
-            description: what its help says first.
+            description: first sentence of its help.
         """
         self._program = f"gputrain {command}".rstrip()
         self._where = f"{command}: " if command else ""
         super().__init__(prog=self._program, description=description, allow_abbrev=False, add_help=bool(command))
 
     def error(self, message: str) -> NoReturn:
-        """Say in one line what is wrong."""
+        """Raise argparse's message as a ``RequestError``."""
         raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help like any other text, so that a reader that has left is noticed."""
+        """Print by ``print``, so that a closed pipe raises as elsewhere."""
         print(self.format_help(), end="", file=file)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -1,6 +1,6 @@
-"""The ``gputrain`` command: finds the command's module by name, parses its flags and turns errors into one line.
+"""The ``gputrain`` command line: imports the module of a command, parses its flags and turns errors into one line.
 
-Help and version import no command, so that they answer at once; a command imports only what it needs itself.
+Help and version import no command, so that they are fast; a command imports only what it needs.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
     "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and say what is left of it"),
 }
-"""Name to module and one-line help; a command whose module is not installed is not offered."""
+"""By name: module and one-line help."""
 
 CONSOLE = "gputrain_tui.console.entry"
-"""What ``gputrain`` alone starts; its ``main(words) -> int`` runs until the person leaves."""
+"""Module that ``gputrain`` without a command runs by its ``main(words) -> int``."""
 
 SIGPIPE_STATUS = 141
-"""What a shell sees of a program whose reader went away: 128 + SIGPIPE."""
+"""Exit status of a program killed by SIGPIPE: 128 + 13."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
-"""What a file that takes no more answers; such a file may be standard output itself."""
+"""Errors of a file that cannot be written; it may be standard output."""
 
 
 class Command(Protocol):
-    """What a command's module offers."""
+    """Interface of a command's module."""
 
     NAME: str
     HELP: str
@@ -53,7 +53,7 @@ class Command(Protocol):
         """Declare the command's flags."""
 
     def run(self, args: Namespace) -> int:
-        """Do it; return the exit code."""
+        """Run the command; return the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names and logs hold what an ASCII terminal cannot show
     with printable_streams():
-        return _answered(words)
+        return _run_command(words)
 
 
-def _answered(words: list[str]) -> int:
-    """Run one command, with a line and an exit code for whatever is wrong with the request or the machine."""
+def _run_command(words: list[str]) -> int:
+    """Run one command; turn errors of the request or the machine into a line and an exit code."""
     try:
         require_utf8(words)
         try:
@@ -76,7 +76,7 @@ def _answered(words: list[str]) -> int:
         except SystemExit:  # argparse's, once it has printed a command's help
             sys.stdout.flush()
             raise
-        sys.stdout.flush()  # here, where it can be said that nobody takes it
+        sys.stdout.flush()  # here, where a failure is still reported
         return code
     except RequestError as error:
         narrate(str(error))
@@ -87,7 +87,7 @@ def _answered(words: list[str]) -> int:
         discard(sys.stdout)
         return SIGPIPE_STATUS
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not _has_folder():
+        if isinstance(error, FileNotFoundError) and not _has_working_directory():
             narrate("the working directory is gone: change to one that exists")
             return ExitCode.BAD_REQUEST
         if error.errno in DISK_ERRORS:
@@ -97,7 +97,7 @@ def _answered(words: list[str]) -> int:
             return ExitCode.FAILED
         if error.filename is None:
             raise
-        narrate(f"{error.filename}: {error.strerror}")  # a name that somebody gave, by a flag or the environment
+        narrate(f"{error.filename}: {error.strerror}")  # a path from a flag or the environment
         return ExitCode.BAD_REQUEST
 
 
@@ -116,7 +116,7 @@ def _open_closed_streams() -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
 
 
-def _has_folder() -> bool:
+def _has_working_directory() -> bool:
     """Whether the working directory still exists; another terminal may have deleted it."""
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same, and this is about failing
@@ -127,7 +127,7 @@ def _has_folder() -> bool:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0].partition("=")[0] in ("--fps", "--hostfile"):
-        return _console(words)
+        return _run_console(words)
     name, *rest = words
     if name in ("-h", "--help", "help"):
         print(help_text())
@@ -143,12 +143,12 @@ def _dispatch(words: list[str]) -> int:
     return command.run(parse(command, name, rest))
 
 
-def _console(words: list[str]) -> int:
+def _run_console(words: list[str]) -> int:
     return int(importlib.import_module(CONSOLE).main(words))
 
 
 def help_text() -> str:
-    """What ``gputrain --help`` prints."""
+    """Return the output of ``gputrain --help``."""
     lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [

@@ -1,6 +1,6 @@
-"""Where text leaves for a terminal, a file or a pipe: the one place that keeps what it quotes from commanding anything.
+"""Writes text to standard output and error with control characters made visible, whoever wrote the text.
 
-Host names, recipes, paths and messages come from others, and whoever prints them need not remember it.
+Host names, recipes, paths and messages are untrusted: they must not send commands to a terminal.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainer.contract.errors import printable_lines
 
 
 class PrintableStream:
-    """A text stream that takes line breaks and tabs and makes every other control character visible."""
+    """A text stream that makes control characters visible, except line breaks and tabs."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unfiltered = stream
-        """For text whose parts were made printable before it got colours."""
+        """For coloured text, whose parts are already printable."""
 
     def write(self, text: str) -> int:
         """Write the text, printable."""
@@ -33,7 +33,7 @@ class PrintableStream:
 
 @contextmanager
 def printable_streams() -> Iterator[None]:
-    """Have everything that is printed made printable."""
+    """Make everything printed to standard output and error printable."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, PrintableStream(stream)) for stream in before)
     try:
@@ -43,8 +43,8 @@ def printable_streams() -> Iterator[None]:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what a stream still holds, and all that will be written to it, nowhere: it must neither fail nor wait."""
-    with suppress(OSError):  # a stream without a descriptor holds nothing up
+    """Redirect a stream's descriptor to ``/dev/null``: its buffer and later writes neither fail nor block."""
+    with suppress(OSError):  # a stream without a descriptor cannot block
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -56,12 +56,12 @@ def narrate(line: str) -> None:
 
 
 def print_styled(text: str) -> None:
-    """Print text with colours; each part that is quoted in it was made printable before."""
+    """Print text with colours, whose quoted parts are already printable."""
     print(text, file=getattr(sys.stdout, "unfiltered", sys.stdout))
 
 
 def print_json(text: str) -> None:
-    """Print JSON with what a terminal might obey written as escapes, which mean the same to whoever decodes it."""
+    """Print JSON with control characters as escapes, which decode to the same text."""
     print(text if text.isprintable() else re.sub(r"[^ -~]", _json_escape, text))
 
 

@@ -1,4 +1,4 @@
-"""The folders of gputrain on this machine, by ``GPUTRAIN_HOME`` or the platform's."""
+"""Folders of gputrain on this machine, by ``GPUTRAIN_HOME`` or the platform's conventions."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the run directories."""
+    """Return the folder of the run directories."""
     return home(environ) / "runs"
 
 
 def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """What a person sets once: themes, hosts. Under ``$GPUTRAIN_HOME`` when that is set."""
+    """Return the folder of the user's settings: themes, recipes; under ``$GPUTRAIN_HOME`` when that is set."""
     if environ.get("GPUTRAIN_HOME"):
         return home(environ) / "config"
     import platformdirs
@@ -45,7 +45,7 @@ def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """What can be made again: descriptions of tasks, tokenised text. Under ``$GPUTRAIN_HOME`` when that is set."""
+    """Return the folder of caches: task options, tokenised text; under ``$GPUTRAIN_HOME`` when that is set."""
     if environ.get("GPUTRAIN_HOME"):
         return home(environ) / "cache"
     import platformdirs

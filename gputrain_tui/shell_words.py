@@ -1,4 +1,4 @@
-"""Words as a shell takes them, each on one line and without a character that a terminal would obey."""
+"""Quotes words for a shell, on one line and without control characters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 
 
 def shell_quoted(word: str) -> str:
-    r"""Return a word for bash; the bytes of what cannot be printed are written as ``$'\x1b'``."""
+    r"""Quote a word for bash; unprintable characters become ``$'\x1b'``."""
     if word.isprintable():
         return shlex.quote(word)
     parts = ((shown, "".join(chars)) for shown, chars in groupby(word, str.isprintable))
@@ -16,7 +16,7 @@ def shell_quoted(word: str) -> str:
 
 
 def shell_joined(words: Iterable[str]) -> str:
-    """Return words as one line."""
+    """Quote words and join them in one line."""
     return " ".join(map(shell_quoted, words))
 
 

@@ -1,4 +1,4 @@
-"""Plain tables and figures for people: aligned by display width, no borders, no colour, fit for a pipe."""
+"""Formats plain tables and numbers: aligned by display width, without borders and colours."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trainer.contract.errors import printable
 
 __all__ = ["TableColumn", "duration", "number", "printable", "size", "table", "width"]
 
-HUGE = 1e15
-"""From here on all digits of a number tell nothing."""
+MAX_PLAIN_NUMBER = 1e15
+"""Above, a number is written with an exponent: 16 digits fit no column."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class TableColumn:
     """One column of a table."""
 
     title: str
-    """With the unit, where the cells are numbers."""
+    """Includes the unit of numbers."""
     right: bool = False
-    """Aligned right: numbers."""
+    """Whether cells are aligned right, as numbers are."""
 
 
 def table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out cells under their titles, two spaces apart, whatever they hold; the text has no final newline."""
+    """Return a table with columns two spaces apart, cells made printable, without a final newline."""
     lines = [[column.title for column in columns], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(width(line[index]) for line in lines) for index in range(len(columns))]
     return "\n".join(
@@ -38,7 +38,7 @@ def table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]]) -> str:
 
 
 def width(text: str) -> int:
-    """Terminal cells that a text takes: wide characters two, combining marks none."""
+    """Return the terminal cells of a text: two for wide characters, none for combining marks."""
     if text.isascii():
         return len(text)
     return sum(
@@ -52,7 +52,7 @@ def _pad(text: str, wide: int, right: bool) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes in binary units with two or three digits: ``80 GiB``, ``1.5 MiB``; empty when unknown."""
+    """Return bytes in binary units with two or three digits: ``80 GiB``, ``1.5 MiB``; empty when unknown."""
     if count is None:
         return ""
     value = float(count)
@@ -64,7 +64,7 @@ def size(count: int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``42 s``, ``3:07``, ``1:02:03`` or ``2 d 03:04``; empty when unknown."""
+    """Return a duration as ``42 s``, ``3:07``, ``1:02:03`` or ``2 d 03:04``; empty when unknown."""
     if seconds is None:
         return ""
     whole = max(0, int(seconds))
@@ -79,11 +79,11 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """A number with so many decimals, a huge one with an exponent; empty when it was not measured."""
+    """Return a number with ``digits`` decimals, a huge one with an exponent; empty for None."""
     if value is None:
         return ""
-    return f"{value:.{digits}f}" if abs(value) < HUGE else f"{value:.2e}"
+    return f"{value:.{digits}f}" if abs(value) < MAX_PLAIN_NUMBER else f"{value:.2e}"
 
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-"""Terminal commands: colours, cursor moves, window titles."""
+"""Escape sequences of terminals: colours, cursor moves, window titles."""
