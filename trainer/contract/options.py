@@ -300,7 +300,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="CPU threads per rank; 0: cores that the node may use divided by its ranks",
+            description="CPU threads per rank; 0: cores of the node divided by its ranks",
             extra={"group": "Numerics", "per_rank": True},
         ),
     ] = 0
