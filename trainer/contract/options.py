@@ -49,11 +49,8 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 300.0
     stop_grace: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="seconds that ranks have to answer when asked to stop and save, or three of their steps where "
-            "those take longer; then they are killed",
-        ),
+        # Or three of their steps, where those take longer.
+        Meta(ge=0, description="seconds that ranks have to answer when asked to stop and save; then they are killed"),
     ] = 10.0
     distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
     device_id: (
@@ -315,7 +312,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="CPU threads per rank; 0: cores that the node may use divided by its ranks",
+            description="CPU threads per rank; 0: cores of the node divided by its ranks",
             extra={"group": "Numerics", "per_rank": True},
         ),
     ] = 0
