@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from machines import gpu, machine
 from run_dirs import run_dir
 from screens_at_rest import in_loop, quiet_app, seen, settle, show
 
@@ -21,12 +22,11 @@ from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_g
 from gputrain_tui.console.widgets.machine import draw_machine
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.hostfile import HostLine
-from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
+from gputrain_tui.hosts.inventory import Gpu, Inventory
 from gputrain_tui.hosts.survey import HostReport
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe.model import Gpus, Node
 
-GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,43 +34,6 @@ ROOT = Path(__file__).parents[2]
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-
-
-def gpu(index: int, *, busy: bool = False, hot: bool = False) -> Gpu:
-    process = GpuProcess(pid=4000 + index, user="ada", name="python", memory_bytes=70 * GIB)
-    return Gpu(
-        index=index,
-        uuid=f"GPU-{index}",
-        pci_bus_id=f"00000000:{index:02x}:00.0",
-        name="NVIDIA H200",
-        memory_used_bytes=70 * GIB if busy else 0,
-        memory_total_bytes=140 * GIB,
-        utilization_percent=97.0 if busy else 0.0,
-        temperature_celsius=88.0 if hot else 40.0,
-        power_watts=650.0,
-        power_limit_watts=700.0,
-        sm_clock_mhz=1980,
-        max_sm_clock_mhz=1980,
-        throttle_reasons=("thermal_software",) if hot else (),
-        processes=(process,) if busy else (),
-    )
-
-
-def machine(*gpus: Gpu, note: str = "") -> Inventory:
-    return Inventory(
-        host="node7",
-        time=0.0,
-        system="Linux 6.8",
-        cpus=Cpus(model="Xeon", physical=8, logical=16, usable=16),
-        memory=Memory(total_bytes=64 * GIB, available_bytes=48 * GIB),
-        load=(1.0, 2.0, 3.0),
-        uptime_s=3600.0,
-        networks=(Network(name="eth0", addresses=("10.0.0.7",), speed_mbits=100_000),),
-        driver="560.35" if gpus else None,
-        cuda="12.6" if gpus else None,
-        gpus=gpus,
-        note=note,
-    )
 
 
 # Drawing
@@ -114,8 +77,10 @@ def test_the_machine_shows_what_it_has() -> None:
 def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> None:
     running = run_dir(tmp_path, "going", status="running")
     ended = run_dir(tmp_path, "ended")
-    node = PlannedNode(node=0, host="localhost", first_rank=0, ranks=[0, 1], devices=[1, "GPU-2"], argv=[], env={})
-    away = PlannedNode(node=1, host="far", first_rank=2, ranks=[2], devices=[0], argv=[], env={})
+    node = PlannedNode(
+        node=0, host="localhost", first_rank=0, ranks=[0, 1], devices=[1, "GPU-2"], argv=["python"], env={}
+    )
+    away = PlannedNode(node=1, host="far", first_rank=2, ranks=[2], devices=[0], argv=["python"], env={})
     plan = Plan(world_size=3, init_method=None, backend="nccl", launcher="local", nodes=[node, away])
     for run in (running, ended):
         run.dir.plan.write_bytes(msgspec.json.encode(plan))

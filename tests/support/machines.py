@@ -1,4 +1,4 @@
-"""Golden frames of the cluster screen with several machines."""
+"""Machines that do not exist, as the cluster screen gets to know them: this one, and others over ssh."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from run_dirs import run_dir
-from screen_frames import SIZES, assert_screen
-from screens_at_rest import in_loop, quiet_app, settle, show
-from test_cluster_screen import gpu, machine
+from screens_at_rest import settle, show
 from textual.pilot import Pilot
 
 from gputrain_tui.console.app import GputrainApp
@@ -21,18 +18,64 @@ from gputrain_tui.hosts.hostfile import parse_hosts
 from gputrain_tui.hosts.inventory import Cpus, Gpu, GpuProcess, Inventory, Memory, Network
 from gputrain_tui.hosts.survey import HostReport
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.recipe import model as recipes
 from trainer.contract.record import RunDir
 
 GIB = 1 << 30
-SIZED = pytest.mark.parametrize("size", SIZES)
 HOSTS = "gpu1 gpus=0,1,2,3\nada@gpu2 slots=2\ncpu9\ngpu3\n"
+NO_DRIVER = "no NVIDIA driver on this machine; CPU ranks work"
+TWO_NODES = """name = "two-nodes"
+
+[[cluster.nodes]]
+host = "gpu1"
+gpus = 4
+
+[[cluster.nodes]]
+host = "ada@gpu2"
+gpus = 2
+
+[train]
+task = "lm"
+
+[task]
+data = "stdlib"
+"""
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
+def gpu(index: int, *, busy: bool = False, hot: bool = False) -> Gpu:
+    process = GpuProcess(pid=4000 + index, user="ada", name="python", memory_bytes=70 * GIB)
+    return Gpu(
+        index=index,
+        uuid=f"GPU-{index}",
+        pci_bus_id=f"00000000:{index:02x}:00.0",
+        name="NVIDIA H200",
+        memory_used_bytes=70 * GIB if busy else 0,
+        memory_total_bytes=140 * GIB,
+        utilization_percent=97.0 if busy else 0.0,
+        temperature_celsius=88.0 if hot else 40.0,
+        power_watts=650.0,
+        power_limit_watts=700.0,
+        sm_clock_mhz=1980,
+        max_sm_clock_mhz=1980,
+        throttle_reasons=("thermal_software",) if hot else (),
+        processes=(process,) if busy else (),
+    )
+
+
+def machine(*gpus: Gpu, note: str = "") -> Inventory:
+    return Inventory(
+        host="node7",
+        time=0.0,
+        system="Linux 6.8",
+        cpus=Cpus(model="Xeon", physical=8, logical=16, usable=16),
+        memory=Memory(total_bytes=64 * GIB, available_bytes=48 * GIB),
+        load=(1.0, 2.0, 3.0),
+        uptime_s=3600.0,
+        networks=(Network(name="eth0", addresses=("10.0.0.7",), speed_mbits=100_000),),
+        driver="560.35" if gpus else None,
+        cuda="12.6" if gpus else None,
+        gpus=gpus,
+        note=note,
+    )
 
 
 def other(host: str, *gpus: Gpu, load: float, cores: int, used: int, note: str = "") -> HostReport:
@@ -83,7 +126,9 @@ ANSWERS = {
 def a_run(folder: Path) -> list[Run]:
     """A run with two ranks on gpu1, under a name that does not change."""
     run = run_dir(folder, "llm", status="running", steps=1)
-    node = PlannedNode(node=0, host="gpu1", first_rank=0, ranks=[0, 1], devices=["GPU-0", "GPU-1"], argv=[], env={})
+    node = PlannedNode(
+        node=0, host="gpu1", first_rank=0, ranks=[0, 1], devices=["GPU-0", "GPU-1"], argv=["python"], env={}
+    )
     plan = Plan(world_size=2, init_method=None, backend="nccl", launcher="ssh", nodes=[node])
     run.dir.plan.write_bytes(msgspec.json.encode(plan))
     return [replace(run, dir=RunDir(run.dir.path.rename(folder / "llm-1")))]
@@ -104,76 +149,3 @@ async def several(pilot: Pilot[Any], folder: Path) -> None:
     await show(pilot, screen)
     await pilot.press("down", "down", "down", "down", "down", "down", "space", "down", "space")
     await settle(pilot)
-
-
-RECIPE = """name = "two-nodes"
-
-[[cluster.nodes]]
-host = "gpu1"
-gpus = 4
-
-[[cluster.nodes]]
-host = "ada@gpu2"
-gpus = 2
-
-[train]
-task = "lm"
-
-[task]
-data = "stdlib"
-"""
-
-
-@SIZED
-@in_loop
-async def test_one_machine(size: str) -> None:
-    app = quiet_app()
-    gpus = [gpu(index, busy=index < 3, hot=index == 2) for index in range(8)]
-    async with app.run_test(size=SIZES[size]) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(*gpus), runs=list, clocked=False))
-        await pilot.press("end", "space", "home")
-        await settle(pilot)
-        assert_screen(f"cluster_{size}", app)
-
-
-@SIZED
-@in_loop
-async def test_a_machine_without_gpus(size: str) -> None:
-    app = quiet_app()
-    note = "no NVIDIA driver on this machine; CPU ranks work"
-    async with app.run_test(size=SIZES[size]) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(note=note), runs=list, clocked=False))
-        assert_screen(f"cluster_without_gpus_{size}", app)
-
-
-@SIZED
-@in_loop
-async def test_the_machines_of_a_recipe(size: str) -> None:
-    app = quiet_app()
-    app.session.recipe = recipes.build(RECIPE, name="two_nodes.toml")
-    async with app.run_test(size=SIZES[size]) as pilot:
-        take = lambda: machine(note="no NVIDIA driver on this machine; CPU ranks work")  # noqa: E731
-        await show(
-            pilot, ClusterScreen(take=take, ask=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0)
-        )
-        assert_screen(f"cluster_recipe_{size}", app)
-
-
-@SIZED
-@in_loop
-async def test_several_machines_one_of_them_silent(size: str, tmp_path: Path) -> None:
-    app = quiet_app()
-    async with app.run_test(size=SIZES[size]) as pilot:
-        await several(pilot, tmp_path)
-        assert_screen(f"cluster_hosts_{size}", app)
-
-
-@SIZED
-@in_loop
-async def test_the_cursor_on_a_machine_that_does_not_answer(size: str, tmp_path: Path) -> None:
-    app = quiet_app()
-    async with app.run_test(size=SIZES[size]) as pilot:
-        await several(pilot, tmp_path)
-        await pilot.press("end")
-        await settle(pilot)
-        assert_screen(f"cluster_silent_{size}", app)
