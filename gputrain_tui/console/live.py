@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from gputrain_tui.history.preview import WORTH_BYTES, Preview, apply_all
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
 from gputrain_tui.history.series import Series
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from trainer.contract.errors import RecordError
-from trainer.contract.record import AnyEvent, RunEnded
+from trainer.contract.record import AnyEvent, RunEnded, Step
+from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
 
 BUDGET_S = 0.02
@@ -82,18 +82,10 @@ class LiveRun:
         self._next_poll = float("-inf")
         self._heard_at = float("-inf")
         self._turns = 0
-        self._preview: Preview | None = None
-        """What is shown while a long record is being read through."""
-        self._whole = (self.state, self.series)
-        """What comes of reading it through."""
         if known is not None:
             self.series.coarsen(known.steps)
-            apply_all(known.events, self.state, self.series)
+            self._apply(known.events)
             self.series.refine()
-        elif source is None and _size(run) >= WORTH_BYTES:
-            self._preview = Preview(run.dir, self._new_state())
-            self._preview.poll()
-            self.state, self.series = self._preview.state, self._preview.series
 
     @property
     def version(self) -> int:
@@ -152,11 +144,9 @@ class LiveRun:
         deadline = now + budget_s
         if not self.caught_up and not self._total_bytes:
             self._total_bytes = _size(self.run)
-        if self._preview is not None:
-            self._preview.poll()
         while True:
             events = self._source.poll(PORTION_BYTES)
-            self._take(events)
+            self._apply(events)
             backlog = self._source.backlog_bytes
             self._read_bytes = max(self._total_bytes - backlog, self._read_bytes)
             if events:
@@ -167,7 +157,8 @@ class LiveRun:
                 self._turns += 1
                 return True
         if not self.caught_up:
-            self._catch_up()
+            self.caught_up = True
+            self._turns += 1
         if self.over:
             self._next_poll = now + OVER_POLL_S
         elif now - self._heard_at > QUIET_S:
@@ -177,23 +168,15 @@ class LiveRun:
     def close(self) -> None:
         """Let go of the files."""
         self._source.close()
-        if self._preview is not None:
-            self._preview.close()
 
-    def _take(self, events: list[AnyEvent]) -> None:
-        state, series = self._whole
-        apply_all(events, state, series)
-        if events and type(events[-1]) is RunEnded:
-            series.flush()
-
-    def _catch_up(self) -> None:
-        """Show what was read through in place of what was skimmed."""
-        self.caught_up = True
-        self._turns += 1
-        self.state, self.series = self._whole
-        if self._preview is not None:
-            self._preview.close()
-            self._preview = None
+    def _apply(self, events: Sequence[AnyEvent | DownsampledBlock]) -> None:
+        """Put events into state and curves."""
+        for event in events:
+            self.state.apply(event)
+            if isinstance(event, Step | DownsampledBlock):
+                self.series.apply(event)
+        if events and isinstance(events[-1], RunEnded):
+            self.series.flush()
 
     def _look_at_status(self, now: float) -> None:
         if now - self._status_at < STATUS_S:

@@ -110,7 +110,6 @@ class Follower:
         torn: bool = False,
         longest_line_bytes: int = LONGEST_LINE_BYTES,
         last_bytes: int | None = None,
-        whole: Container[str] = (),
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -123,7 +122,6 @@ class Follower:
             torn: give what is there also where a line has not ended yet.
             longest_line_bytes: what is kept of a line until its end has come.
             last_bytes: begin so near the end, all files together; by default at the beginning.
-            whole: names without suffix of files that are read from the beginning all the same.
             begin: bytes at which to begin, by name without suffix.
             now: Unix seconds.
         """
@@ -133,7 +131,6 @@ class Follower:
         self._torn = torn
         self._longest_line_bytes = longest_line_bytes
         self._last_bytes = last_bytes
-        self._whole = whole
         self._begin = begin or {}
         self._now = now
         self._files: dict[str, AppendedFile] = {}
@@ -198,7 +195,7 @@ class Follower:
                     longest_line_bytes=self._longest_line_bytes,
                 )
                 known[stem].offset = self._begin.get(stem, 0)
-                if self._last_bytes is not None and stem not in self._whole:
+                if self._last_bytes is not None:
                     known[stem].skip(max(SHORTEST_TAIL_BYTES, self._last_bytes // len(found)))
 
 

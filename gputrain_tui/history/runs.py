@@ -341,7 +341,6 @@ class RunReader:
         self,
         run: RunDir,
         *,
-        last_bytes: int | None = None,
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -349,11 +348,10 @@ class RunReader:
 
         Args:
             run: its directory.
-            last_bytes: begin so near the end of the ranks' files, all together; by default at the beginning.
             begin: bytes of the files at which to begin, by their names without suffix.
             now: Unix seconds.
         """
-        self._follower = Follower(run.events, ".ndjson", last_bytes=last_bytes, whole=("run",), begin=begin, now=now)
+        self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
         self._world_size = ranks_of(run)
         self._ended: RunEnded | None = None
 

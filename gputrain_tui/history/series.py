@@ -112,8 +112,8 @@ class Series:
     def coarsen(self, steps: int) -> None:
         """Put the events of so many steps together until ``refine``.
 
-        For a long history that is read in samples, of which no two ranks' are of the same steps; a rank's next sample
-        must be nearer than ``steps``.
+        For blocks of a downsampled record, of which no two ranks' are of the same steps; none covers more than
+        ``steps``.
         """
         if steps > self._width:
             self._widen(steps)

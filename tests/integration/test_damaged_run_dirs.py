@@ -29,7 +29,6 @@ from textual.pilot import Pilot
 
 from gputrain_tui import cli
 from gputrain_tui.commands.runs import report
-from gputrain_tui.console import live as live_module
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.host_choice import plans_of
 from gputrain_tui.console.live import LiveRun
@@ -333,7 +332,6 @@ def test_the_console_shows_a_run_whatever_its_directory_holds(template: Path, da
     with damaged(template, damage, short) as (home, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPUTRAIN_HOME", str(home))
         patch.setattr(replay, "WHOLE_BYTES", 0)  # also a short record is shown from its digest where there is one
-        patch.setattr(live_module, "WORTH_BYTES", 0)
         asyncio.run(_look_at_everything(home))
 
 

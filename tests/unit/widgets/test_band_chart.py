@@ -3,19 +3,20 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from frames import SyntheticRun, assert_frame, synthetic_run
+from run_in_memory import RunInMemory, run_in_memory
 
 from gputrain_tui.console.widgets.band_chart import Curve, Scale, chart_columns, draw_curve
 from gputrain_tui.console.widgets.drawing import Row, text_of
 from gputrain_tui.history.series import Window
 
-RUN = synthetic_run()
+RUN = run_in_memory()
 
 
-def loss_curve(run: SyntheticRun, width: int, *, rank: int | None = None, scale: Scale = "linear") -> Curve:
+def loss_curve(run: RunInMemory, width: int, *, rank: int | None = None, scale: Scale = "linear") -> Curve:
     columns = chart_columns(width)
     return Curve(
         title="loss",
@@ -35,19 +36,30 @@ def curve_of(values: list[float], *, first: int = 1, scale: Scale = "linear") ->
     return Curve(title="loss", window=window, value=values[-1] if values else math.nan, scale=scale)
 
 
+def is_curve(char: str) -> bool:
+    return 0x2800 < ord(char) <= 0x28FF
+
+
 def braille(rows: list[Row]) -> int:
-    return sum(0x2800 < ord(char) <= 0x28FF for row in rows for char in text_of(row))
+    return sum(is_curve(char) for row in rows for char in text_of(row))
 
 
 @pytest.mark.parametrize(("width", "height"), [(38, 6), (58, 12), (98, 18)])
-def test_a_loss_curve_at_three_sizes(width: int, height: int) -> None:
+def test_a_falling_loss_is_drawn_from_the_upper_left_to_the_lower_right(width: int, height: int) -> None:
     rows = draw_curve(loss_curve(RUN, width, rank=5), width, height)
-    assert_frame(f"band_chart_{width}x{height}", rows, width, height)
+    assert [len(text_of(row)) for row in rows] == [width] * height
+    assert text_of(rows[0]).startswith("loss 1.506 nats  rank 5 1.624 ")
+    assert text_of(rows[-1]).rstrip().endswith("step 200")
+    plot = [text_of(row)[8:] for row in rows[1:-1]]
+    heights = [next(y for y, line in enumerate(plot) if is_curve(line[x])) for x in range(width - 8)]
+    assert heights[0] < heights[-1] == max(heights)
+    assert all(after >= before - 1 for before, after in pairwise(heights))
 
 
 def test_a_logarithmic_curve_has_round_decades() -> None:
     rows = draw_curve(loss_curve(RUN, 58, scale="log"), 58, 12)
-    assert_frame("band_chart_log", rows, 58, 12)
+    assert text_of(rows[0]).endswith("median in min–max of 16 ranks  log")
+    assert labels(rows) == [10, 5, 2]
 
 
 def test_a_logarithmic_curve_within_a_decade_still_has_labels() -> None:

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from frames import assert_frame, synthetic_run
+from run_in_memory import run_in_memory
 
 from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PHASE_COLOURS, PLAIN, SIXTEEN, SIXTEEN_LIGHT, Ramp
 from gputrain_tui.console.widgets.drawing import text_of
@@ -17,7 +17,7 @@ from gputrain_tui.console.widgets.lateness_map import (
     thresholds,
 )
 
-RUN = synthetic_run()
+RUN = run_in_memory()
 
 
 def heat(width: int, height: int) -> Heat:
@@ -35,9 +35,16 @@ def heat(width: int, height: int) -> Heat:
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 10), (98, 18)])
-def test_lateness_at_three_sizes(width: int, height: int) -> None:
+def test_a_rank_that_becomes_late_stands_out_from_then_on(width: int, height: int) -> None:
     rows = draw_heat(heat(width, height), width, height, symbols=True)
-    assert_frame(f"lateness_map_{width}x{height}", rows, width, height)
+    assert [len(text_of(row)) for row in rows] == [width] * height
+    assert text_of(rows[0]).startswith("late 64.65 ms  rank 5 ")
+    assert text_of(rows[-1]).rstrip().endswith("step 200")
+    lines = [text_of(row)[8:] for row in rows[1:-1]]
+    assert [text_of(row)[:8].strip() for row in rows[1:-1] if "#" in text_of(row)] == ["▸5"]
+    late = next(line for line in lines if "#" in line)
+    assert late.rstrip("#") == late[: late.index("#")]
+    assert abs(late.index("#") - len(late) // 2) <= 1
 
 
 def test_two_ranks_share_a_line_in_halves() -> None:

@@ -1,22 +1,27 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
-from frames import assert_frame, synthetic_run
+from run_in_memory import run_in_memory
 
 from gputrain_tui.console.widgets.drawing import text_of
 from gputrain_tui.console.widgets.step_bars import Bar, bars, draw_bars
 from gputrain_tui.state import RankView
 
-RUN = synthetic_run()
+RUN = run_in_memory()
 VIEWS = [RUN.state.ranks[rank] for rank in sorted(RUN.state.ranks)]
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 9), (98, 18)])
-def test_steps_are_stacked_at_three_sizes(width: int, height: int) -> None:
-    rows = draw_bars(bars(VIEWS, height - 1, 5), width, height, symbols=True)
-    assert_frame(f"step_bars_{width}x{height}", rows, width, height)
+def test_the_phases_of_a_step_are_stacked_in_their_order(width: int, height: int) -> None:
+    rows = [text_of(row) for row in draw_bars(bars(VIEWS, height - 1, 5), width, height, symbols=True)]
+    assert [len(row) for row in rows] == [width] * height
+    assert rows[0].startswith("step 273.1 ms ")
+    phases = [re.sub(r"(.)\1*", r"\1", row[8:].split()[0]) for row in rows[1:] if row.strip()]
+    assert phases
+    assert set(phases) <= {"▒█▓░", "█▓░", "▒█▓░▞", "█▓░▞"}
 
 
 def test_the_selected_rank_stands_above_the_groups() -> None:

@@ -1,22 +1,16 @@
-"""What the widget tests share: a synthetic run, and frames of text that are compared with files."""
+"""A run in memory that widgets can draw: no file, no process."""
 
 from __future__ import annotations
 
 import math
-import os
 import random
-from collections.abc import Sequence
-from pathlib import Path
 
-from gputrain_tui.console.widgets.drawing import Row, text_of
 from gputrain_tui.history.series import Series
 from gputrain_tui.state import RunState
 from trainer.contract.record import AnyEvent, Finding, GpuSample, NodeSample, RankState, Step
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "widgets"
 
-
-class SyntheticRun:
+class RunInMemory:
     """A run in memory, as the console's own follower would hold it."""
 
     def __init__(self, world_size: int) -> None:
@@ -33,10 +27,10 @@ class SyntheticRun:
             self.series.apply(event)
 
 
-def synthetic_run(world_size: int = 16, steps: int = 200, *, per_node: int = 8, seed: int = 1) -> SyntheticRun:
+def run_in_memory(world_size: int = 16, steps: int = 200, *, per_node: int = 8, seed: int = 1) -> RunInMemory:
     """A falling loss; one rank becomes slow in the second half and is reported."""
     noise = random.Random(seed)
-    run = SyntheticRun(world_size)
+    run = RunInMemory(world_size)
     slow = world_size // 3
     for rank in range(world_size):
         run.apply(
@@ -69,15 +63,3 @@ def synthetic_run(world_size: int = 16, steps: int = 200, *, per_node: int = 8, 
             )  # fmt: skip
     run.apply(Finding(time=float(steps), kind="straggler", rank=slow))
     return run
-
-
-def assert_frame(name: str, rows: Sequence[Row], width: int, height: int) -> None:
-    """Compare rows with ``<name>.txt``; written anew when ``UPDATE_GOLDEN`` is set."""
-    texts = [text_of(row) for row in rows]
-    assert len(texts) == height
-    assert {len(text) for text in texts} <= {width}
-    found = "".join(f"{text}|\n" for text in texts)
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(found, encoding="utf-8")
-    assert found == path.read_text(encoding="utf-8")
