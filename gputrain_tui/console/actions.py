@@ -5,7 +5,6 @@ An action's name is the name of the method ``action_<name>`` on the screen, or o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from textual.binding import Binding
@@ -293,30 +292,3 @@ def groups(place: str) -> dict[str, list[Action]]:
     for action in available(place):
         found.setdefault(action.group, []).append(action)
     return found
-
-
-def clashes(actions: Iterable[Action] = ACTIONS) -> list[tuple[str, str, str]]:
-    """Return the keys that mean two things on one screen, with the two actions: none, or the table is wrong."""
-    found = []
-    seen: dict[tuple[str, str], str] = {}
-    every = list(actions)
-    places = {place for action in every for place in action.places} - {EVERYWHERE}
-    for place in sorted(places):
-        for action in every:
-            if place not in action.places and EVERYWHERE not in action.places:
-                continue
-            for key in action.keys:
-                other = seen.setdefault((place, key), action.name)
-                if other != action.name:
-                    found.append((key, other, action.name))
-    return found
-
-
-def readme_keys() -> str:
-    """Return the README's table of keys: one row per place, from the same rows as the footer and the help."""
-    rows = ["| where | keys |", "|---|---|"]
-    for place in dict.fromkeys(place for action in ACTIONS for place in action.places):
-        name = "everywhere" if place == EVERYWHERE else place
-        keys = " · ".join(f"`{action.key_text}` {action.label}" for action in of_place(place))
-        rows.append(f"| {name} | {keys} |")
-    return "\n".join(rows) + "\n"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import math
 import os
 import signal
@@ -149,10 +148,8 @@ class GputrainApp(App[int]):
             await self.switch_mode(self._page("cluster"))
         elif not runs:
             await self.switch_mode(self._page("welcome"))
-        elif self.has_page("history"):
-            await self.switch_mode(self._page("history"))
         else:
-            await self.open_run(runs[0])
+            await self.switch_mode(self._page("history"))
 
     async def on_event(self, event: events.Event) -> None:
         """Take the time between two keys, before anybody answers them."""
@@ -213,13 +210,6 @@ class GputrainApp(App[int]):
 
     # Where to go
 
-    def has_page(self, name: str) -> bool:
-        """Return whether there is such a screen."""
-        try:
-            return importlib.util.find_spec(PAGES[name].partition(":")[0]) is not None
-        except ModuleNotFoundError:
-            return False
-
     def _page(self, name: str) -> str:
         """Return a mode, made known when it is first asked for."""
         if name not in self._known:
@@ -230,8 +220,7 @@ class GputrainApp(App[int]):
     async def action_go(self, name: str) -> None:
         """Go to one of the four screens."""
         if name != "run":
-            if self.has_page(name):
-                await self.switch_mode(self._page(name))
+            await self.switch_mode(self._page(name))
             return
         if self.live is not None:
             await self.switch_mode(self._run_mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,8 +42,6 @@ class PanelChoice:
     """Machines of the run: who is awaited takes a line for each."""
     card: int = 0
     """Lines that the culprit card wants; 0: nothing failed."""
-    has: Collection[str] = PANELS
-    """Panels that there are."""
 
 
 def kind(width: int, height: int) -> Literal["narrow", "medium", "wide"]:
@@ -91,8 +88,7 @@ def _medium(area: Region, choice: PanelChoice) -> dict[str, Region]:
 
 def _wide(area: Region, choice: PanelChoice) -> dict[str, Region]:
     """All panels."""
-    told: tuple[PanelName, ...] = ("findings", "log") if "log" in choice.has else ("findings",)
-    return _above(area, choice) or _aside(area, choice, max(area.height // 4, 8), told)
+    return _above(area, choice) or _aside(area, choice, max(area.height // 4, 8), ("findings", "log"))
 
 
 def _above(area: Region, choice: PanelChoice) -> dict[str, Region]:
@@ -103,7 +99,7 @@ def _above(area: Region, choice: PanelChoice) -> dict[str, Region]:
     if not choice.joining:
         return {"ranks": top, **_below(rest, choice)}
     joining, log = _columns(rest, 2)
-    return {"ranks": top, "joining": joining, _talk(choice): log}
+    return {"ranks": top, "joining": joining, "log": log}
 
 
 def _aside(area: Region, choice: PanelChoice, low: int, told: tuple[PanelName, ...]) -> dict[str, Region]:
@@ -125,11 +121,8 @@ def _below(area: Region, choice: PanelChoice) -> dict[str, Region]:
     left, right = _columns(bottom, 2)
     bars, rest = left.split_horizontal(min(choice.ranks + GRID_HEAD, max((left.height + 1) // 2, left.height - 9)))
     placed = {"loss": loss, "sync": sync, "bars": bars}
-    has_log = "log" in choice.has
     if choice.ranks < 2 and choice.panel != "late":  # nobody to be late for
-        return placed | {"findings": rest if has_log else right} | ({"log": right} if has_log else {})
-    if not has_log:
-        return placed | {"late": rest, "findings": right}
+        return placed | {"findings": rest, "log": right}
     lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + GRID_HEAD)
     if rest.height - lines < TALK:
         findings, log = right.split_horizontal(max(right.height // 3, TALK))
@@ -149,7 +142,7 @@ def _beside(area: Region, choice: PanelChoice, bottom: Region, told: tuple[Panel
     ranks, low = left.split_horizontal(choice.ranks + GRID_HEAD + 1)
     lines = bar_lines(choice.ranks, low.height)
     placed = {"ranks": ranks, "bars": low}
-    if low.height - lines >= TALK and "log" in choice.has:
+    if low.height - lines >= TALK:
         placed["bars"], placed["log"] = low.split_horizontal(lines)
         told = ("findings",)
     placed |= _charts(Region(right.x, area.y, right.width, bottom.y - area.y), choice)
@@ -169,11 +162,7 @@ def _arriving(area: Region, choice: PanelChoice) -> dict[str, Region]:
     """The table beside who is awaited, and what is printed meanwhile."""
     left, right = _columns(area, 2)
     joining, log = right.split_horizontal(min(choice.hosts + ARRIVING, (right.height + 1) // 2))
-    return {"ranks": left, "joining": joining, _talk(choice): log}
-
-
-def _talk(choice: PanelChoice) -> PanelName:
-    return "log" if "log" in choice.has else "findings"
+    return {"ranks": left, "joining": joining, "log": log}
 
 
 def _few(area: Region, choice: PanelChoice) -> bool:

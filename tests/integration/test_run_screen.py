@@ -53,8 +53,8 @@ def finished(root: Path) -> Run:
 @pytest.mark.parametrize("size", [(20, 6), (78, 21), (94, 40), (118, 37), (118, 25), (198, 57), (300, 90), (200, 20)])
 def test_panels_never_overlap_and_stay_inside(ranks: int, size: tuple[int, int]) -> None:
     names: tuple[PanelName, ...] = ("loss", "findings", "ranks")
-    for card, joining, has, panel in product((0, 9), (False, True), (PANELS, PANELS[:-1]), names):
-        placed = arrange(*size, PanelChoice(ranks=ranks, card=card, joining=joining, panel=panel, has=has))
+    for card, joining, panel in product((0, 9), (False, True), names):
+        placed = arrange(*size, PanelChoice(ranks=ranks, card=card, joining=joining, panel=panel))
         assert placed
         for region in placed.values():
             assert region.right <= size[0]
@@ -62,7 +62,7 @@ def test_panels_never_overlap_and_stay_inside(ranks: int, size: tuple[int, int])
         for one, two in combinations(placed.values(), 2):
             assert not one.overlaps(two)
         assert ("culprit" in placed) == bool(card)
-        assert set(placed) <= {*has, "culprit", "joining"}
+        assert set(placed) <= {*PANELS, "culprit", "joining"}
 
 
 def test_a_small_terminal_shows_the_table_and_one_panel() -> None:
@@ -93,7 +93,7 @@ def test_a_zoomed_panel_has_everything() -> None:
 @pytest.mark.parametrize("size", [(20, 6), (78, 21), (118, 37), (198, 57)])
 @pytest.mark.parametrize("below", ["loss", "log", "stack"])
 def test_panels_of_a_rank_never_overlap(size: tuple[int, int], below: str) -> None:
-    placed = arrange_rank(*size, facts=8, below=below, has_log=True)
+    placed = arrange_rank(*size, facts=8, below=below)
     for one, two in combinations(placed.values(), 2):
         assert not one.overlaps(two)
     assert below in placed

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,10 @@ from gputrain_tui.console.actions import (
     EVERYWHERE,
     Action,
     bindings,
-    clashes,
     footer,
     footer_of_focus,
     groups,
     of_place,
-    readme_keys,
 )
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.help import WITH_LOG, help_text
@@ -38,6 +37,31 @@ def places() -> dict[str, type]:
             if issubclass(value, Screen) and isinstance(place := getattr(value, "PLACE", None), str):
                 found[place] = value
     return found
+
+
+def clashes(actions: Iterable[Action] = ACTIONS) -> list[tuple[str, str, str]]:
+    found = []
+    seen: dict[tuple[str, str], str] = {}
+    every = list(actions)
+    places = {place for action in every for place in action.places} - {EVERYWHERE}
+    for place in sorted(places):
+        for action in every:
+            if place not in action.places and EVERYWHERE not in action.places:
+                continue
+            for key in action.keys:
+                other = seen.setdefault((place, key), action.name)
+                if other != action.name:
+                    found.append((key, other, action.name))
+    return found
+
+
+def readme_keys() -> str:
+    rows = ["| where | keys |", "|---|---|"]
+    for place in dict.fromkeys(place for action in ACTIONS for place in action.places):
+        name = "everywhere" if place == EVERYWHERE else place
+        keys = " · ".join(f"`{action.key_text}` {action.label}" for action in of_place(place))
+        rows.append(f"| {name} | {keys} |")
+    return "\n".join(rows) + "\n"
 
 
 def test_no_key_means_two_things_on_one_screen() -> None:

@@ -62,6 +62,3 @@ class ChartScreen(Screen[None]):
             console_of(self).say(f"{self.live.id} has ended: {self.live.status}")
         else:
             console_of(self).ask_to_stop(self.live.run)
-
-
-LOG_VIEW = "gputrain_tui.console.widgets.log_view"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,10 +12,11 @@ from textual.geometry import Region
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import GAP, PanelContainer, kind
-from gputrain_tui.console.screens.charts import CHARTS_S, LOG_VIEW, ChartScreen
+from gputrain_tui.console.screens.charts import CHARTS_S, ChartScreen
 from gputrain_tui.console.stack_request import StackRequest, ask
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.stack_view import StackView
@@ -30,7 +30,7 @@ PATIENCE_S = 3.0
 """After this long without an answer the process is said not to answer."""
 
 
-def arrange_rank(width: int, height: int, *, facts: int, below: str, has_log: bool) -> dict[str, Region]:
+def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
     """Return the panels of the screen and where they stand.
 
     Args:
@@ -38,7 +38,6 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str, has_log: bo
         height: lines.
         facts: lines that the figures want.
         below: the panel that was asked for last.
-        has_log: whether there is a log view.
     """
     if width < 1 or height < 1:
         return {}
@@ -47,14 +46,14 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str, has_log: bo
     top, rest = area.split_horizontal(min(facts + (size != "narrow"), max(height // 2, 3)))
     if size == "narrow":
         return {"facts": top, below: rest}
-    text = below if below in ("log", "stack") else "log" if has_log else "stack"
+    text = below if below in ("log", "stack") else "log"
     charts, bottom = rest.split_horizontal(rest.height // 2)
     each = (width - 2 * GAP) // 3
     placed = {
         name: Region(index * (each + GAP), charts.y, each if index < 2 else width - 2 * (each + GAP), charts.height)
         for index, name in enumerate(CHARTS)
     }
-    if size == "wide" and has_log:
+    if size == "wide":
         log, stack = bottom.split_vertical(width * 3 // 5)
         return {"facts": top, **placed, "log": log,
                 "stack": Region(stack.x + GAP, stack.y, stack.width - GAP, stack.height)}  # fmt: skip
@@ -72,7 +71,6 @@ class RankScreen(ChartScreen):
         super().__init__(live)
         self.rank = rank
         self._below = "loss"
-        self._has_log = importlib.util.find_spec(LOG_VIEW) is not None
         self._request: StackRequest | None = None
         self._asked_at = 0.0
         self._charts_at = float("-inf")
@@ -88,10 +86,7 @@ class RankScreen(ChartScreen):
             yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, spiky=True, id="sync")
             yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", spiky=True, id="step")
             yield StackView(live, id="stack")
-            if self._has_log:
-                from gputrain_tui.console.widgets.log_view import LogView
-
-                yield LogView(live.run.dir, rank=self.rank, id="log")
+            yield LogView(live.run.dir, rank=self.rank, id="log")
         yield KeyBar(self.PLACE)
 
     def on_mount(self) -> None:
@@ -124,7 +119,7 @@ class RankScreen(ChartScreen):
         width, height = max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0)
         count = len(facts(self.live.state, self.rank, 0.0))
         self.query_one(PanelContainer).place(
-            arrange_rank(width, height, facts=facts_height(width, count), below=self._below, has_log=self._has_log)
+            arrange_rank(width, height, facts=facts_height(width, count), below=self._below)
         )
 
     def _point(self) -> None:
@@ -154,10 +149,7 @@ class RankScreen(ChartScreen):
         self.rank = ranks[index % len(ranks)]
         self._request = None
         self.query_one(StackView).show([])
-        if self._has_log:
-            from gputrain_tui.console.widgets.log_view import LogView
-
-            self.query_one(LogView).show_rank(self.rank)
+        self.query_one(LogView).show_rank(self.rank)
         self._point()
         self._arrange()
 

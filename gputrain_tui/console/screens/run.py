@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING, ClassVar, get_args
 
@@ -15,7 +14,7 @@ from textual.widget import Widget
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
-from gputrain_tui.console.screens.charts import CHARTS_S, LOG_VIEW, ChartScreen
+from gputrain_tui.console.screens.charts import CHARTS_S, ChartScreen
 from gputrain_tui.console.widgets.arrivals import JoiningView
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.culprit import CulpritCard, culprit_height
@@ -46,7 +45,7 @@ class RunScreen(ChartScreen):
         super().__init__(live)
         self.selected_rank: int | None = None
         """The rank that table, charts and log point at."""
-        self.choice = PanelChoice(ranks=live.state.world_size, has=_panels())
+        self.choice = PanelChoice(ranks=live.state.world_size)
         """What is shown, as far as the person chose it."""
         self._painted_at: dict[str | None, float] = {}
         """When each chart was last looked at, monotonic seconds."""
@@ -83,8 +82,7 @@ class RunScreen(ChartScreen):
         """Give the keys to the table."""
         self._arrange()
         self.query_one(RankGrid).focus()
-        if "log" in self.choice.has:
-            self.call_after_refresh(self._mount_log)
+        self.call_after_refresh(self._mount_log)
 
     def on_resize(self, event: Resize) -> None:
         """Find new places at once."""
@@ -159,7 +157,6 @@ class RunScreen(ChartScreen):
             joining=joining,
             hosts=len({view.host for view in state.ranks.values()}) if joining else 1,
             card=culprit_height(culprit, size.width, most) if culprit is not None else 0,
-            has=self.choice.has,
         )
 
     def _arrange(self) -> None:
@@ -172,9 +169,7 @@ class RunScreen(ChartScreen):
         self._arranged = (size, choice)
         container.place(arrange(size.width, size.height, choice))
 
-    def _look(
-        self, *, panel: PanelName | None = None, zoomed: bool | None = None, has: frozenset[str] | None = None
-    ) -> None:
+    def _look(self, *, panel: PanelName | None = None, zoomed: bool | None = None) -> None:
         """Change what is shown."""
         panel = self.choice.panel if panel is None else panel
         if panel in ("findings", "log"):
@@ -183,7 +178,6 @@ class RunScreen(ChartScreen):
             ranks=self.choice.ranks,
             panel=panel,
             zoomed=self.choice.zoomed if zoomed is None else zoomed,
-            has=self.choice.has if has is None else has,
         )
         self._arrange()
 
@@ -308,10 +302,3 @@ class RunScreen(ChartScreen):
             line = FilterLine(grid)
             await self.mount(line, before=self.query_one(KeyBar))
         line.ask()
-
-
-def _panels() -> frozenset[str]:
-    """Return the panels that there are."""
-    if importlib.util.find_spec(LOG_VIEW) is None:
-        return frozenset(PANELS) - {"log"}
-    return frozenset(PANELS)

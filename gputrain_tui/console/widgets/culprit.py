@@ -112,7 +112,7 @@ def _rows(culprit: Culprit, width: int, most: int) -> list[Row]:
     log = list(culprit.log)
     if log and room >= 2:
         path = culprit.log_path
-        rows.append([("  its last words", "dim"), (f", of {path}" if len(path) + 24 < width else "", "dim")])
+        rows.append([("  end of its log", "dim"), (f", {path}" if len(path) + 24 < width else "", "dim")])
         rows += [[("  │ ", "error"), (printable(line), "dim")] for line in log[-(room - 1) :]]
     elif log and room == 1:
         rows.append([("  │ ", "error"), (printable(log[-1]), "dim")])
