@@ -1,4 +1,4 @@
-"""Follows one run for the console: reads its record in small portions into the state that views show."""
+"""Follows one run for the console: reads its record in portions into state and series."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from trainer.contract.record import AnyEvent, RunEnded, Step
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
 
-BUDGET_S = 0.02
-"""How long one poll may take while the person may press a key."""
+POLL_BUDGET_S = 0.02
+"""Seconds one poll may take, so that keys are handled."""
 PORTION_BYTES = 256 << 10
-"""What is asked of the reader at a time, so that the budget is kept."""
-STATUS_S = 1.0
-"""How often ``status.json`` is looked at: it tells what no event does, such as a killed supervisor."""
-QUIET_S = 3.0
-"""After this long without an event the record is looked at less often."""
-QUIET_POLL_S = 0.3
-OVER_POLL_S = 2.0
-"""How often the record of a run that has ended is looked at: it may be resumed in place."""
+"""Bytes per read, small against the budget."""
+STATUS_INTERVAL_S = 1.0
+"""Seconds between two reads of ``status.json``, which alone shows a killed supervisor."""
+IDLE_AFTER_S = 3.0
+"""After this many seconds without an event, polls are ``IDLE_POLL_S`` apart."""
+IDLE_POLL_S = 0.3
+ENDED_POLL_S = 2.0
+"""Seconds between two polls of an ended run, which may be resumed in place."""
 
 
 class EventSource(Protocol):
-    """Gives the events that were appended since it was asked last."""
+    """Source of appended events."""
 
     @property
     def backlog_bytes(self) -> int:
-        """What the last poll left for the next."""
+        """Bytes that the last poll left unread."""
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         """Return the new events in the order of their times."""
@@ -46,7 +46,7 @@ class EventSource(Protocol):
 
 
 class LiveRun:
-    """A run's state and curves; ``poll`` moves them on, ``version`` tells whether there is anything new to see."""
+    """State and series of a run: ``poll`` updates them, ``version`` changes with them."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class LiveRun:
         self._status: Status = run.status
         self._status_at = float("-inf")
         self._next_poll = float("-inf")
-        self._heard_at = float("-inf")
-        self._turns = 0
+        self._last_event_at = float("-inf")
+        self._revision = 0
         if known is not None:
             self.series.coarsen(known.steps)
             self._apply(known.events)
@@ -89,8 +89,8 @@ class LiveRun:
 
     @property
     def version(self) -> int:
-        """Moves with everything that is to be seen."""
-        return (self._turns << 40) + self.state.version
+        """Changes with everything that is shown."""
+        return (self._revision << 40) + self.state.version
 
     @property
     def id(self) -> str:
@@ -102,10 +102,10 @@ class LiveRun:
         """``starting``, ``running``, ``stopping``, how it ended, or ``lost``."""
         if self.state.ended is not None:
             return self.state.ended.status
-        told = state_of(self._status)
-        if told in ENDED and not self.caught_up:
+        status = state_of(self._status)
+        if status in ENDED and not self.caught_up:
             return self.state.status  # its end stands in what is still to be read
-        return self.state.status if told == "starting" else told
+        return self.state.status if status == "starting" else status
 
     @property
     def over(self) -> bool:
@@ -114,7 +114,7 @@ class LiveRun:
 
     @property
     def message(self) -> str | None:
-        """What the supervisor says at the end."""
+        """The supervisor's closing message."""
         return self._status.message
 
     @property
@@ -126,7 +126,7 @@ class LiveRun:
 
     @property
     def elapsed_s(self) -> float | None:
-        """How long the run lasts, or lasted."""
+        """Duration of the run until now or its end, seconds."""
         started = self.state.started or self._status.started or None
         if started is None:
             return None
@@ -135,12 +135,12 @@ class LiveRun:
             return max(0.0, end - started)
         return max(0.0, self.now() - started)
 
-    def poll(self, budget_s: float = BUDGET_S) -> bool:
-        """Take in what was appended, for about so long; return whether more is waiting."""
+    def poll(self, budget_s: float = POLL_BUDGET_S) -> bool:
+        """Read appended events for about ``budget_s``; return whether there is a backlog."""
         now = self._clock()
         if now < self._next_poll:
             return False
-        self._look_at_status(now)
+        self._check_status(now)
         deadline = now + budget_s
         if not self.caught_up and not self._total_bytes:
             self._total_bytes = _size(self.run)
@@ -150,19 +150,19 @@ class LiveRun:
             backlog = self._source.backlog_bytes
             self._read_bytes = max(self._total_bytes - backlog, self._read_bytes)
             if events:
-                self._heard_at = now
+                self._last_event_at = now
             if not backlog:
                 break
             if self._clock() >= deadline:
-                self._turns += 1
+                self._revision += 1
                 return True
         if not self.caught_up:
             self.caught_up = True
-            self._turns += 1
+            self._revision += 1
         if self.over:
-            self._next_poll = now + OVER_POLL_S
-        elif now - self._heard_at > QUIET_S:
-            self._next_poll = now + QUIET_POLL_S
+            self._next_poll = now + ENDED_POLL_S
+        elif now - self._last_event_at > IDLE_AFTER_S:
+            self._next_poll = now + IDLE_POLL_S
         return False
 
     def close(self) -> None:
@@ -178,18 +178,18 @@ class LiveRun:
         if events and isinstance(events[-1], RunEnded):
             self.series.flush()
 
-    def _look_at_status(self, now: float) -> None:
-        if now - self._status_at < STATUS_S:
+    def _check_status(self, now: float) -> None:
+        if now - self._status_at < STATUS_INTERVAL_S:
             return
         self._status_at = now
         status = read_status(self.run.dir)
         if status is not None and status != self._status:
             self._status = status
-            self._turns += 1
+            self._revision += 1
             self.run = open_run(self.run.dir.path) or self.run
 
     def _new_state(self) -> RunState:
-        """Return the state of a run of which only the plan is known: it says where ranks will be."""
+        """Return the state before any event: hosts and local ranks come from the plan."""
         planned = self.run.status.world_size if self.plan is None else self.plan.world_size
         state = RunState(world_size=planned)
         for node in self.plan.nodes if self.plan is not None else ():

@@ -237,11 +237,11 @@ def test_a_wrong_paint_rate_is_one_line(words: list[str]) -> None:
 async def test_what_was_said_goes_with_the_next_key_once_it_was_read(
     read_s: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gputrain_tui.console.app.READ_S", read_s)
+    monkeypatch.setattr("gputrain_tui.console.app.TOAST_READ_S", read_s)
     app = console(None)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         await settle(pilot)
-        app.say("the disk is full", alarm=True)
+        app.report("the disk is full", alarm=True)
         await settle(pilot)
         below = [row for row in rows(app) if "the disk is full" in row]
         assert len(below) == 1

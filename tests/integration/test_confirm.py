@@ -11,7 +11,7 @@ from textual import events
 from textual.pilot import Pilot
 
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.screens.confirm import QUIET_S, Confirm
+from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S, Confirm
 
 
 async def burst(pilot: Pilot[int], text: str) -> None:
@@ -51,7 +51,7 @@ async def test_after_a_moment_the_answer_counts_and_a_no_always_does(tmp_path: P
         await ask(pilot, "Sn")
         assert not isinstance(app.screen, Confirm)
         await ask(pilot, "Sy")
-        await asyncio.sleep(QUIET_S)  # the time without keys is what is tested
+        await asyncio.sleep(LEAST_KEY_GAP_S)  # the time without keys is what is tested
         await burst(pilot, "y")
         await app.workers.wait_for_complete()
         assert len(stopped) == 1

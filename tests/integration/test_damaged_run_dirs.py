@@ -30,7 +30,7 @@ from textual.pilot import Pilot
 from gputrain_tui import cli
 from gputrain_tui.commands.runs import report
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.host_choice import plans_of
+from gputrain_tui.console.host_choice import active_plans
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.widgets.run_list import draw_run
 from gputrain_tui.history import replay, runs
@@ -340,7 +340,7 @@ async def _look_at_everything(home: Path) -> None:
         if not run.id.endswith("-demo"):
             continue
         with limits(6 * LIMIT_S):  # a whole console, two screens of it
-            plans_of([run])
+            active_plans([run])
             live = LiveRun(run)
             for _ in range(3):
                 live.poll()

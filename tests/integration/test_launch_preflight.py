@@ -10,10 +10,10 @@ import pytest
 from launch_screens import TEXT, launching, put, small_folder
 from screens_at_rest import in_loop, seen, settle
 
-from gputrain_tui.console.validate_recipe import remarks_of
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.validate_recipe import remarks_by_field
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.form import draw_field
-from gputrain_tui.console.widgets.readiness import draw_readiness
+from gputrain_tui.console.widgets.preflight_summary import draw_preflight
 from gputrain_tui.history.runs import list_runs
 from gputrain_tui.preflight import CheckResult
 from gputrain_tui.recipe.draft import Draft, Remark
@@ -29,7 +29,7 @@ def result(status: str, key: str = "", what: str = "found", fix: str = "") -> Ch
 
 
 def rows(results: Sequence[CheckResult], *, problem: str = "", width: int = 60, height: int = 3) -> list[str]:
-    return [text_of(row).rstrip() for row in draw_readiness(results, problem, width, height)]
+    return [row_text(row).rstrip() for row in draw_preflight(results, problem, width, height)]
 
 
 # Drawing
@@ -72,7 +72,7 @@ def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
         result("note", "cluster.nodes[0].cpu_ranks", "many"),
         result("error", "", "of no field"),
     ]
-    assert remarks_of(fields, found) == {
+    assert remarks_by_field(fields, found) == {
         "task.data": Remark("gone; look for it", "error"),
         "cluster.nodes[0].cpu_ranks": Remark("many", "note"),
     }
@@ -81,7 +81,7 @@ def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
 @pytest.mark.parametrize(("status", "mark"), [("error", "!"), ("warning", "!"), ("note", " ")])
 def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
     field = next(field for field in Draft(TEXT, name="tiny.toml").fields() if field.key == "task.data")
-    text = text_of(draw_field(field, 100, Remark("gone", status)))  # type: ignore[arg-type]
+    text = row_text(draw_field(field, 100, Remark("gone", status)))  # type: ignore[arg-type]
     assert text[0] == mark
     assert text.rstrip().endswith("gone")
 

@@ -39,7 +39,7 @@ def straggler(root: Path) -> Run:
 
 
 def failed(root: Path) -> Run:
-    return synthetic.run(root, name="bert", nodes=2, ranks_per_node=8, steps=120, culprit=11, status="failed")
+    return synthetic.run(root, name="bert", nodes=2, ranks_per_node=8, steps=120, failed_rank=11, status="failed")
 
 
 def finished(root: Path) -> Run:
@@ -53,16 +53,18 @@ def finished(root: Path) -> Run:
 @pytest.mark.parametrize("size", [(20, 6), (78, 21), (94, 40), (118, 37), (118, 25), (198, 57), (300, 90), (200, 20)])
 def test_panels_never_overlap_and_stay_inside(ranks: int, size: tuple[int, int]) -> None:
     names: tuple[PanelName, ...] = ("loss", "findings", "ranks")
-    for card, joining, panel in product((0, 9), (False, True), names):
-        placed = arrange(*size, PanelChoice(ranks=ranks, card=card, joining=joining, panel=panel))
+    for root_cause_lines, rendezvous, panel in product((0, 9), (False, True), names):
+        placed = arrange(
+            *size, PanelChoice(ranks=ranks, root_cause_lines=root_cause_lines, rendezvous=rendezvous, panel=panel)
+        )
         assert placed
         for region in placed.values():
             assert region.right <= size[0]
             assert region.bottom <= size[1]
         for one, two in combinations(placed.values(), 2):
             assert not one.overlaps(two)
-        assert ("culprit" in placed) == bool(card)
-        assert set(placed) <= {*PANELS, "culprit", "joining"}
+        assert ("root_cause" in placed) == bool(root_cause_lines)
+        assert set(placed) <= {*PANELS, "root_cause", "rendezvous"}
 
 
 def test_a_small_terminal_shows_the_table_and_one_panel() -> None:

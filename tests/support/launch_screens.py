@@ -84,7 +84,7 @@ NOT_READY = msgspec.structs.replace(
 )
 
 
-def examined(
+def validated(
     text: str, *, name: str, settings: list[str], task: str = "", facts: PreflightFacts = READY
 ) -> ValidatedRecipe:
     """Plan on a machine that is the same for everybody."""
@@ -105,7 +105,7 @@ async def launching(
     app = quiet_app()
     async with app.run_test(size=size) as pilot:
         app.session.gpus = gpus or {}
-        screen = LaunchScreen(settle_s=0)
+        screen = LaunchScreen(debounce_s=0)
         await show(pilot, screen)
         yield app, pilot, screen
 

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import synthetic
-from launch_screens import NOT_READY, TEXT, examined, two_recipes
+from launch_screens import NOT_READY, TEXT, two_recipes, validated
 from machines import ANSWERS, NO_DRIVER, TWO_NODES, gpu, machine, several
 from run_dirs import run_dir
 from screen_frames import NOW, console, press, settle
@@ -103,7 +103,7 @@ def joining() -> Run:
 
 
 def failed() -> Run:
-    return synthetic.run(RUNS, name="bert", nodes=2, ranks_per_node=8, steps=120, culprit=11, status="failed")
+    return synthetic.run(RUNS, name="bert", nodes=2, ranks_per_node=8, steps=120, failed_rank=11, status="failed")
 
 
 def alone() -> Run:
@@ -226,7 +226,7 @@ async def cluster_silent(pilot: Pilot[Any]) -> None:
 
 
 async def launch(pilot: Pilot[Any]) -> None:
-    await show(pilot, LaunchScreen(settle_s=0, examine=examined))
+    await show(pilot, LaunchScreen(debounce_s=0, validate=validated))
     await pilot.press("down")
     await rest(pilot)
 
@@ -239,7 +239,7 @@ async def launch_not_ready(pilot: Pilot[Any]) -> None:
         .replace("text.txt", "data/books")
         .replace("threads", 'save_dir = "/scratch/ours"\nthreads')
     )
-    screen = LaunchScreen(settle_s=0, examine=partial(examined, facts=NOT_READY))
+    screen = LaunchScreen(debounce_s=0, validate=partial(validated, facts=NOT_READY))
     await show(pilot, screen)
     screen.form.focus()
     screen.form.go_to("task.data")
@@ -247,7 +247,7 @@ async def launch_not_ready(pilot: Pilot[Any]) -> None:
 
 
 async def launch_editing(pilot: Pilot[Any]) -> None:
-    screen = LaunchScreen(settle_s=0, examine=examined)
+    screen = LaunchScreen(debounce_s=0, validate=validated)
     await show(pilot, screen)
     assert screen.draft is not None
     screen.draft.set("train.batch_size", "1, 2, 3")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from gputrain_tui.console.live import QUIET_S, LiveRun
+from gputrain_tui.console.live import IDLE_AFTER_S, LiveRun
 from gputrain_tui.history.runs import write_status
 from trainer.contract.record import AnyEvent, RunEnded, Step
 from trainer.host.process_identity import identify
@@ -112,7 +112,7 @@ def test_a_quiet_run_is_looked_at_less_often(tmp_path: Path) -> None:
         clock.time += 0.1
         live.poll()
     assert source.polls == 3
-    clock.time += QUIET_S
+    clock.time += IDLE_AFTER_S
     for _ in range(10):
         clock.time += 0.1
         live.poll()

@@ -16,7 +16,7 @@ from textual.widgets import Static
 
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
-from gputrain_tui.console.widgets.rank_grid import BRIGHT_S, RankGrid
+from gputrain_tui.console.widgets.rank_grid import HIGHLIGHT_S, RankGrid
 from gputrain_tui.console.widgets.step_bars import StepBars
 from trainer.contract.record import Step
 
@@ -121,7 +121,7 @@ def test_a_changed_line_is_bright_and_dims_by_itself() -> None:
         run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
         app.grid.tick()
         bright = app.grid.render_line(6)
-        app.time += BRIGHT_S
+        app.time += HIGHLIGHT_S
         app.grid.tick()
         dim = app.grid.render_line(6)
         assert styles(bright) != styles(normal)

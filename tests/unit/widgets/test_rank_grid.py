@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from run_in_memory import run_in_memory
 
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.rank_columns import COLUMNS, layout, sort_ranks
 from gputrain_tui.console.widgets.rank_filter import RankFilter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
@@ -37,7 +37,7 @@ def grid(views: list[RankView] | None = None, **changes: object) -> GridView:
 
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (78, 12), (118, 12), (198, 20)])
 def test_the_cursor_the_warning_and_the_failure_are_marked_at_every_width(width: int, height: int) -> None:
-    frame = [text_of(row) for row in draw_grid(grid(), width, height)]
+    frame = [row_text(row) for row in draw_grid(grid(), width, height)]
     assert [len(line) for line in frame] == [width] * height
     assert frame[0].startswith("ranks 16  1 failed ")
     shown = {line[1:6].strip(): line[0] for line in frame[2:] if line.strip()}
@@ -53,7 +53,7 @@ def test_a_sorted_and_filtered_grid_says_so() -> None:
     kept = [view for view in VIEWS if RankFilter("late>5").keeps(view, LATE)]
     rows = sort_ranks(kept, LATE, "late", descending=True)
     frame = [
-        text_of(row) for row in draw_grid(grid(rows, sort_key="late", descending=True, filter_text="late>5"), 98, 8)
+        row_text(row) for row in draw_grid(grid(rows, sort_key="late", descending=True, filter_text="late>5"), 98, 8)
     ]
     assert frame[0].startswith("ranks 16  /late>5  4 ")
     assert frame[0].endswith(" by late ms, down")
@@ -63,11 +63,11 @@ def test_a_sorted_and_filtered_grid_says_so() -> None:
 
 def test_a_filter_that_keeps_nothing_is_named() -> None:
     frame = draw_grid(grid([], filter_text="host:moon"), 78, 6)
-    assert "no rank matches host:moon" in "".join(map(text_of, frame))
+    assert "no rank matches host:moon" in "".join(map(row_text, frame))
 
 
 def test_ranks_that_have_not_started_show_dashes() -> None:
-    frame = [text_of(row) for row in draw_grid(grid([RankView(0), RankView(1)], late={}), 118, 6)]
+    frame = [row_text(row) for row in draw_grid(grid([RankView(0), RankView(1)], late={}), 118, 6)]
     for rank, line in enumerate(frame[2:4]):
         assert set(line.split()) == {str(rank), "–"}
 
@@ -158,4 +158,4 @@ def test_no_grid_leaves_its_cells() -> None:
             width, height,
         )  # fmt: skip
         assert len(frame) == height
-        assert all(len(text_of(row)) == width for row in frame)
+        assert all(len(row_text(row)) == width for row in frame)

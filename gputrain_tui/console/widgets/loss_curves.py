@@ -1,4 +1,4 @@
-"""The losses of one run or several, read from their records while somebody looks."""
+"""Losses of one run or several, read from their records."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gputrain_tui.history.runs import ENDED, Run, RunReader
 from gputrain_tui.history.series import smooth
 
 PORTION_BYTES = 128 << 10
-"""What is read at a time, so that a budget is kept."""
-LATE_START = 0.1
-"""Runs that all went on from beyond this share of the axis do not begin it at 0: it would be empty there."""
+"""Bytes per read, small against the budget."""
+LATE_START_SHARE = 0.1
+"""Share of the axis from which runs that all start later do not begin it at 0."""
 
 
 class LossReader:
-    """Reads the loss of one run, in small portions."""
+    """Reads the loss of one run in portions."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -44,11 +44,11 @@ class LossReader:
                 return came or was_behind != self.behind
 
     def close(self) -> None:
-        """Let go of the record."""
+        """Close the record."""
         self._reader.close()
 
 
-class Curves(Canvas):
+class LossCurves(Canvas):
     """The losses of the runs."""
 
     def __init__(self, *, named: bool = True, id: str | None = None) -> None:
@@ -73,7 +73,7 @@ class Curves(Canvas):
         last = max(ends, default=0.0)
         begins = [h.first_step for h in histories if h.first_step]
         first = float(min(begins, default=0)) if not self.over_time else 0.0
-        first = first if first > LATE_START * last else 0.0
+        first = first if first > LATE_START_SHARE * last else 0.0
         lines = []
         for reader, history in zip(self.readers, histories, strict=True):
             points = history.points(columns, over_time=self.over_time)

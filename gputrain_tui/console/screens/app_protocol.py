@@ -1,4 +1,4 @@
-"""What a screen may ask of the console around it: the app knows its screens, and they know no more of it than this."""
+"""Interface of the app for its screens, which so need not import it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.warm_pool import WarmPool
 
 
-class Console(Protocol):
-    """The console, as its screens see it."""
+class AppProtocol(Protocol):
+    """The app, as its screens see it."""
 
     session: LaunchSession
-    """What the screens hand to each other."""
+    """State shared for the next launch."""
     live: LiveRun | None
     """The run that was opened last."""
     warm: WarmPool | None
-    """What waits for a launch."""
+    """Processes that have torch loaded; None: without them."""
     quiet_s: float
-    """How long there was no key before the last one, s."""
+    """Seconds between the last two keys."""
 
-    def say(self, text: str, *, alarm: bool = False) -> None:
-        """Tell something that goes away by itself."""
+    def report(self, text: str, *, alarm: bool = False) -> None:
+        """Show a notification."""
 
     async def action_go(self, name: str) -> None:
         """Go to one of the four screens."""
@@ -45,6 +45,6 @@ class Console(Protocol):
         """Stop a run everywhere, once the person has confirmed it."""
 
 
-def console_of(screen: Screen[Any]) -> Console:
-    """Return the console around a screen."""
-    return cast(Console, screen.app)
+def app_of(screen: Screen[Any]) -> AppProtocol:
+    """Return the app of a screen."""
+    return cast(AppProtocol, screen.app)

@@ -1,17 +1,17 @@
-"""Whether the recipe at hand could start now: the preflight in a line, and under it what is in the way."""
+"""Preflight of the open recipe: a summary line, and the worst results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import Row, cut, headline
+from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
 from gputrain_tui.preflight import CheckResult, errors, summary, warnings
 from gputrain_tui.tables import printable
 
 
-def draw_readiness(results: Sequence[CheckResult], problem: str, width: int, height: int) -> list[Row]:
-    """Return the preflight as rows: how it stands, then the gravest of what was found.
+def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, height: int) -> list[Row]:
+    """Return the preflight as rows: a summary, then the worst results.
 
     Args:
         results: of all checks.
@@ -21,10 +21,10 @@ def draw_readiness(results: Sequence[CheckResult], problem: str, width: int, hei
     """
     title = ("preflight", "title")
     if problem:
-        rows = [headline(width, [title, ("  ✗ the recipe is not right yet", "error")])]
+        rows = [title_row(width, [title, ("  ✗ the recipe is not right yet", "error")])]
         return [*rows, _line("✗", problem, "error", width)][:height]
     if not results:
-        return [headline(width, [title, ("  is looked at …", "dim")])]
+        return [title_row(width, [title, ("  is looked at …", "dim")])]
     stopping, doubtful = errors(results), warnings(results)
     state = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
     said = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
@@ -34,7 +34,7 @@ def draw_readiness(results: Sequence[CheckResult], problem: str, width: int, hei
     remarks: list[Row] = [[(f"{len(results)} check{'s' * (len(results) != 1)}", "dim")]]
     if len(lines) > height - 1:
         remarks.insert(0, [(f"{height - 1} of {len(lines)} shown", "accent")])
-    return [headline(width, [title, (said, state[1])], remarks[::-1]), *lines][:height]
+    return [title_row(width, [title, (said, state[1])], remarks[::-1]), *lines][:height]
 
 
 def _told(result: CheckResult, wide: int) -> str:
@@ -46,11 +46,11 @@ def _told(result: CheckResult, wide: int) -> str:
 def _line(mark: str, text: str, role: str, width: int) -> Row:
     text = printable(text)
     left = width - 4
-    return cut([(f"  {mark} ", role), (text if len(text) <= left else f"{text[: left - 1]}…", "bright")], width)
+    return fit_row([(f"  {mark} ", role), (text if len(text) <= left else f"{text[: left - 1]}…", "bright")], width)
 
 
-class Readiness(Canvas):
-    """The preflight of the recipe at hand, beside the key that launches it."""
+class PreflightSummary(Canvas):
+    """The preflight of the open recipe."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -72,5 +72,5 @@ class Readiness(Canvas):
         self.redraw()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return what was found."""
-        return draw_readiness(self._results, self._problem, width, height)
+        """Return the results."""
+        return draw_preflight(self._results, self._problem, width, height)

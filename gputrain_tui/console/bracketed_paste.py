@@ -1,4 +1,4 @@
-"""Pasted text is text: an escape sequence within a bracketed paste must not pass for keys that launch or quit.
+"""Strips escape sequences from bracketed pastes, which would otherwise pass for keys that launch or quit.
 
 Textual's parser hands on what follows an escape character that it does not know as keys, also while a paste is on.
 Terminals differ in what they take out of a paste themselves.
@@ -20,22 +20,22 @@ BEGIN, END = "\x1b[200~", "\x1b[201~"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?")
 READ_BYTES = 4096
 WAIT_S = 0.1
-"""How long input is awaited before a lone escape character is looked at again."""
+"""Seconds to wait for input before a lone escape character counts as the key."""
 
 
 class PasteParser(XTermParser):
-    """Takes escape sequences out of pastes before they are looked for keys."""
+    """Terminal input parser that strips escape sequences from pastes."""
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._pasting = False
         self._before = ""
-        """The newest characters outside a paste: one may begin in one portion and go on in the next."""
+        """The newest characters outside a paste, whose begin mark may be split across reads."""
         self._held = ""
-        """What may be the beginning of a paste's end."""
+        """Possible beginning of the end mark."""
 
     def feed(self, data: str) -> Iterable[Message]:
-        """Return the events in a portion of input; nothing at all is its end."""
+        """Return the events of some input; the empty string marks its end."""
         plain = self._without_escapes(data)
         return super().feed(plain) if plain or not data else ()
 
@@ -61,16 +61,16 @@ class PasteParser(XTermParser):
 
 
 def _without_tail(text: str) -> tuple[str, str]:
-    """Split off what may be the beginning of an escape sequence that goes on in the next portion."""
+    """Split off an escape sequence that may go on in the next read."""
     at = text.rfind("\x1b", max(len(text) - len(END) + 1, 0))
     return (text, "") if at < 0 else (text[:at], text[at:])
 
 
 class PasteDriver(LinuxDriver):
-    """Reads the terminal through ``PasteParser``."""
+    """Linux driver that reads the terminal through ``PasteParser``."""
 
     def run_input_thread(self) -> None:
-        """Read what is typed and pasted until the console ends."""
+        """Read the terminal until the console ends."""
         parser = PasteParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         with selectors.SelectSelector() as selector:

@@ -1,4 +1,4 @@
-"""The first line of the screens without a run: where one is, where else one can go."""
+"""First line of the screens without a run: the four screens as tabs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from textual.events import Click
 
 from gputrain_tui.console.actions import ACTIONS
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import Row, cut
+from gputrain_tui.console.widgets.drawing import Row, fit_row
 
 
-class Places(Canvas):
-    """The four screens with their keys; a click goes there."""
+class ScreenTabs(Canvas):
+    """The four screens with their keys, which can be clicked."""
 
     DEFAULT_CSS = """
-    Places { height: 1; dock: top; background: $panel; }
+    ScreenTabs { height: 1; dock: top; background: $panel; }
     """
 
     def __init__(self, place: str, *, remark: str = "", id: str | None = None) -> None:
@@ -42,10 +42,10 @@ class Places(Canvas):
         gap = width - at - len(self.remark) - 1
         if gap > 0:
             row += [(" " * gap, "base"), (self.remark, "dim")]
-        return [cut(row, width)]
+        return [fit_row(row, width)]
 
     async def on_click(self, event: Click) -> None:
-        """Go where was clicked."""
+        """Go to the clicked screen."""
         for begin, end, name in self._spots:
             if begin <= event.x < end:
                 event.stop()

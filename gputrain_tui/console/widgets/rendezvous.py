@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.console.ramp import Ramp
-from gputrain_tui.console.widgets.drawing import Row, cells, cut, fitted, headline, merged
+from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_row, merge, pad, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.progress import ranks_text
 from gputrain_tui.state import RunState
@@ -24,16 +24,16 @@ SIGNS = {
     "failed": ("✗", "error", "failed"),
     "ended": ("╌", "victim", "ended with it"),
 }
-"""What a rank does before the training: sign, role, and the word for it."""
+"""Sign, role and word of each state before the training."""
 
 
 LOADING = {"absent", "spawned"}
-"""Where nothing is to be seen of a rank for a while."""
+"""States in which a rank loads torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrivals:
-    """Where every rank is on its way to the first step."""
+class RendezvousProgress:
+    """Progress of the rendezvous: every rank's state before the first step."""
 
     hosts: Sequence[tuple[str, Sequence[tuple[int, str]]]]
     """Per host its ranks, each with a key of ``SIGNS``."""
@@ -42,8 +42,8 @@ class Arrivals:
     waited_s: float | None = None
 
 
-def arrivals(state: RunState, now: float) -> Arrivals:
-    """Return where the ranks are."""
+def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
+    """Return the ranks' states before the first step."""
     here = set(state.joined)
     hosts: dict[str, list[tuple[int, str]]] = {}
     for rank, view in sorted(state.ranks.items()):
@@ -58,7 +58,7 @@ def arrivals(state: RunState, now: float) -> Arrivals:
         else:
             sign = "here"
         hosts.setdefault(view.host or "this machine", []).append((rank, sign))
-    return Arrivals(
+    return RendezvousProgress(
         hosts=list(hosts.items()),
         here=len(here),
         missing=state.missing,
@@ -66,14 +66,14 @@ def arrivals(state: RunState, now: float) -> Arrivals:
     )
 
 
-def draw_joining(seen: Arrivals, width: int, height: int) -> list[Row]:
-    """Return the view as ``height`` rows of ``width`` cells; hosts with somebody missing come first."""
+def draw_rendezvous(seen: RendezvousProgress, width: int, height: int) -> list[Row]:
+    """Return the view as ``height`` rows of ``width`` cells, hosts with missing ranks first."""
     if height < 1 or width < 1:
         return [[] for _ in range(max(height, 0))]
     total = sum(len(ranks) for _, ranks in seen.hosts)
     left: Row = [("joining", "title"), (f" {seen.here:,}", "bright"), (f" of {total:,}", "dim")]
     waited: Row = [("waiting ", "dim"), (duration(seen.waited_s), "bright")] if seen.waited_s is not None else []
-    rows: list[Row] = [headline(width, left, [waited] if waited else []), []]
+    rows: list[Row] = [title_row(width, left, [waited] if waited else []), []]
     if seen.missing:
         rows.append([("  waiting for ", "dim"), (ranks_text(seen.missing, limit=12), "title")])
     elif total:
@@ -86,7 +86,7 @@ def draw_joining(seen: Arrivals, width: int, height: int) -> list[Row]:
     for key, (sign, role, word) in SIGNS.items():
         if key in present:
             legend += [(f"  {sign}", role), (f" {word}", "dim")]
-    name_wide = min(max((cells(host) for host, _ in seen.hosts), default=0), 24)
+    name_wide = min(max((cell_count(host) for host, _ in seen.hosts), default=0), 24)
     hosts = sorted(seen.hosts, key=lambda item: all(sign == "here" for _, sign in item[1]))
     room = height - len(rows) - 2
     for index, (host, ranks) in enumerate(hosts):
@@ -95,7 +95,7 @@ def draw_joining(seen: Arrivals, width: int, height: int) -> list[Row]:
             break
         rows.append(_host(host, ranks, name_wide, width))
     rows += [[], legend]
-    return [cut(row, width) for row in [*rows, *([[]] * height)][:height]]
+    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
 def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: int) -> Row:
@@ -105,26 +105,26 @@ def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: in
     word = "ranks" if len(ranks) > 1 else "rank"
     row: Row = [
         ("  ", "base"),
-        (fitted(name, name_wide), "bright" if count < len(ranks) else "dim"),
+        (pad(name, name_wide), "bright" if count < len(ranks) else "dim"),
         (f"  {word} {span}".ljust(18), "dim"),
         (f"{count:>4}/{len(ranks)}  ", "bright" if count < len(ranks) else "dim"),
     ]
     used = sum(len(text) for text, _ in row)
-    signs = merged((SIGNS[sign][0], SIGNS[sign][1]) for _, sign in ranks[: max(width - used - 2, 0)])
+    signs = merge((SIGNS[sign][0], SIGNS[sign][1]) for _, sign in ranks[: max(width - used - 2, 0)])
     return [*row, *signs]
 
 
-class JoiningView(Panel):
-    """The ranks on their way to the first step."""
+class RendezvousView(Panel):
+    """Ranks that have joined and that are missing."""
 
     live: LiveRun
 
     def seen_version(self) -> object:
-        """The clock ticks also while nobody comes."""
+        """Change also with the seconds on the clock."""
         elapsed = self.live.elapsed_s
         return self.live.version, int(elapsed) if elapsed is not None else None
 
     def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
         """Return the view."""
         live = self.live
-        return draw_joining(arrivals(live.state, live.now()), width, height)
+        return draw_rendezvous(rendezvous_progress(live.state, live.now()), width, height)
