@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_screens import TEXT, launching, put, small_folder
-from screens_at_rest import in_loop, seen, settle
+from screens_at_rest import in_loop, seen, settle, toasts
 
 from gputrain_tui.console.validate_recipe import remarks_by_field
 from gputrain_tui.console.widgets.drawing import row_text
@@ -117,7 +117,7 @@ async def test_an_error_blocks_the_launch_with_its_line() -> None:
         await pilot.press("L")
         await settle(pilot)
         assert app.place == "launch"
-        assert any("nowhere.bin does not exist" in toast.message for toast in app._notifications)
+        assert any("nowhere.bin does not exist" in text for text in toasts(app))
         assert list_runs() == []
 
 
@@ -131,7 +131,7 @@ async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for(
             await pilot.press("L")
             await settle(pilot)
         assert app.place == "launch"
-        assert any("is in use by" in toast.message for toast in app._notifications)
+        assert any("is in use by" in text for text in toasts(app))
 
 
 @in_loop
@@ -141,8 +141,6 @@ async def test_a_warning_does_not_block_the_launch(folder: Path) -> None:
     async with launching() as (app, pilot, screen):
         await put(pilot, screen, "train.save_dir", "kept")
         assert "preflight  ! ready, 1 warning" in seen(app)
-        assert screen._found is not None
-        assert screen._found.prepared is not None
 
 
 @in_loop
@@ -158,7 +156,7 @@ async def test_nodes_elsewhere_are_told_beside_their_host_and_their_commands_are
         assert "preflight  ✗ 1 error" in seen(app)
         await pilot.press("L")
         await settle(pilot)
-        assert any("`gputrain plan recipes/tiny.toml --shell` prints" in toast.message for toast in app._notifications)
+        assert any("`gputrain plan recipes/tiny.toml --shell` prints" in text for text in toasts(app))
         assert list_runs() == []
         await pilot.press("c")
         assert "# node 0, 192.0.2.7" in app.clipboard

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from screens_at_rest import quiet_app, settle, show
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.launch import LaunchScreen
@@ -103,7 +104,7 @@ async def launching(
 ) -> AsyncIterator[tuple[GputrainApp, Pilot[int], LaunchScreen]]:
     """Open the launch screen on the recipes here, with GPUs that were chosen before."""
     app = quiet_app()
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=size, notifications=True) as pilot:
         app.session.gpus = gpus or {}
         screen = LaunchScreen(debounce_s=0)
         await show(pilot, screen)
@@ -111,8 +112,10 @@ async def launching(
 
 
 async def put(pilot: Pilot[int], screen: LaunchScreen, key: str, value: str) -> None:
-    """Change a field and have the recipe looked at."""
-    assert screen.draft is not None
-    screen.draft.set(key, value)
-    screen._changed()
+    """Type a value into a field."""
+    screen.form.focus()
+    screen.form.go_to(key)
+    await pilot.press("enter")
+    screen.query_one("#editor", Input).value = value
+    await pilot.press("enter")
     await settle(pilot)
