@@ -48,8 +48,9 @@ FPS = 10
 BACKLOG_PAUSE_S = 0.004
 """Seconds between two reads of a backlog, in which keys are handled."""
 IDLE_AFTER_S = 2.0
-IDLE_TICK_S = 0.5
 """After this many seconds without an event, screens repaint every ``IDLE_TICK_S``: only their clocks move."""
+IDLE_TICK_S = 0.5
+"""Seconds between two repaints of an idle run, enough for clocks in seconds."""
 TOAST_READ_S = 2.0
 """Seconds a notification stays before a key removes it."""
 STDERR_TRIM_S = 60.0

@@ -19,6 +19,7 @@ from textual.message import Message
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?")
 READ_BYTES = 4096
+"""Bytes per read of the terminal."""
 WAIT_S = 0.1
 """Seconds to wait for input before a lone escape character counts as the key."""
 

@@ -27,6 +27,7 @@ STATUS_INTERVAL_S = 1.0
 IDLE_AFTER_S = 3.0
 """After this many seconds without an event, polls are ``IDLE_POLL_S`` apart."""
 IDLE_POLL_S = 0.3
+"""Seconds between two polls of a run without recent events."""
 ENDED_POLL_S = 2.0
 """Seconds between two polls of an ended run, which may be resumed in place."""
 

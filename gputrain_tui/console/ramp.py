@@ -16,6 +16,7 @@ from textual.app import App
 PHASE_COLOURS = ("data", "forward", "backward", "sync", "optimizer", "other")
 """The phases of a step in their order; ``other`` is the time of none."""
 HEAT_LEVELS = 8
+"""Few, so that runs of equal cells merge and a repaint stays small."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ READ_BUDGET_S = 0.03
 READ_PAUSE_S = 0.04
 """Seconds between two reads of a backlog, in which keys are handled."""
 SMOOTHING_WEIGHTS = (0.0, 0.5, 0.9)
+"""Weight of earlier values in an exponential average."""
 
 
 class Differences(Listing):

@@ -7,6 +7,7 @@ from gputrain_tui.console.widgets.drawing import EMPTY, Row
 NEARLY_FULL_SHARE = 0.9
 """Share from which a bar is drawn as nearly full."""
 GIB = 1 << 30
+"""Bytes."""
 
 
 def bar(share: float | None, wide: int) -> Row:

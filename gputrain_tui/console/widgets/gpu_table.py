@@ -81,6 +81,7 @@ WHY_SLOW = {
 }
 """Reasons for a clock below its maximum, in a word."""
 MARK_CELLS = 8
+"""Cells of mark and index before the columns."""
 
 
 def columns_for(width: int) -> list[GpuColumn]:

@@ -15,6 +15,7 @@ from gputrain_tui.history.log_buffer import Level, LogLine, level_of
 from gputrain_tui.tables import ESCAPES, printable
 
 TAB_CELLS = 8
+"""Cells between tab stops, as in terminals."""
 NO_STYLE = Style.null()
 
 Pieces = list[tuple[str, Style]]

@@ -30,6 +30,7 @@ BACKLOG_BYTES = 4 << 20
 SHIFT_CELLS = 16
 """Cells that a long line moves sideways at a time."""
 WHEEL_LINES = 3
+"""Lines per turn of the mouse wheel."""
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
 ROLES = ("title", "dim", "rule", "accent", "prefix", "warning", "error", "match", "current", "thumb")
 

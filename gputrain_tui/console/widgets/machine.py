@@ -12,6 +12,7 @@ from gputrain_tui.hosts.inventory import Inventory, Network
 from gputrain_tui.tables import duration, printable
 
 LABEL_CELLS = 9
+"""Cells of a line's label."""
 
 
 def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:

@@ -6,17 +6,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.drawing import EMPTY, cell_count, format_number, pad, without_controls
+from gputrain_tui.console.widgets.gauges import GIB
 from gputrain_tui.state import RankView
 
 Value = float | str | None
 Lateness = Mapping[int, float]
 """Milliseconds by rank, as ``RunState.lateness`` has them."""
 
-GIB = 1 << 30
 MOST_GAP_CELLS = 3
+"""Cells between two columns of a wide table."""
 SHORTER = {"validating": "validate"}
 """Words that are longer than their column."""
 MOST_HOST_CELLS = 24
+"""Cells of the column of hosts, whose names are cropped."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ LEGENDS = (
     ("d", "f", "b", "s", "o"),
 )
 LABEL_CELLS = 6
+"""Cells of a bar's label."""
 
 
 @dataclass(frozen=True, kw_only=True)
