@@ -1,1 +1,1 @@
-"""The Textual console: a reader of runs. Everything it does goes through the same functions as the commands."""
+"""The Textual console: reads runs, and acts on them through the same functions as the commands."""

@@ -1,11 +1,10 @@
-"""The one table of what a person can do: bindings, footer, palette, help and the README's list of keys come from it.
+"""The action table: bindings, footer, palette, help and the README's list of keys are made from it.
 
 An action's name is the name of the method ``action_<name>`` on the screen, or on the app for ``app`` actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from textual.binding import Binding
@@ -16,7 +15,7 @@ EVERYWHERE = "app"
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """Something that a person can do by key, by mouse in the footer, and by name in the palette."""
+    """An action: done by key, by a click in the footer, or by name in the palette."""
 
     name: str
     """The method is ``action_<name>``; arguments may follow, ``show('loss')``, and ``app.`` go before."""
@@ -25,7 +24,7 @@ class Action:
     label: str
     """One or two words, for the footer."""
     description: str
-    """What it does, for palette and help."""
+    """Its effect, for palette and help."""
     group: str
     """Heading in help."""
     places: tuple[str, ...] = (EVERYWHERE,)
@@ -41,7 +40,7 @@ class Action:
 
     @property
     def path(self) -> str:
-        """How a screen names it."""
+        """Textual's name of the action, as a screen runs it."""
         return self.name if EVERYWHERE not in self.places else f"app.{self.name}"
 
     @property
@@ -160,7 +159,7 @@ ACTIONS: tuple[Action, ...] = (
            description="Choose every GPU that nobody uses; again to choose none"),
     Action(name="use_gpus", keys=("enter",), label="Launch on them", group="GPUs", places=CLUSTER, footer=1,
            description="Put the chosen GPUs into the recipe of the launch screen"),
-    Action(name="look", keys=("r",), label="Look again", group="GPUs", places=CLUSTER, footer=4,
+    Action(name="sample", keys=("r",), label="Look again", group="GPUs", places=CLUSTER, footer=4,
            description="Look at the machine now"),
     # A launch
     Action(name="launch", keys=("L", "f5"), label="Launch", group="Launch", places=LAUNCH, footer=1,
@@ -254,7 +253,7 @@ def of_place(place: str) -> list[Action]:
 
 
 def available(place: str) -> list[Action]:
-    """Return what can be done on a screen: its own actions, then those of every screen."""
+    """Return a screen's own actions, then those of every screen."""
     return of_place(place) + (of_place(EVERYWHERE) if place != EVERYWHERE else [])
 
 
@@ -275,48 +274,21 @@ def bindings(place: str) -> list[Binding]:
 
 
 def footer(place: str) -> list[Action]:
-    """Return what the footer offers, the most important first."""
+    """Return the actions in a screen's footer, the most important first."""
     offered = [action for action in available(place) if action.footer and place in (action.footers or (place,))]
     return sorted(offered, key=lambda action: action.footer)
 
 
 def footer_of_focus(place: str, focused: str) -> list[Action]:
-    """Return what the footer of a screen offers while something on it has the keys that has actions of its own."""
+    """Return the actions in the footer while a widget with actions of its own has the focus."""
     own = sorted((action for action in of_place(focused) if action.footer), key=lambda action: action.footer)
     taken = {key for action in of_place(focused) for key in action.keys}
     return own + [action for action in footer(place) if not taken.intersection(action.keys)]
 
 
 def groups(place: str) -> dict[str, list[Action]]:
-    """Return what can be done on a screen under its headings, in the order of the table."""
+    """Return a screen's actions by heading, in the order of the table."""
     found: dict[str, list[Action]] = {}
     for action in available(place):
         found.setdefault(action.group, []).append(action)
     return found
-
-
-def clashes(actions: Iterable[Action] = ACTIONS) -> list[tuple[str, str, str]]:
-    """Return the keys that mean two things on one screen, with the two actions: none, or the table is wrong."""
-    found = []
-    seen: dict[tuple[str, str], str] = {}
-    every = list(actions)
-    places = {place for action in every for place in action.places} - {EVERYWHERE}
-    for place in sorted(places):
-        for action in every:
-            if place not in action.places and EVERYWHERE not in action.places:
-                continue
-            for key in action.keys:
-                other = seen.setdefault((place, key), action.name)
-                if other != action.name:
-                    found.append((key, other, action.name))
-    return found
-
-
-def readme_keys() -> str:
-    """Return the README's table of keys: one row per place, from the same rows as the footer and the help."""
-    rows = ["| where | keys |", "|---|---|"]
-    for place in dict.fromkeys(place for action in ACTIONS for place in action.places):
-        name = "everywhere" if place == EVERYWHERE else place
-        keys = " · ".join(f"`{action.key_text}` {action.label}" for action in of_place(place))
-        rows.append(f"| {name} | {keys} |")
-    return "\n".join(rows) + "\n"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import math
 import os
 import signal
@@ -40,21 +39,22 @@ from gputrain_tui.lifecycle.warm_pool import WarmPool
 from trainer.contract.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.screens.console import Console
+    from gputrain_tui.console.screens.app_protocol import AppProtocol
     from gputrain_tui.hosts.hostfile import HostEntry
     from gputrain_tui.lifecycle.start import Prepared
 
 FPS = 10
-"""Paints a second, where ``--fps`` says nothing else."""
-CATCH_UP_S = 0.004
-"""Pause between two readings while much is waiting, in which a key is seen."""
-REST_S = 2.0
-REST_TICK_S = 0.5
-"""After so long without anything new, screens are asked less often: only clocks move."""
-READ_S = 2.0
-"""What was said so long ago is gone with the next key."""
-TRIM_S = 60.0
-"""How often what was written to standard error is kept from growing."""
+"""Repaints per second without ``--fps``."""
+BACKLOG_PAUSE_S = 0.004
+"""Seconds between two reads of a backlog, in which keys are handled."""
+IDLE_AFTER_S = 2.0
+"""After this many seconds without an event, screens repaint every ``IDLE_TICK_S``: only their clocks move."""
+IDLE_TICK_S = 0.5
+"""Seconds between two repaints of an idle run, enough for clocks in seconds."""
+TOAST_READ_S = 2.0
+"""Seconds a notification stays before a key removes it."""
+STDERR_TRIM_S = 60.0
+"""Seconds between two checks of the size of captured standard error."""
 PAGES: dict[str, str] = {
     "cluster": "gputrain_tui.console.screens.cluster:ClusterScreen",
     "launch": "gputrain_tui.console.screens.launch:LaunchScreen",
@@ -67,7 +67,7 @@ THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
 
 
 class GputrainApp(App[int]):
-    """The console on the runs of this person."""
+    """The Textual app: wires screens to runs."""
 
     TITLE = "gputrain"
     CSS_PATH = "console.tcss"
@@ -103,12 +103,12 @@ class GputrainApp(App[int]):
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
         """What the screens hand to each other."""
         self.warm = warm
-        """What waits for a launch."""
+        """Processes that have torch loaded; None: without them."""
         self.quiet_s = math.inf
         """How long there was no key before the last one, s; a click has no such key before it."""
         self._leaving = False
-        self._said_at = math.inf
-        """When something was said last, on the clock of events."""
+        self._reported_at = math.inf
+        """Time of the last notification, on the clock of events."""
         self._key_time = -math.inf
         """When the last key came, on the clock of events."""
         self._first = run
@@ -117,7 +117,7 @@ class GputrainApp(App[int]):
         self._follow = follow
         self._clocked = clocked
         self._catching_up = False
-        """Whether the next portion of the record is read without waiting for the beat."""
+        """Whether a timer reads the next portion of the record."""
         self._run_mode = ""
         self._opened = 0
         self._seen: int | None = None
@@ -132,11 +132,11 @@ class GputrainApp(App[int]):
     # From the start to the end
 
     async def on_mount(self) -> None:
-        """Show the first screen, and begin to look at the record."""
+        """Show the first screen and start the timers."""
         self._catch_signals()
         if self._clocked:
             self.set_interval(1 / self._fps, self.beat)
-            self.set_interval(TRIM_S, stderr_guard.trim)
+            self.set_interval(STDERR_TRIM_S, stderr_guard.trim)
         await self._begin()
 
     async def _begin(self) -> None:
@@ -149,19 +149,17 @@ class GputrainApp(App[int]):
             await self.switch_mode(self._page("cluster"))
         elif not runs:
             await self.switch_mode(self._page("welcome"))
-        elif self.has_page("history"):
-            await self.switch_mode(self._page("history"))
         else:
-            await self.open_run(runs[0])
+            await self.switch_mode(self._page("history"))
 
     async def on_event(self, event: events.Event) -> None:
-        """Take the time between two keys, before anybody answers them."""
+        """Measure the time between two keys, drop keys after the exit, and clear notifications that were read."""
         if self._leaving and isinstance(event, events.InputEvent):
-            return  # whoever types on while the console ends means the shell
+            return  # keys after the exit are meant for the shell
         if isinstance(event, events.Key) and not event.is_forwarded:
             self.quiet_s, self._key_time = event.time - self._key_time, event.time
-            if event.time - self._said_at > READ_S:
-                self.clear_notifications()  # whoever goes on has read it
+            if event.time - self._reported_at > TOAST_READ_S:
+                self.clear_notifications()  # a key after that long means it was read
         elif isinstance(event, events.MouseDown) and not event.is_forwarded:
             self.quiet_s = math.inf
         await super().on_event(event)
@@ -174,21 +172,21 @@ class GputrainApp(App[int]):
             loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
 
     def beat(self) -> None:
-        """Read what was appended and let the screen repaint what moved."""
+        """Read appended events and repaint the screen."""
         live = self.live
         if not self._catching_up:
             self._read_on()
         version = live.version if live is not None else None
         self._still = self._still + 1 if version == self._seen else 0
         self._seen = version
-        if self._still < REST_S * self._fps or self._still % max(int(self._fps * REST_TICK_S), 1) == 0:
+        if self._still < IDLE_AFTER_S * self._fps or self._still % max(int(self._fps * IDLE_TICK_S), 1) == 0:
             if self._clocked:
                 self.call_later(self.tick)  # after a key that was pressed meanwhile
             else:
                 self.tick()
 
     def tick(self) -> None:
-        """Let the active screen repaint what moved."""
+        """Repaint the active screen where the run changed."""
         tick = getattr(self.screen, "tick", None)
         if tick is not None:
             tick()
@@ -196,32 +194,25 @@ class GputrainApp(App[int]):
             below()  # behind a question or the palette
 
     def _read_on(self) -> None:
-        """Read a small portion, and the next one soon while much is waiting: keys and paints come between two."""
+        """Read one portion of the record, and schedule the next while there is a backlog."""
         self._catching_up = self.live is not None and self.live.poll() and self._clocked
         if self._catching_up:
-            self.set_timer(CATCH_UP_S, self._read_on)
+            self.set_timer(BACKLOG_PAUSE_S, self._read_on)
 
     def exit(self, result: int | None = None, return_code: int = 0, message: RenderableType | None = None) -> None:
-        """End the console; keys that come now are not for it."""
+        """End the console, and ignore further keys."""
         self._leaving = True
         super().exit(result, return_code, message)
 
     def on_unmount(self) -> None:
-        """Let go of the record; the run goes on."""
+        """Close the record; the run goes on."""
         if self.live is not None:
             self.live.close()
 
     # Where to go
 
-    def has_page(self, name: str) -> bool:
-        """Return whether there is such a screen."""
-        try:
-            return importlib.util.find_spec(PAGES[name].partition(":")[0]) is not None
-        except ModuleNotFoundError:
-            return False
-
     def _page(self, name: str) -> str:
-        """Return a mode, made known when it is first asked for."""
+        """Return the mode of a page, registered on first use."""
         if name not in self._known:
             self._known.add(name)
             self.add_mode(name, partial(_screen, PAGES[name]))
@@ -230,8 +221,7 @@ class GputrainApp(App[int]):
     async def action_go(self, name: str) -> None:
         """Go to one of the four screens."""
         if name != "run":
-            if self.has_page(name):
-                await self.switch_mode(self._page(name))
+            await self.switch_mode(self._page(name))
             return
         if self.live is not None:
             await self.switch_mode(self._run_mode)
@@ -261,14 +251,14 @@ class GputrainApp(App[int]):
             await self.remove_mode(left)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Go to a mode; a question or the palette is not left behind, where a late click would find it."""
+        """Switch the mode, and close a dialog or the palette first: a late click must not reach it."""
         if mode != self.current_mode:
             while isinstance(self.screen, ModalScreen):
                 self.pop_screen()
         return super().switch_mode(mode)
 
     def pop_screen(self) -> AwaitComplete:
-        """Leave the screen on top; a mode's own screen stays, whatever was still on its way to one that is gone."""
+        """Pop the screen on top, but never a mode's last one: a late event may ask twice."""
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
 
     def action_command_palette(self) -> None:
@@ -291,7 +281,7 @@ class GputrainApp(App[int]):
 
     @property
     def place(self) -> str:
-        """What the table of actions calls the active screen."""
+        """Name of the active screen in the action table."""
         for screen in reversed(self.screen_stack):
             place = getattr(screen, "PLACE", None)
             if place is not None:
@@ -310,24 +300,24 @@ class GputrainApp(App[int]):
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
     def get_driver_class(self) -> type[Driver]:
-        """Return what reads the terminal: in place of Textual's own, one in which pastes cannot pass for keys."""
+        """Return the driver: on Linux one in which pasted text cannot pass for keys."""
         found = super().get_driver_class()
         from textual.drivers.linux_driver import LinuxDriver
 
-        from gputrain_tui.console.pasting import PasteDriver
+        from gputrain_tui.console.bracketed_paste import PasteDriver
 
         return PasteDriver if found is LinuxDriver else found
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the theme's colours; of the light one some are darker than Textual's."""
+        """Return the theme's colours; some of the light theme are darker than Textual's."""
         variables = super().get_css_variables()
         return variables | LIGHT_THEME if self.theme == "textual-light" else variables
 
     # What is done to runs
 
-    def say(self, text: str, *, alarm: bool = False) -> None:
-        """Tell something that goes away by itself, or with a key once it was there to be read."""
-        self._said_at = time.monotonic()
+    def report(self, text: str, *, alarm: bool = False) -> None:
+        """Show a notification, which a timeout or a later key removes."""
+        self._reported_at = time.monotonic()
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
     def action_demo(self) -> None:
@@ -346,7 +336,7 @@ class GputrainApp(App[int]):
 
     def _start_demo(self) -> None:
         self.run_worker(self._prepare_demo, thread=True, exclusive=True, group="launch")
-        self.say("preparing the demo")
+        self.report("preparing the demo")
 
     def _prepare_demo(self) -> None:
         from gputrain_tui.lifecycle import start
@@ -355,7 +345,7 @@ class GputrainApp(App[int]):
         try:
             prepared = start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
         except RequestError as error:
-            self.call_from_thread(self.say, str(error), alarm=True)
+            self.call_from_thread(self.report, str(error), alarm=True)
             return
         self.call_from_thread(self._launch_soon, prepared)
 
@@ -373,7 +363,7 @@ class GputrainApp(App[int]):
         try:
             run, supervisor = start.launch(prepared, leased=False, warm=self.warm)
         except RequestError as error:
-            self.say(str(error), alarm=True)
+            self.report(str(error), alarm=True)
             return
         self._supervisors = [started for started in self._supervisors if started.poll() is None]
         self._supervisors.append(supervisor)
@@ -386,7 +376,7 @@ class GputrainApp(App[int]):
         try:
             start.await_supervisor(run, supervisor, was=run.status.supervisor)
         except RequestError as error:
-            self.call_from_thread(self.say, str(error), alarm=True)
+            self.call_from_thread(self.report, str(error), alarm=True)
 
     def ask_to_stop(self, run: Run) -> None:
         """Stop a run everywhere, once the person has confirmed it."""
@@ -394,7 +384,7 @@ class GputrainApp(App[int]):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self.say(f"stopping {run.id}")
+                self.report(f"stopping {run.id}")
                 self.run_worker(partial(self._stop, run), thread=True, group="stop")
 
         ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
@@ -407,13 +397,13 @@ class GputrainApp(App[int]):
         try:
             report, left = stop_by_name(run.id)
         except RequestError as error:
-            self.call_from_thread(self.say, str(error), alarm=True)
+            self.call_from_thread(self.report, str(error), alarm=True)
             return
-        self.call_from_thread(self.say, report, alarm=bool(left))
+        self.call_from_thread(self.report, report, alarm=bool(left))
 
 
 if TYPE_CHECKING:
-    SEEN_BY_SCREENS: type[Console] = GputrainApp
+    PROTOCOL_CHECK: type[AppProtocol] = GputrainApp
     """The checker proves that the console is what its screens take it for."""
 
 

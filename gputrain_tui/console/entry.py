@@ -1,4 +1,4 @@
-"""Where the console is entered: its flags are read, and the pace of painting is told to Textual, before it is imported.
+"""Entry point of the console: parses its flags and sets Textual's frame rate before importing it.
 
 Textual reads its own rate once, at its import; a rate that only the console's clock kept would not slow down what keys,
 scrolling and a blinking cursor paint.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gputrain_tui.hosts.hostfile import HostEntry
 
 TEXTUAL_FPS = "TEXTUAL_FPS"
-"""What Textual asks for its rate, a whole number of paints a second."""
+"""Environment variable of Textual's frame rate, a whole number of repaints per second."""
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def add_fps(parser: ArgumentParser) -> None:
-    """Declare the flag of the console itself."""
+    """Add ``--fps``."""
     parser.add_argument(
         "--fps",
         type=_paints,

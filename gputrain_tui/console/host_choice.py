@@ -1,4 +1,4 @@
-"""Pure: the machines of the cluster screen, and the nodes that chosen GPUs make."""
+"""Host states of the cluster screen, and the nodes made from chosen GPUs; pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gputrain_tui.plan.shell import rank_range
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RecordError
 
-GOING = ("starting", "running", "stopping")
+ACTIVE_STATES = ("starting", "running", "stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ours:
-    """A rank of ours on a GPU."""
+class GpuRank:
+    """A rank of a run of this person, on a GPU."""
 
     run: str
     rank: int
@@ -28,21 +28,21 @@ class Ours:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine as far as it is known."""
+    """A host of the cluster screen: its newest inventory and the state of its survey."""
 
     name: str
     """As recipes name it; ``localhost`` for this one."""
     inventory: Inventory | None = None
-    """The newest that it gave."""
+    """The newest one."""
     problem: str = ""
-    """One line: why the last question got no answer."""
+    """One line: why the last survey failed."""
     asking: bool = False
-    """Whether a question is on its way."""
+    """Whether a survey is under way."""
     tried: float | None = None
-    """When the last question ended, in seconds of a clock that only goes on; None before the first has."""
+    """End of the last survey, monotonic seconds; None: none has ended."""
     seen: float | None = None
-    """When the inventory came, on the same clock."""
-    ours: Mapping[int, Ours] = field(default_factory=dict)
+    """Time of the inventory, monotonic seconds."""
+    run_ranks: Mapping[int, GpuRank] = field(default_factory=dict)
     """Ranks of running runs by the index of their GPU."""
 
     @property
@@ -66,23 +66,25 @@ class Host:
         return tuple(gpu.index for gpu in self.gpus if is_free(gpu))
 
 
-def others(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> tuple[str, ...]:
-    """Return the machines of nodes that are not this one, each once."""
+def remote_hosts(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> tuple[str, ...]:
+    """Return the remote hosts of nodes, each once."""
     return tuple(dict.fromkeys(node.host for node in nodes if node.host is not None and not local(node.host)))
 
 
-def plans_of(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
-    """Return the plans of the runs that are going, with their ids."""
+def active_plans(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
+    """Return the plans of active runs, with their ids."""
     found = []
     for run in runs:
-        if run.state in GOING:
+        if run.state in ACTIVE_STATES:
             with suppress(RecordError):
                 found.append((run.id, read_plan(run.dir)))
     return found
 
 
-def ours_on(inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_it: Callable[[str], bool]) -> dict[int, Ours]:
-    """Return which GPUs of a machine the running runs have.
+def ranks_by_gpu(
+    inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_it: Callable[[str], bool]
+) -> dict[int, GpuRank]:
+    """Return the ranks of active runs by the index of their GPU.
 
     Args:
         inventory: of the machine.
@@ -90,19 +92,19 @@ def ours_on(inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_it: Call
         is_it: whether a host of a plan is this machine.
     """
     by_name = {str(gpu.index): gpu.index for gpu in inventory.gpus} | {gpu.uuid: gpu.index for gpu in inventory.gpus}
-    found: dict[int, Ours] = {}
+    found: dict[int, GpuRank] = {}
     for run, plan in plans:
         for node in plan.nodes:
             if is_it(node.host):
                 for rank, device in zip(node.ranks, node.devices, strict=False):
                     index = by_name.get(str(device))
                     if index is not None:
-                        found.setdefault(index, Ours(run=run, rank=rank))
+                        found.setdefault(index, GpuRank(run=run, rank=rank))
     return found
 
 
-def due(hosts: Collection[Host], now: float, *, again_s: float, failed_s: float, at_once: int) -> list[str]:
-    """Return the hosts to ask now: those whose last question is old enough, the longest waiting first.
+def hosts_due(hosts: Collection[Host], now: float, *, again_s: float, failed_s: float, at_once: int) -> list[str]:
+    """Return the hosts to survey now: those whose last survey is old enough, the oldest first.
 
     Args:
         hosts: all of them.
@@ -121,8 +123,8 @@ def due(hosts: Collection[Host], now: float, *, again_s: float, failed_s: float,
     return [host.name for host in waiting[: max(room, 0)]]
 
 
-def wants(node: Node) -> str:
-    """Say what a node of a recipe asks for."""
+def wanted_devices(node: Node) -> str:
+    """Return the devices that a node of a recipe asks for, as text."""
     if node.cpu_ranks is not None:
         return f"{node.cpu_ranks} CPU rank{'s' * (node.cpu_ranks != 1)}"
     if isinstance(node.gpus, int):
@@ -136,8 +138,8 @@ def wants(node: Node) -> str:
     return f"{node.ranks} ranks" if node.ranks is not None else "its GPUs, or one CPU rank"
 
 
-def gives(node: Node, host: Host | None) -> tuple[str, str]:
-    """Say whether a host has what a node asks for; return it with its role: ``good``, ``warning`` or ``dim``."""
+def availability(node: Node, host: Host | None) -> tuple[str, str]:
+    """Return whether a host has a node's devices, as text and its role: ``good``, ``warning`` or ``dim``."""
     if host is None or (host.inventory is None and not host.problem):
         return "being asked", "dim"
     if host.inventory is None:
@@ -160,10 +162,10 @@ def gives(node: Node, host: Host | None) -> tuple[str, str]:
     return known, "good" if free >= wanted else "warning"
 
 
-def nodes_of(
+def nodes_on_gpus(
     chosen: Mapping[str, Sequence[int]], nodes: Sequence[Mapping[str, Any]], *, address: str | None
 ) -> list[dict[str, Any]]:
-    """Return the nodes of a launch on chosen GPUs: in the order of the recipe's nodes, new hosts after them.
+    """Return the nodes for chosen GPUs: in the order of the recipe's nodes, new hosts after them.
 
     Args:
         chosen: indices of GPUs by host; ``localhost`` for this machine.

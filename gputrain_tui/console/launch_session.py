@@ -1,4 +1,4 @@
-"""The launch session: what the console's screens hand to each other for the next launch."""
+"""State that the console's screens share for the next launch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class LaunchSession:
-    """One per console."""
+    """The next launch, as far as it was chosen; one per console."""
 
     folder: Path = field(default_factory=Path.cwd)
-    """Where recipes are looked for."""
+    """Folder of recipes."""
     source: str | None = None
     """The recipe file that the launch screen is to open next."""
     resume: str | None = None

@@ -1,42 +1,43 @@
-"""Follows one run for the console: reads its record in small portions into the state that views show."""
+"""Follows one run for the console: reads its record in portions into state and series."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from gputrain_tui.history.preview import MIN_PREVIEW_BYTES, Preview, apply_all
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
 from gputrain_tui.history.series import Series
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from trainer.contract.errors import RecordError
-from trainer.contract.record import AnyEvent, RunEnded
+from trainer.contract.record import AnyEvent, RunEnded, Step
+from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
 
-BUDGET_S = 0.02
-"""How long one poll may take while the person may press a key."""
+POLL_BUDGET_S = 0.02
+"""Seconds one poll may take, so that keys are handled."""
 PORTION_BYTES = 256 << 10
-"""What is asked of the reader at a time, so that the budget is kept."""
-STATUS_S = 1.0
-"""How often ``status.json`` is looked at: it tells what no event does, such as a killed supervisor."""
-QUIET_S = 3.0
-"""After this long without an event the record is looked at less often."""
-QUIET_POLL_S = 0.3
-OVER_POLL_S = 2.0
-"""How often the record of a run that has ended is looked at: it may be resumed in place."""
+"""Bytes per read, small against the budget."""
+STATUS_INTERVAL_S = 1.0
+"""Seconds between two reads of ``status.json``, which alone shows a killed supervisor."""
+IDLE_AFTER_S = 3.0
+"""After this many seconds without an event, polls are ``IDLE_POLL_S`` apart."""
+IDLE_POLL_S = 0.3
+"""Seconds between two polls of a run without recent events."""
+ENDED_POLL_S = 2.0
+"""Seconds between two polls of an ended run, which may be resumed in place."""
 
 
 class EventSource(Protocol):
-    """Gives the events that were appended since it was asked last."""
+    """Source of appended events."""
 
     @property
     def backlog_bytes(self) -> int:
-        """What the last poll left for the next."""
+        """Bytes that the last poll left unread."""
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         """Return the new events in the order of their times."""
@@ -46,7 +47,7 @@ class EventSource(Protocol):
 
 
 class LiveRun:
-    """A run's state and curves; ``poll`` moves them on, ``version`` tells whether there is anything new to see."""
+    """State and series of a run: ``poll`` updates them, ``version`` changes with them."""
 
     def __init__(
         self,
@@ -80,25 +81,17 @@ class LiveRun:
         self._status: Status = run.status
         self._status_at = float("-inf")
         self._next_poll = float("-inf")
-        self._heard_at = float("-inf")
-        self._turns = 0
-        self._preview: Preview | None = None
-        """What is shown while a long record is being read through."""
-        self._whole = (self.state, self.series)
-        """What comes of reading it through."""
+        self._last_event_at = float("-inf")
+        self._revision = 0
         if known is not None:
             self.series.coarsen(known.steps)
-            apply_all(known.events, self.state, self.series)
+            self._apply(known.events)
             self.series.refine()
-        elif source is None and _size(run) >= MIN_PREVIEW_BYTES:
-            self._preview = Preview(run.dir, self._new_state())
-            self._preview.poll()
-            self.state, self.series = self._preview.state, self._preview.series
 
     @property
     def version(self) -> int:
-        """Moves with everything that is to be seen."""
-        return (self._turns << 40) + self.state.version
+        """Changes with everything that is shown."""
+        return (self._revision << 40) + self.state.version
 
     @property
     def id(self) -> str:
@@ -110,10 +103,10 @@ class LiveRun:
         """``starting``, ``running``, ``stopping``, how it ended, or ``lost``."""
         if self.state.ended is not None:
             return self.state.ended.status
-        told = state_of(self._status)
-        if told in ENDED and not self.caught_up:
+        status = state_of(self._status)
+        if status in ENDED and not self.caught_up:
             return self.state.status  # its end stands in what is still to be read
-        return self.state.status if told == "starting" else told
+        return self.state.status if status == "starting" else status
 
     @property
     def over(self) -> bool:
@@ -122,7 +115,7 @@ class LiveRun:
 
     @property
     def message(self) -> str | None:
-        """What the supervisor says at the end."""
+        """The supervisor's closing message."""
         return self._status.message
 
     @property
@@ -134,7 +127,7 @@ class LiveRun:
 
     @property
     def elapsed_s(self) -> float | None:
-        """How long the run lasts, or lasted."""
+        """Duration of the run until now or its end, seconds."""
         started = self.state.started or self._status.started or None
         if started is None:
             return None
@@ -143,70 +136,61 @@ class LiveRun:
             return max(0.0, end - started)
         return max(0.0, self.now() - started)
 
-    def poll(self, budget_s: float = BUDGET_S) -> bool:
-        """Take in what was appended, for about so long; return whether more is waiting."""
+    def poll(self, budget_s: float = POLL_BUDGET_S) -> bool:
+        """Read appended events for about ``budget_s``; return whether there is a backlog."""
         now = self._clock()
         if now < self._next_poll:
             return False
-        self._look_at_status(now)
+        self._check_status(now)
         deadline = now + budget_s
         if not self.caught_up and not self._total_bytes:
             self._total_bytes = _size(self.run)
-        if self._preview is not None:
-            self._preview.poll()
         while True:
             events = self._source.poll(PORTION_BYTES)
-            self._take(events)
+            self._apply(events)
             backlog = self._source.backlog_bytes
             self._read_bytes = max(self._total_bytes - backlog, self._read_bytes)
             if events:
-                self._heard_at = now
+                self._last_event_at = now
             if not backlog:
                 break
             if self._clock() >= deadline:
-                self._turns += 1
+                self._revision += 1
                 return True
         if not self.caught_up:
-            self._catch_up()
+            self.caught_up = True
+            self._revision += 1
         if self.over:
-            self._next_poll = now + OVER_POLL_S
-        elif now - self._heard_at > QUIET_S:
-            self._next_poll = now + QUIET_POLL_S
+            self._next_poll = now + ENDED_POLL_S
+        elif now - self._last_event_at > IDLE_AFTER_S:
+            self._next_poll = now + IDLE_POLL_S
         return False
 
     def close(self) -> None:
         """Let go of the files."""
         self._source.close()
-        if self._preview is not None:
-            self._preview.close()
 
-    def _take(self, events: list[AnyEvent]) -> None:
-        state, series = self._whole
-        apply_all(events, state, series)
-        if events and type(events[-1]) is RunEnded:
-            series.flush()
+    def _apply(self, events: Sequence[AnyEvent | DownsampledBlock]) -> None:
+        """Put events into state and curves."""
+        for event in events:
+            self.state.apply(event)
+            if isinstance(event, Step | DownsampledBlock):
+                self.series.apply(event)
+        if events and isinstance(events[-1], RunEnded):
+            self.series.flush()
 
-    def _catch_up(self) -> None:
-        """Show what was read through in place of what was skimmed."""
-        self.caught_up = True
-        self._turns += 1
-        self.state, self.series = self._whole
-        if self._preview is not None:
-            self._preview.close()
-            self._preview = None
-
-    def _look_at_status(self, now: float) -> None:
-        if now - self._status_at < STATUS_S:
+    def _check_status(self, now: float) -> None:
+        if now - self._status_at < STATUS_INTERVAL_S:
             return
         self._status_at = now
         status = read_status(self.run.dir)
         if status is not None and status != self._status:
             self._status = status
-            self._turns += 1
+            self._revision += 1
             self.run = open_run(self.run.dir.path) or self.run
 
     def _new_state(self) -> RunState:
-        """Return the state of a run of which only the plan is known: it says where ranks will be."""
+        """Return the state before any event: hosts and local ranks come from the plan."""
         planned = self.run.status.world_size if self.plan is None else self.plan.world_size
         state = RunState(world_size=planned)
         for node in self.plan.nodes if self.plan is not None else ():

@@ -1,4 +1,4 @@
-"""The palette, which outlives what Textual's own does not: a click from before the terminal became smaller."""
+"""The command palette, hardened against clicks from before the terminal became smaller."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from textual.widget import Widget
 
 
 class Palette(CommandPalette):
-    """Finds any action by its name."""
+    """Command palette."""
 
     def get_widget_at(self, x: int, y: int) -> tuple[Widget, Region]:
-        """Return what is under a point, or under the nearest one that there still is."""
+        """Return the widget at a point, moved into the screen."""
         return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))

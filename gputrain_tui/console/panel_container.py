@@ -1,8 +1,7 @@
-"""Arranges the panels of a run by the terminal's size, the number of ranks and the chosen panel."""
+"""Layout of a run's panels by terminal size, number of ranks and chosen panel."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,182 +14,184 @@ from gputrain_tui.console.widgets.step_bars import bar_lines
 
 PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
-"""The panels in the order in which a key goes through them."""
-GRID_HEAD = 2
+"""The panels in the order of the key for the next panel."""
+TABLE_HEAD_LINES = 2
 """Lines of the rank table besides the ranks."""
-ARRIVING = 8
-"""Lines of the view of who has come besides the hosts."""
-TALK = 5
-"""Lines with which a list of findings or a log begins to be of use."""
-GAP = 2
+RENDEZVOUS_HEAD_LINES = 8
+"""Lines of the rendezvous view besides the hosts."""
+LEAST_LIST_LINES = 5
+"""Fewest useful lines of a list of findings or a log."""
+GAP_CELLS = 2
 """Cells between two columns of panels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelChoice:
-    """What is to be shown."""
+    """The panels to show, and the facts that their layout depends on."""
 
     ranks: int
     panel: PanelName = "loss"
-    """What the person asked for last."""
+    """The panel that was asked for last."""
     right: PanelName = "findings"
-    """Of the panels that share a place in the middle-sized layout, the one to show."""
+    """The one to show of the panels that share a place in the medium layout."""
     zoomed: bool = False
     """Whether one panel has everything."""
-    joining: bool = False
-    """Whether the first step has not been made yet: charts would be empty."""
+    rendezvous: bool = False
+    """Whether no rank has made a step: charts would be empty."""
     hosts: int = 1
-    """Machines of the run: who is awaited takes a line for each."""
-    card: int = 0
-    """Lines that the culprit card wants; 0: nothing failed."""
-    has: Collection[str] = PANELS
-    """Panels that there are."""
+    """Hosts of the run: the rendezvous view has a line for each."""
+    root_cause_lines: int = 0
+    """Lines that the root cause card needs; 0: nothing failed."""
 
 
-def kind(width: int, height: int) -> Literal["narrow", "medium", "wide"]:
-    """Return which of three layouts fits."""
+def layout_size(width: int, height: int) -> Literal["narrow", "medium", "wide"]:
+    """Return the layout for a size."""
     if width < 96 or height < 28:
         return "narrow"
     return "wide" if width >= 160 and height >= 44 else "medium"
 
 
 def arrange(width: int, height: int, choice: PanelChoice) -> dict[str, Region]:
-    """Return the panels that are shown and where; they never overlap, and leave no row unused."""
+    """Return the visible panels and their regions, which do not overlap."""
     if width < 1 or height < 1:
         return {}
     if choice.zoomed:
         return {choice.panel: Region(0, 0, width, height)}
     placed: dict[str, Region] = {}
     area = Region(0, 0, width, height)
-    if choice.card:
-        card = min(choice.card, max(height // 2, 3))
-        placed["culprit"], area = area.split_horizontal(card)
-    layout = {"narrow": _narrow, "medium": _medium, "wide": _wide}[kind(width, height)]
+    if choice.root_cause_lines:
+        root_cause_lines = min(choice.root_cause_lines, max(height // 2, 3))
+        placed["root_cause"], area = area.split_horizontal(root_cause_lines)
+    layout = {"narrow": _narrow, "medium": _medium, "wide": _wide}[layout_size(width, height)]
     placed |= layout(area, choice)
     return {name: region for name, region in placed.items() if region.width > 0 and region.height > 0}
 
 
 def _narrow(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """The table and one panel below it."""
+    """Return the table and one panel below it."""
     if choice.panel == "ranks" or area.height < 8:
         return {"ranks": area}
-    top, below = area.split_horizontal(_grid_height(area, choice, share=0.45))
-    return {"ranks": top, _one(choice): below}
+    top, below = area.split_horizontal(_table_height(area, choice, share=0.45))
+    return {"ranks": top, _lower_panel(choice): below}
 
 
-def _one(choice: PanelChoice) -> str:
-    if choice.joining and choice.panel in ("loss", "sync", "bars", "late"):
-        return "joining"
+def _lower_panel(choice: PanelChoice) -> str:
+    if choice.rendezvous and choice.panel in ("loss", "sync", "bars", "late"):
+        return "rendezvous"
     return choice.panel
 
 
 def _medium(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Table and charts, and one of findings and log where there is no room for both."""
-    return _above(area, choice) or _aside(area, choice, max(area.height // 4, 6), (choice.right,))
+    """Return table and charts, and findings or log where both do not fit."""
+    return _table_above_charts(area, choice) or _table_beside_charts(
+        area, choice, max(area.height // 4, 6), (choice.right,)
+    )
 
 
 def _wide(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """All panels."""
-    told: tuple[PanelName, ...] = ("findings", "log") if "log" in choice.has else ("findings",)
-    return _above(area, choice) or _aside(area, choice, max(area.height // 4, 8), told)
+    """Return all panels."""
+    return _table_above_charts(area, choice) or _table_beside_charts(
+        area, choice, max(area.height // 4, 8), ("findings", "log")
+    )
 
 
-def _above(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """The whole table above everything else; nothing where it does not fit there."""
-    if not _few(area, choice):
+def _table_above_charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
+    """Return the whole table above everything else; nothing where it does not fit there."""
+    if not _fits_above_charts(area, choice):
         return {}
-    top, rest = area.split_horizontal(_grid_height(area, choice, share=0.34))
-    if not choice.joining:
-        return {"ranks": top, **_below(rest, choice)}
-    joining, log = _columns(rest, 2)
-    return {"ranks": top, "joining": joining, _talk(choice): log}
+    top, rest = area.split_horizontal(_table_height(area, choice, share=0.34))
+    if not choice.rendezvous:
+        return {"ranks": top, **_panels_below_table(rest, choice)}
+    rendezvous, log = _columns(rest, 2)
+    return {"ranks": top, "rendezvous": rendezvous, "log": log}
 
 
-def _aside(area: Region, choice: PanelChoice, low: int, told: tuple[PanelName, ...]) -> dict[str, Region]:
-    """The table beside the charts, and below both, in ``low`` lines, composition and what was told."""
+def _table_beside_charts(
+    area: Region, choice: PanelChoice, low: int, lists: tuple[PanelName, ...]
+) -> dict[str, Region]:
+    """Return the table beside the charts; below both, in ``low`` lines, step bars and ``lists``."""
     upper, bottom = area.split_horizontal(area.height - low)
     left, right = _columns(upper, 2)
-    if choice.joining:
-        return _arriving(area, choice)
-    if _has_room(upper, choice):
-        return _beside(area, choice, bottom, told)
-    names: tuple[PanelName, ...] = ("bars", *told)
+    if choice.rendezvous:
+        return _before_first_step(area, choice)
+    if _fits_beside_charts(upper, choice):
+        return _charts_beside_table(area, choice, bottom, lists)
+    names: tuple[PanelName, ...] = ("bars", *lists)
     return {"ranks": left, **_charts(right, choice), **dict(zip(names, _columns(bottom, len(names)), strict=True))}
 
 
-def _below(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Under a table of few ranks the charts; then composition, lateness and findings at the left, the log beside."""
+def _panels_below_table(area: Region, choice: PanelChoice) -> dict[str, Region]:
+    """Return curves below a short table; below them step bars, lateness and findings, the log beside."""
     charts, bottom = area.split_horizontal((area.height + 1) // 2)
     loss, sync = _columns(charts, 2)
     left, right = _columns(bottom, 2)
-    bars, rest = left.split_horizontal(min(choice.ranks + GRID_HEAD, max((left.height + 1) // 2, left.height - 9)))
+    bars, rest = left.split_horizontal(
+        min(choice.ranks + TABLE_HEAD_LINES, max((left.height + 1) // 2, left.height - 9))
+    )
     placed = {"loss": loss, "sync": sync, "bars": bars}
-    has_log = "log" in choice.has
-    if choice.ranks < 2 and choice.panel != "late":  # nobody to be late for
-        return placed | {"findings": rest if has_log else right} | ({"log": right} if has_log else {})
-    if not has_log:
-        return placed | {"late": rest, "findings": right}
-    lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + GRID_HEAD)
-    if rest.height - lines < TALK:
-        findings, log = right.split_horizontal(max(right.height // 3, TALK))
+    if choice.ranks < 2 and choice.panel != "late":  # lateness compares ranks
+        return placed | {"findings": rest, "log": right}
+    lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + TABLE_HEAD_LINES)
+    if rest.height - lines < LEAST_LIST_LINES:
+        findings, log = right.split_horizontal(max(right.height // 3, LEAST_LIST_LINES))
         return placed | {"late": rest, "findings": findings, "log": log}
     late, findings = rest.split_horizontal(lines)
     return placed | {"late": late, "findings": findings, "log": right}
 
 
-def _has_room(area: Region, choice: PanelChoice) -> bool:
-    """Return whether a table beside the charts would leave room below it."""
-    return choice.ranks + GRID_HEAD + 4 <= area.height
+def _fits_beside_charts(area: Region, choice: PanelChoice) -> bool:
+    """Return whether a table beside the charts leaves lines below it."""
+    return choice.ranks + TABLE_HEAD_LINES + 4 <= area.height
 
 
-def _beside(area: Region, choice: PanelChoice, bottom: Region, told: tuple[PanelName, ...]) -> dict[str, Region]:
-    """Table and composition at the left, charts at the right, what was told below the charts, the log where room is."""
+def _charts_beside_table(
+    area: Region, choice: PanelChoice, bottom: Region, lists: tuple[PanelName, ...]
+) -> dict[str, Region]:
+    """Return table and step bars at the left, charts and ``lists`` at the right, the log where it fits."""
     left, right = _columns(area, 2)
-    ranks, low = left.split_horizontal(choice.ranks + GRID_HEAD + 1)
+    ranks, low = left.split_horizontal(choice.ranks + TABLE_HEAD_LINES + 1)
     lines = bar_lines(choice.ranks, low.height)
     placed = {"ranks": ranks, "bars": low}
-    if low.height - lines >= TALK and "log" in choice.has:
+    if low.height - lines >= LEAST_LIST_LINES:
         placed["bars"], placed["log"] = low.split_horizontal(lines)
-        told = ("findings",)
+        lists = ("findings",)
     placed |= _charts(Region(right.x, area.y, right.width, bottom.y - area.y), choice)
-    regions = _columns(Region(right.x, bottom.y, right.width, bottom.height), len(told))
-    return placed | dict(zip(told, regions, strict=True))
+    regions = _columns(Region(right.x, bottom.y, right.width, bottom.height), len(lists))
+    return placed | dict(zip(lists, regions, strict=True))
 
 
 def _charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Two curves and the lateness of all ranks below each other; what lateness cannot use is the curves'."""
+    """Return two curves and the lateness map below each other; the curves take the lines that it cannot use."""
     late = heat_lines(choice.ranks, area.height // 3)
     curves, below = area.split_horizontal(area.height - late)
     loss, sync = _rows(curves, 2)
     return {"loss": loss, "sync": sync, "late": below}
 
 
-def _arriving(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """The table beside who is awaited, and what is printed meanwhile."""
+def _before_first_step(area: Region, choice: PanelChoice) -> dict[str, Region]:
+    """Return the table beside the rendezvous view and the log."""
     left, right = _columns(area, 2)
-    joining, log = right.split_horizontal(min(choice.hosts + ARRIVING, (right.height + 1) // 2))
-    return {"ranks": left, "joining": joining, _talk(choice): log}
+    rendezvous, log = right.split_horizontal(min(choice.hosts + RENDEZVOUS_HEAD_LINES, (right.height + 1) // 2))
+    return {"ranks": left, "rendezvous": rendezvous, "log": log}
 
 
-def _talk(choice: PanelChoice) -> PanelName:
-    return "log" if "log" in choice.has else "findings"
-
-
-def _few(area: Region, choice: PanelChoice) -> bool:
+def _fits_above_charts(area: Region, choice: PanelChoice) -> bool:
     """Return whether the whole table fits above the charts."""
-    return choice.ranks + GRID_HEAD <= max(area.height * 0.34, 6)
+    return choice.ranks + TABLE_HEAD_LINES <= max(area.height * 0.34, 6)
 
 
-def _grid_height(area: Region, choice: PanelChoice, *, share: float) -> int:
-    """Return the lines of a table above other panels: what it needs and a blank one, within its share."""
-    return min(choice.ranks + GRID_HEAD + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
+def _table_height(area: Region, choice: PanelChoice, *, share: float) -> int:
+    """Return the lines of a table above other panels: its ranks, a head and a blank line, within ``share``."""
+    return min(choice.ranks + TABLE_HEAD_LINES + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
 
 
 def _columns(area: Region, count: int) -> list[Region]:
     """Cut an area into columns of about equal width with a gap between them."""
-    usable = area.width - GAP * (count - 1)
+    usable = area.width - GAP_CELLS * (count - 1)
     edges = [round(usable * index / count) for index in range(count + 1)]
-    return [Region(area.x + edges[i] + GAP * i, area.y, edges[i + 1] - edges[i], area.height) for i in range(count)]
+    return [
+        Region(area.x + edges[i] + GAP_CELLS * i, area.y, edges[i + 1] - edges[i], area.height) for i in range(count)
+    ]
 
 
 def _rows(area: Region, count: int) -> list[Region]:
@@ -200,7 +201,7 @@ def _rows(area: Region, count: int) -> list[Region]:
 
 
 class PlacedLayout(Layout):
-    """Places children by their ids; those that are not named are not shown."""
+    """Layout by child id."""
 
     name = "placing"
 
@@ -208,7 +209,7 @@ class PlacedLayout(Layout):
         self.placed: dict[str, Region] = {}
 
     def arrange(self, parent: Widget, children: list[Widget], size: Size, greedy: bool = True) -> ArrangeResult:
-        """Return where each child stands."""
+        """Return the placement of each named child."""
         return [
             WidgetPlacement(region, NULL_OFFSET, NULL_SPACING, child)
             for child in children
@@ -217,7 +218,7 @@ class PlacedLayout(Layout):
 
 
 class PanelContainer(Widget):
-    """Holds panels that stand where a pure function says."""
+    """Container of panels at given regions."""
 
     DEFAULT_CSS = """
     PanelContainer { height: 1fr; width: 1fr; padding: 0 1; }
@@ -229,11 +230,11 @@ class PanelContainer(Widget):
 
     @property
     def layout(self) -> Layout:
-        """Not one of the style sheet's layouts."""
+        """The layout, in place of the style sheet's."""
         return self._placing
 
     def place(self, placed: dict[str, Region]) -> None:
-        """Show the named panels where they are to stand, and hide the others."""
+        """Show the named panels at their regions, and hide the others."""
         if placed == self._placing.placed and all(child.display == (child.id in placed) for child in self.children):
             return
         self._placing.placed = placed

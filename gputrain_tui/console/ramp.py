@@ -1,4 +1,4 @@
-"""The only colours that are not theme variables: ramps that a theme cannot provide, and what the light one lacks.
+"""Colour ramps: the only colours that are not theme variables.
 
 Heat has at most eight levels, so that runs of equal cells merge and a repaint stays small. Warm colours mean waiting,
 cool ones mean work, and red is left to what needs a person.
@@ -14,43 +14,44 @@ from rich.style import Style
 from textual.app import App
 
 PHASE_COLOURS = ("data", "forward", "backward", "sync", "optimizer", "other")
-"""The parts of a step, in the order in which they happen; ``other`` is what no part accounts for."""
+"""The phases of a step in their order; ``other`` is the time of none."""
 HEAT_LEVELS = 8
+"""Few, so that runs of equal cells merge and a repaint stays small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """Colours for one kind of terminal."""
+    """Colours for one kind of terminal and ground."""
 
     heat: tuple[str, ...]
-    """From calm to what needs a person."""
-    parts: tuple[str, ...]
-    """One per part of a step."""
+    """From normal to what needs a person."""
+    phases: tuple[str, ...]
+    """One per phase of a step."""
     shades: bool = True
     """Whether there are colours between the ground and the text, so that areas can be filled."""
     symbols: bool = False
-    """Whether shapes must tell what colours cannot."""
+    """Whether shapes stand for colours."""
     plain_cursor: bool = False
     """Whether text on the cursor's ground has one colour: the sixteen cannot all be read there."""
 
 
 DARK = Ramp(
     heat=("#18222d", "#1a3145", "#1d4660", "#2b6580", "#57887c", "#c0a04a", "#e58338", "#e5484d"),
-    parts=("#d6b04f", "#5fa8dc", "#376f9f", "#b184d1", "#58ab96", "#3d4650"),
+    phases=("#d6b04f", "#5fa8dc", "#376f9f", "#b184d1", "#58ab96", "#3d4650"),
 )
 LIGHT = Ramp(
     heat=("#e6edf2", "#cfdfe9", "#abc9db", "#7cafc9", "#74a78b", "#d6ab33", "#df7a26", "#c62f35"),
-    parts=("#c08a1e", "#3d8fcb", "#1f5d8f", "#8e5bb5", "#2e8873", "#b4bcc4"),
+    phases=("#c08a1e", "#3d8fcb", "#1f5d8f", "#8e5bb5", "#2e8873", "#b4bcc4"),
 )
 SIXTEEN = Ramp(
     heat=("black", "black", "bright_black", "blue", "cyan", "yellow", "bright_yellow", "red"),
-    parts=("yellow", "bright_blue", "blue", "magenta", "cyan", "bright_black"),
+    phases=("yellow", "bright_blue", "blue", "magenta", "cyan", "bright_black"),
     shades=False,
     plain_cursor=True,
 )
 SIXTEEN_LIGHT = Ramp(
     heat=("bright_white", "bright_white", "white", "bright_blue", "cyan", "bright_yellow", "yellow", "red"),
-    parts=SIXTEEN.parts,
+    phases=SIXTEEN.phases,
     shades=False,
     plain_cursor=True,
 )
@@ -63,7 +64,7 @@ LIGHT_THEME = {
     "text-success": "#1b6b37",
 }
 """The light theme's variables of which Textual's own cannot be read on a light ground, least of all on the cursor's."""
-PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, parts=("default",) * len(PHASE_COLOURS), shades=False, symbols=True)
+PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, phases=("default",) * len(PHASE_COLOURS), shades=False, symbols=True)
 
 
 def ramp_for(app: App[object]) -> Ramp:
@@ -82,5 +83,5 @@ ON_GROUND = Style(color=Color.parse("bright_white"), dim=False)
 
 @lru_cache(maxsize=512)
 def pair(front: str, back: str | None = None) -> Style:
-    """Return the style of one colour on another; without a second one the ground shows through."""
+    """Return the style of one colour on another, or on the ground."""
     return Style(color=Color.parse(front), bgcolor=None if back is None else Color.parse(back))

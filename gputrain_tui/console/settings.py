@@ -1,4 +1,4 @@
-"""What the console remembers from one start to the next, and what the environment says about the terminal."""
+"""Settings kept between starts: the theme, with a default by the terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FILE = "console.json"
 
 
 def theme(environ: Mapping[str, str]) -> str | None:
-    """Return the theme to start with: the one chosen last, else what the terminal tells of itself."""
+    """Return the theme to start with: from the environment, the last choice, or the kind of terminal."""
     return environ.get("TEXTUAL_THEME") or _kept(environ) or _of_terminal(environ)
 
 
 def keep_theme(name: str) -> None:
-    """Remember a theme; where that cannot be written it holds until the console ends."""
+    """Save a theme for the next start, if the folder can be written."""
     folder = paths.config_folder()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def _kept(environ: Mapping[str, str]) -> str | None:
 
 
 def _of_terminal(environ: Mapping[str, str]) -> str | None:
-    """Return the theme for a terminal of sixteen colours, or with a light ground as ``COLORFGBG`` tells it."""
+    """Return the theme by ``TERM`` and ``COLORFGBG``: sixteen colours, a light ground."""
     ground = environ.get("COLORFGBG", "").rpartition(";")[2]
     light = ground.isdecimal() and int(ground) in (7, *range(9, 16))
     if environ.get("TERM") in ("linux", "xterm-16color", "vt100", "ansi") and not environ.get("COLORTERM"):

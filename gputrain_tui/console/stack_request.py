@@ -13,21 +13,21 @@ from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_part, size_of
 
-READ_BYTES = 256 << 10
-"""How much of an answer is read: a stack has some kilobytes."""
+ANSWER_BYTES = 256 << 10
+"""Bytes read of an answer: a stack has some kilobytes."""
 
 
 class StackRequest:
-    """One question to one process; ``answer`` is what has come until now."""
+    """A request for one process's stack."""
 
     def __init__(self, log: Path, offset: int) -> None:
         self._log = log
         self._offset = offset
 
     def answer(self) -> list[str]:
-        """Return the new lines of the rank's log; none while it has not answered."""
+        """Return the stack's lines from the rank's log; none before the answer."""
         try:
-            text = read_part(self._log, self._offset, READ_BYTES).decode("utf-8", "replace")
+            text = read_part(self._log, self._offset, ANSWER_BYTES).decode("utf-8", "replace")
         except OSError:
             return []
         lines = text.splitlines()
@@ -35,8 +35,8 @@ class StackRequest:
         return [] if begin is None else lines[begin:]
 
 
-def ask(run_dir: RunDir, view: RankView) -> StackRequest:
-    """Ask the process of a rank of this machine for its stack.
+def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
+    """Signal a rank's process on this machine to print its stack.
 
     Raises:
         RequestError: the rank is elsewhere, or its process is not there.
@@ -45,7 +45,7 @@ def ask(run_dir: RunDir, view: RankView) -> StackRequest:
         raise RequestError(f"rank {view.rank} has no process yet")
     if view.host is not None and view.host not in (socket.gethostname(), "localhost"):
         raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGUSR1 to process {view.pid} there")
-    # A pid is given to somebody else sooner or later; the mark in its environment says that it is this run's.
+    # Pids are reused: the mark in its environment proves that the process is this run's.
     if view.pid not in processes_of(run_dir.path):
         raise RequestError(f"rank {view.rank} is not running any more")
     log = run_dir.rank_log(view.rank)

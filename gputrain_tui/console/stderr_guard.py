@@ -1,4 +1,4 @@
-"""Keeps standard error off the screen: NVML, CUDA and other native libraries write to descriptor 2 when they like.
+"""Captures standard error while the screen is in use: NVML, CUDA and other libraries write to descriptor 2.
 
 The screen gets a descriptor of its own; what was written to the other one meanwhile is shown after the screen is gone.
 """
@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from trainer.contract.errors import printable_lines
 
 SHOWN_BYTES = 16 << 10
-"""How much of what was written is shown at the end: the last of it."""
+"""Bytes of the captured text shown at the end: the last ones."""
 KEPT_BYTES = 1 << 20
-"""What is written beyond this is forgotten, so that a library that complains for a week fills no memory."""
+"""Bytes captured before they are dropped, so that a week of warnings fills no memory."""
 
 _DRAWN_ON = "__stderr__"
 """The attribute of ``sys`` from which Textual takes the terminal."""
@@ -23,7 +23,7 @@ _DRAWN_ON = "__stderr__"
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Send descriptor 2 to memory for as long as the screen is in use."""
+    """Redirect descriptor 2 to memory while the screen is in use."""
     sys.stderr.flush()
     terminal = os.dup(2)
     screen = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
@@ -46,7 +46,7 @@ def guarded() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Forget what was written to the guarded descriptor when it has become much; nothing else is touched."""
+    """Drop the captured text when it exceeds ``KEPT_BYTES``."""
     if os.isatty(2):
         return
     status = os.fstat(2)

@@ -1,4 +1,4 @@
-"""Validates a recipe while it is edited: is it right, what would it start, could that start now.
+"""Validates a recipe while it is edited: its values, its plan and the preflight.
 
 The same functions as ``gputrain plan`` and ``gputrain run``; it may look at the driver and ask a user's task, so it
 belongs into a thread.
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidatedRecipe:
-    """What was found out about a recipe."""
+    """Result of a validation."""
 
     settings: tuple[str, ...]
-    """The changes with which it was looked at."""
+    """The changes that were applied."""
     recipe: Recipe | None = None
-    """None where it says something impossible."""
+    """None where it is invalid."""
     plan: Plan | None = None
     prepared: start.Prepared | None = None
-    """Ready to be launched; None while something is in the way."""
+    """Ready to be launched; None while a check fails."""
     problem: str = ""
     """One line: what is wrong with the recipe itself."""
     key: str = ""
-    """The key that it concerns; empty for none."""
+    """Key of the problem; empty for none."""
     results: tuple[CheckResult, ...] = ()
-    """What the preflight found; empty where the recipe itself is wrong."""
+    """Results of the preflight; empty where the recipe is invalid."""
     task: str = ""
     schema: type[Any] | None = None
     """The options of the user's own task."""
 
 
 def validate_recipe(text: str, *, name: str, settings: Sequence[str], task: str = "") -> ValidatedRecipe:
-    """Look at a recipe and at this machine.
+    """Build and plan a recipe, and run the preflight on this machine.
 
     Args:
         text: of the recipe.
@@ -89,8 +89,8 @@ def validate_recipe(text: str, *, name: str, settings: Sequence[str], task: str 
     )
 
 
-def remarks_of(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, FieldMessage]:
-    """Return what a preflight found, by the key of the field that it concerns; the gravest of each."""
+def remarks_by_field(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, FieldMessage]:
+    """Return the worst preflight result of each field, by key."""
     found: dict[str, FieldMessage] = {}
     for status in ("note", "warning", "error"):
         for result in reversed(results):

@@ -109,7 +109,6 @@ class Follower:
         torn: bool = False,
         max_line_bytes: int = MAX_LINE_BYTES,
         last_bytes: int | None = None,
-        whole: Container[str] = (),
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -122,7 +121,6 @@ class Follower:
             torn: return unfinished lines as well.
             max_line_bytes: longest part of an unfinished line to keep.
             last_bytes: begin at most this far before the end, all files together; by default at the beginning.
-            whole: names without suffix of files that are read from the beginning nevertheless.
             begin: bytes at which to begin, by name without suffix.
             now: Unix seconds.
         """
@@ -132,7 +130,6 @@ class Follower:
         self._torn = torn
         self._longest_line_bytes = max_line_bytes
         self._last_bytes = last_bytes
-        self._whole = whole
         self._begin = begin or {}
         self._now = now
         self._files: dict[str, AppendedFile] = {}
@@ -198,7 +195,7 @@ class Follower:
                     max_line_bytes=self._longest_line_bytes,
                 )
                 known[stem].offset = self._begin.get(stem, 0)
-                if self._last_bytes is not None and stem not in self._whole:
+                if self._last_bytes is not None:
                     known[stem].skip(max(MIN_TAIL_BYTES, self._last_bytes // len(found)))
 
 

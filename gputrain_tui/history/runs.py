@@ -339,7 +339,6 @@ class RunReader:
         self,
         run: RunDir,
         *,
-        last_bytes: int | None = None,
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -347,11 +346,10 @@ class RunReader:
 
         Args:
             run: its directory.
-            last_bytes: begin at most this far before the end, all ranks' files together; by default at the beginning.
-            begin: offsets at which to begin, by file without suffix.
+            begin: bytes of the files at which to begin, by their names without suffix.
             now: Unix seconds.
         """
-        self._follower = Follower(run.events, ".ndjson", last_bytes=last_bytes, whole=("run",), begin=begin, now=now)
+        self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
         self._world_size = planned_world_size(run)
         self._ended: RunEnded | None = None
 

@@ -107,8 +107,8 @@ class Series:
     def coarsen(self, steps: int) -> None:
         """Merge the events of ``steps`` steps into one row until ``refine``.
 
-        For samples of a long record, which are of different steps on each rank: two samples of a rank must be less than
-        ``steps`` apart.
+        For blocks of a downsampled record, of which no two ranks' are of the same steps; none covers more than
+        ``steps``.
         """
         if steps > self._width:
             self._widen(steps)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import synthetic
-from screen_frames import SIZES, assert_screen, console, played, press, rows, settle
+from screen_frames import console, played, press, rows, settle
 from textual.events import Click, Key
 
 from gputrain_tui.commands import attach
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run import RunScreen
-from gputrain_tui.console.screens.welcome import WelcomeScreen
 from gputrain_tui.history.runs import list_runs
 from gputrain_tui.lifecycle.stop import stop
 from gputrain_tui.recipe.demo import recipe_path
@@ -27,16 +26,6 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("TEXTUAL_THEME", "COLORFGBG"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
-
-
-@pytest.mark.parametrize("size", SIZES)
-@played
-async def test_a_first_start_offers_the_demo(size: str) -> None:
-    app = console(None)
-    async with app.run_test(size=SIZES[size]) as pilot:
-        await settle(pilot)
-        assert isinstance(app.screen, WelcomeScreen)
-        assert_screen(f"welcome_{size}", app)
 
 
 @played
@@ -176,7 +165,6 @@ async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.Monke
         await settle(pilot)
         await settle(pilot)
         assert app.no_color
-        assert_screen("run_no_color", app)
         panels = app.screen.query("Panel")
         assert panels
         for panel in panels:  # red without its colour is a grey that says less than the text beside it
@@ -249,11 +237,11 @@ def test_a_wrong_paint_rate_is_one_line(words: list[str]) -> None:
 async def test_what_was_said_goes_with_the_next_key_once_it_was_read(
     read_s: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gputrain_tui.console.app.READ_S", read_s)
+    monkeypatch.setattr("gputrain_tui.console.app.TOAST_READ_S", read_s)
     app = console(None)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         await settle(pilot)
-        app.say("the disk is full", alarm=True)
+        app.report("the disk is full", alarm=True)
         await settle(pilot)
         below = [row for row in rows(app) if "the disk is full" in row]
         assert len(below) == 1

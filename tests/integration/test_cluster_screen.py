@@ -9,27 +9,34 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from machines import gpu, machine
 from run_dirs import run_dir
 from screens_at_rest import in_loop, quiet_app, seen, settle, show
 
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.host_choice import Host, Ours, due, gives, nodes_of, others, ours_on, plans_of, wants
+from gputrain_tui.console.host_choice import (
+    GpuRank,
+    Host,
+    active_plans,
+    availability,
+    hosts_due,
+    nodes_on_gpus,
+    ranks_by_gpu,
+    remote_hosts,
+    wanted_devices,
+)
 from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.gauges import bar
 from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
 from gputrain_tui.console.widgets.machine import draw_machine
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.hostfile import HostEntry
-from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
+from gputrain_tui.hosts.inventory import Gpu, Inventory
 from gputrain_tui.hosts.survey import HostReport
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe.model import Gpus, Node
-from trainer.host.addresses import Network
-from trainer.host.cores import Cpus
-from trainer.host.memory import Memory
 
-GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,43 +44,6 @@ ROOT = Path(__file__).parents[2]
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-
-
-def gpu(index: int, *, busy: bool = False, hot: bool = False) -> Gpu:
-    process = GpuProcess(pid=4000 + index, user="ada", name="python", memory_bytes=70 * GIB)
-    return Gpu(
-        index=index,
-        uuid=f"GPU-{index}",
-        pci_bus_id=f"00000000:{index:02x}:00.0",
-        name="NVIDIA H200",
-        memory_used_bytes=70 * GIB if busy else 0,
-        memory_total_bytes=140 * GIB,
-        utilization_percent=97.0 if busy else 0.0,
-        temperature_celsius=88.0 if hot else 40.0,
-        power_watts=650.0,
-        power_limit_watts=700.0,
-        sm_clock_mhz=1980,
-        max_sm_clock_mhz=1980,
-        throttle_reasons=("thermal_software",) if hot else (),
-        processes=(process,) if busy else (),
-    )
-
-
-def machine(*gpus: Gpu, note: str = "") -> Inventory:
-    return Inventory(
-        host="node7",
-        time=0.0,
-        system="Linux 6.8",
-        cpus=Cpus(model="Xeon", physical=8, logical=16, usable=16),
-        memory=Memory(total_bytes=64 * GIB, available_bytes=48 * GIB),
-        load=(1.0, 2.0, 3.0),
-        uptime_s=3600.0,
-        networks=(Network(name="eth0", addresses=("10.0.0.7",), speed_mbits=100_000),),
-        driver="560.35" if gpus else None,
-        cuda="12.6" if gpus else None,
-        gpus=gpus,
-        note=note,
-    )
 
 
 # Drawing
@@ -84,14 +54,14 @@ def machine(*gpus: Gpu, note: str = "") -> Inventory:
     [(0.0, "──────────"), (0.5, "━━━━━─────"), (0.55, "━━━━━╸────"), (1.0, "━━━━━━━━━━"), (None, "    –     ")],
 )
 def test_a_bar_has_its_width(share: float | None, text: str) -> None:
-    assert text_of(bar(share, 10)) == text
+    assert row_text(bar(share, 10)) == text
 
 
 @pytest.mark.parametrize("width", [40, 78, 118, 198])
 def test_a_gpus_line_fits_and_keeps_what_matters(width: int) -> None:
-    row = draw_gpu(gpu(3, busy=True, hot=True), width, chosen=False, ours=None)
-    assert len(text_of(row)) == width
-    assert "slowed: heat  1 process" in text_of(row) or width < 78
+    row = draw_gpu(gpu(3, busy=True, hot=True), width, chosen=False, owner=None)
+    assert len(row_text(row)) == width
+    assert "slowed: heat  1 process" in row_text(row) or width < 78
     titles = [column.title for column in columns_for(width)]
     assert set(titles) >= {"name", "GiB", "util %", "°C", "W"} or width < 78
     assert "memory" in titles or width < 98
@@ -99,14 +69,14 @@ def test_a_gpus_line_fits_and_keeps_what_matters(width: int) -> None:
 
 
 def test_a_gpu_of_ours_names_run_and_rank_and_a_slowed_one_says_why() -> None:
-    text = text_of(draw_gpu(gpu(0, busy=True, hot=True), 180, chosen=True, ours=Ours(run="r1", rank=5)))
+    text = row_text(draw_gpu(gpu(0, busy=True, hot=True), 180, chosen=True, owner=GpuRank(run="r1", rank=5)))
     assert "rank 5 of r1" in text
     assert "slowed: heat" in text
     assert "◉" in text
 
 
 def test_the_machine_shows_what_it_has() -> None:
-    text = "\n".join(text_of(row) for row in draw_machine(machine(gpu(0)), 100, 10))
+    text = "\n".join(row_text(row) for row in draw_machine(machine(gpu(0)), 100, 10))
     for part in ("node7", "8 cores, 16 threads", "16.0 of 64.0 GiB", "eth0 10.0.0.7 100 Gb/s", "560.35", "12.6"):
         assert part in text
 
@@ -124,13 +94,13 @@ def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> N
     plan = Plan(world_size=3, init_method=None, backend="nccl", launcher="local", nodes=[node, away])
     for run in (running, ended):
         run.dir.plan.write_bytes(msgspec.json.encode(plan))
-    plans = plans_of([ended, running])
+    plans = active_plans([ended, running])
     has = machine(gpu(0), gpu(1), gpu(2))
-    assert ours_on(has, plans, lambda host: is_local(host, LocalFacts())) == {
-        1: Ours(run=running.id, rank=0),
-        2: Ours(run=running.id, rank=1),
+    assert ranks_by_gpu(has, plans, lambda host: is_local(host, LocalFacts())) == {
+        1: GpuRank(run=running.id, rank=0),
+        2: GpuRank(run=running.id, rank=1),
     }
-    assert ours_on(has, plans, lambda host: host == "far") == {0: Ours(run=running.id, rank=2)}
+    assert ranks_by_gpu(has, plans, lambda host: host == "far") == {0: GpuRank(run=running.id, rank=2)}
 
 
 @pytest.mark.parametrize(
@@ -147,18 +117,18 @@ def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> N
     ],
 )
 def test_a_node_says_what_it_asks_for(node: Node, text: str) -> None:
-    assert wants(node) == text
+    assert wanted_devices(node) == text
 
 
 def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
     facts = LocalFacts(names=frozenset({"here"}))
     nodes = [Node(host="here"), Node(), Node(host="b"), Node(host="a"), Node(host="b"), Node(host="127.0.0.1")]
-    assert others(nodes, lambda host: is_local(host, facts)) == ("b", "a")
+    assert remote_hosts(nodes, lambda host: is_local(host, facts)) == ("b", "a")
 
 
 def test_hosts_are_asked_when_their_time_has_come_and_only_so_many_at_once() -> None:
     def asked(*hosts: Host, at_once: int = 16) -> list[str]:
-        return due(hosts, 100.0, again_s=4.0, failed_s=20.0, at_once=at_once)
+        return hosts_due(hosts, 100.0, again_s=4.0, failed_s=20.0, at_once=at_once)
 
     new, old = Host(name="new"), Host(name="old", tried=96.0)
     assert asked(old, new) == ["new", "old"]
@@ -182,17 +152,17 @@ def test_hosts_are_asked_when_their_time_has_come_and_only_so_many_at_once() -> 
 )
 def test_a_node_is_told_what_its_host_can_give(gpus: Gpus, text: tuple[str, str]) -> None:
     host = Host(name="far", inventory=machine(gpu(0, busy=True), gpu(1)))
-    assert gives(Node(host="far", gpus=gpus), host) == text
+    assert availability(Node(host="far", gpus=gpus), host) == text
 
 
 def test_a_node_of_a_host_that_is_not_known_says_so() -> None:
     node = Node(host="far", gpus=1)
-    assert gives(node, None) == ("being asked", "dim")
-    assert gives(node, Host(name="far", asking=True)) == ("being asked", "dim")
-    assert gives(node, Host(name="far", problem="it refuses the key")) == ("it refuses the key", "warning")
-    assert gives(node, Host(name="far", inventory=machine())) == ("it has no GPU", "warning")
+    assert availability(node, None) == ("being asked", "dim")
+    assert availability(node, Host(name="far", asking=True)) == ("being asked", "dim")
+    assert availability(node, Host(name="far", problem="it refuses the key")) == ("it refuses the key", "warning")
+    assert availability(node, Host(name="far", inventory=machine())) == ("it has no GPU", "warning")
     cpu = Node(host="far", cpu_ranks=99)
-    assert gives(cpu, Host(name="far", inventory=machine())) == ("16 cores", "warning")
+    assert availability(cpu, Host(name="far", inventory=machine())) == ("16 cores", "warning")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +184,7 @@ def test_a_node_of_a_host_that_is_not_known_says_so() -> None:
 def test_chosen_gpus_become_nodes_in_the_order_of_the_recipe(
     chosen: dict[str, tuple[int, ...]], nodes: list[dict[str, object]], made: list[dict[str, object]]
 ) -> None:
-    assert nodes_of(chosen, nodes, address="10.0.0.7") == made
+    assert nodes_on_gpus(chosen, nodes, address="10.0.0.7") == made
 
 
 @pytest.mark.parametrize("width", [78, 118, 198])
@@ -226,7 +196,7 @@ def test_a_hosts_line_fits_and_says_why_it_is_silent(width: int) -> None:
         (Host(name="gpu1", asking=True), ["being asked"]),
         (replace(host, problem="it does not answer", seen=-110.0), ["1 of 2 free", "it does not answer", "2:00 ago"]),
     ):
-        text = text_of(draw_host(found, width, name_cells=8, chosen=0, now=10.0))
+        text = row_text(draw_host(found, width, name_cells=8, chosen=0, now=10.0))
         assert len(text) == width
         assert all(part in text for part in parts), text
 
@@ -296,8 +266,8 @@ async def test_looking_again_waits_for_the_look_that_is_going_on() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         screen = ClusterScreen(take=take, runs=list, clocked=False)
         await app.push_screen(screen)
-        screen.action_look()
-        screen.action_look()
+        screen.action_sample()
+        screen.action_sample()
         await settle(pilot)
         assert len(looks) == 1
         await pilot.press("r")

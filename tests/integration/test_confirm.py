@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import synthetic
 from screen_frames import console, played, settle
+from screens_at_rest import toasts
 from textual import events
 from textual.pilot import Pilot
-from toasts import toasts_of
 
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.screens.confirm import QUIET_S, Confirm
+from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S, Confirm
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
 
 
 def stopping(told: list[str]) -> int:
@@ -39,23 +45,20 @@ async def ask(pilot: Pilot[int], text: str) -> GputrainApp:
 async def test_pasted_text_that_passes_for_keys_asks_but_does_not_answer(tmp_path: Path) -> None:
     for text in ("Sy", "Syyyyy"):
         app = console(synthetic.run(tmp_path, name="one"))
-        told = toasts_of(app)
-        async with app.run_test(size=(80, 24)) as pilot:
+        async with app.run_test(size=(80, 24), notifications=True) as pilot:
             await ask(pilot, text)
             assert isinstance(app.screen, Confirm), text
-            assert any("too fast" in toast for toast in told)
-            assert stopping(told) == 0
+            assert any("too fast" in text for text in toasts(app))
+            assert not any(text.startswith("stopping ") for text in toasts(app))
 
 
 @played
 async def test_after_a_moment_the_answer_counts_and_a_no_always_does(tmp_path: Path) -> None:
     app = console(synthetic.run(tmp_path, name="one"))
-    told = toasts_of(app)
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
         await ask(pilot, "Sn")
         assert not isinstance(app.screen, Confirm)
         await ask(pilot, "Sy")
-        await asyncio.sleep(QUIET_S)  # the time without keys is what is tested
+        await asyncio.sleep(LEAST_KEY_GAP_S)  # the time without keys is what is tested
         await burst(pilot, "y")
-        await app.workers.wait_for_complete()
-        assert stopping(told) == 1
+        assert any(text.startswith("stopping ") for text in toasts(app))

@@ -30,9 +30,8 @@ from textual.pilot import Pilot
 
 from gputrain_tui import cli
 from gputrain_tui.commands.runs import report
-from gputrain_tui.console import live as live_module
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.host_choice import plans_of
+from gputrain_tui.console.host_choice import active_plans
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.widgets.run_list import draw_run
 from gputrain_tui.history import replay, runs
@@ -333,8 +332,7 @@ def test_commands_that_only_read_end_in_order_whatever_a_run_directory_holds(tem
 def test_the_console_shows_a_run_whatever_its_directory_holds(template: Path, damage: Damage, short: Damage) -> None:
     with damaged(template, damage, short) as (home, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPUTRAIN_HOME", str(home))
-        patch.setattr(replay, "READ_WHOLE_BYTES", 0)  # also a short record is shown from its digest where there is one
-        patch.setattr(live_module, "MIN_PREVIEW_BYTES", 0)
+        patch.setattr(replay, "WHOLE_BYTES", 0)  # also a short record is shown from its digest where there is one
         asyncio.run(_look_at_everything(home))
 
 
@@ -343,7 +341,7 @@ async def _look_at_everything(home: Path) -> None:
         if not run.id.endswith("-demo"):
             continue
         with limits(6 * LIMIT_S):  # a whole console, two screens of it
-            plans_of([run])
+            active_plans([run])
             live = LiveRun(run)
             for _ in range(3):
                 live.poll()

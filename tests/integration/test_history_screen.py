@@ -8,9 +8,9 @@ from screens_at_rest import in_loop, quiet_app, seen, settle, show
 
 from gputrain_tui import paths
 from gputrain_tui.console.screens.compare import CompareScreen
-from gputrain_tui.console.screens.confirm import QUIET_S
+from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S
 from gputrain_tui.console.screens.history import HistoryScreen
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.run_list import RunList, draw_run
 from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.history.summary import summarize
@@ -43,7 +43,7 @@ def history() -> HistoryScreen:
 @pytest.mark.parametrize("width", [60, 78, 118, 198])
 def test_a_runs_line_fits(width: int, root: Path) -> None:
     entry = summarize(run_dir(root, "a-name-that-goes-on-and-on-and-on-for-ever"), now=T0)
-    assert len(text_of(draw_run(entry, width, number=1, opened=True))) == width
+    assert len(row_text(draw_run(entry, width, number=1, opened=True))) == width
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -83,7 +83,7 @@ async def test_a_run_is_deleted_only_after_a_yes(three: list[Run]) -> None:
         await settle(pilot)
         assert len(list_runs()) == 3
         await pilot.press("x")
-        await pilot.pause(QUIET_S)
+        await pilot.pause(LEAST_KEY_GAP_S)
         await pilot.press("y")
         await settle(pilot)
         assert [run.id for run in list_runs()] == [three[1].id, three[0].id]
@@ -156,7 +156,7 @@ async def test_a_run_without_a_checkpoint_cannot_be_resumed(three: list[Run]) ->
     app = quiet_app()
     said: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
-        app.say = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
+        app.report = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
         await show(pilot, history())
         await pilot.press("r")
         await settle(pilot)

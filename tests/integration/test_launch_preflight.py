@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from launch_screens import TEXT, launching, put, small_folder
-from screens_at_rest import in_loop, seen, settle
-from toasts import toasts_of
+from screens_at_rest import in_loop, seen, settle, toasts
 
-from gputrain_tui.console.validate_recipe import remarks_of
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.validate_recipe import remarks_by_field
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.form import draw_field
-from gputrain_tui.console.widgets.readiness import draw_readiness
+from gputrain_tui.console.widgets.preflight_summary import draw_preflight
 from gputrain_tui.history.runs import list_runs
 from gputrain_tui.preflight import CheckResult
 from gputrain_tui.recipe.draft import Draft, FieldMessage
@@ -30,7 +29,7 @@ def result(status: str, key: str = "", what: str = "found", fix: str = "") -> Ch
 
 
 def rows(results: Sequence[CheckResult], *, problem: str = "", width: int = 60, height: int = 3) -> list[str]:
-    return [text_of(row).rstrip() for row in draw_readiness(results, problem, width, height)]
+    return [row_text(row).rstrip() for row in draw_preflight(results, problem, width, height)]
 
 
 # Drawing
@@ -73,7 +72,7 @@ def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
         result("note", "cluster.nodes[0].cpu_ranks", "many"),
         result("error", "", "of no field"),
     ]
-    assert remarks_of(fields, found) == {
+    assert remarks_by_field(fields, found) == {
         "task.data": FieldMessage("gone; look for it", "error"),
         "cluster.nodes[0].cpu_ranks": FieldMessage("many", "note"),
     }
@@ -82,7 +81,7 @@ def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
 @pytest.mark.parametrize(("status", "mark"), [("error", "!"), ("warning", "!"), ("note", " ")])
 def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
     field = next(field for field in Draft(TEXT, name="tiny.toml").fields() if field.key == "task.data")
-    text = text_of(draw_field(field, 100, FieldMessage("gone", status)))  # type: ignore[arg-type]
+    text = row_text(draw_field(field, 100, FieldMessage("gone", status)))  # type: ignore[arg-type]
     assert text[0] == mark
     assert text.rstrip().endswith("gone")
 
@@ -110,7 +109,6 @@ async def test_missing_data_is_said_while_its_name_is_typed_and_goes_away_with_i
 @in_loop
 async def test_an_error_blocks_the_launch_with_its_line() -> None:
     async with launching() as (app, pilot, screen):
-        told = toasts_of(app)
         await put(pilot, screen, "task.data", "nowhere.bin")
         field = next(row for row in seen(app).splitlines() if "! data" in row)
         assert "nowhere.bin does not exist" in field
@@ -119,14 +117,13 @@ async def test_an_error_blocks_the_launch_with_its_line() -> None:
         await pilot.press("L")
         await settle(pilot)
         assert app.place == "launch"
-        assert any("nowhere.bin does not exist" in toast for toast in told)
+        assert any("nowhere.bin does not exist" in text for text in toasts(app))
         assert list_runs() == []
 
 
 @in_loop
 async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for() -> None:
     async with launching() as (app, pilot, screen):
-        told = toasts_of(app)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             await put(pilot, screen, "cluster.port", str(taken.getsockname()[1]))
@@ -134,7 +131,7 @@ async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for(
             await pilot.press("L")
             await settle(pilot)
         assert app.place == "launch"
-        assert any("is in use by" in toast for toast in told)
+        assert any("is in use by" in text for text in toasts(app))
 
 
 @in_loop
@@ -152,7 +149,6 @@ async def test_nodes_elsewhere_are_told_beside_their_host_and_their_commands_are
         TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "192.0.2.7"')
     )
     async with launching() as (app, pilot, screen):
-        told = toasts_of(app)
         screen.form.go_to("cluster.nodes[0].host")
         await settle(pilot)
         field = next((row for row in seen(app).splitlines() if "! host" in row), seen(app))
@@ -160,7 +156,7 @@ async def test_nodes_elsewhere_are_told_beside_their_host_and_their_commands_are
         assert "preflight  ✗ 1 error" in seen(app)
         await pilot.press("L")
         await settle(pilot)
-        assert any("`gputrain plan recipes/tiny.toml --shell` prints" in toast for toast in told)
+        assert any("`gputrain plan recipes/tiny.toml --shell` prints" in text for text in toasts(app))
         assert list_runs() == []
         await pilot.press("c")
         assert "# node 0, 192.0.2.7" in app.clipboard

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
-import asyncio
 import shlex
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from launch_screens import TEXT, launching, put, small_folder
 from screens_at_rest import in_loop, seen, settle
 
-from gputrain_tui.console.widgets.drawing import text_of
-from gputrain_tui.console.widgets.form import Form, lines_of
-from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrapped
+from gputrain_tui.console.widgets.drawing import row_text
+from gputrain_tui.console.widgets.form import Form, form_lines
+from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrap_command
 from gputrain_tui.history.runs import find
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe.draft import Draft
@@ -28,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_command_is_broken_between_words_into_what_a_shell_reads_as_one() -> None:
     argv = ["/usr/bin/python", "-m", "trainer", "--lr", "0.1", "--cpu", "--prompt", "def x", "--data", "a b/c"]
     node = PlannedNode(node=0, host="n", first_rank=0, ranks=[0], devices=[0], argv=argv, env={"A": "x y"})
-    lines = wrapped(node, 30)
+    lines = wrap_command(node, 30)
     assert all(len(line) <= 32 for line in lines)
     assert shlex.split(" ".join(line.removesuffix("\\") for line in lines)) == ["A=x y", *argv]
     assert any("--lr 0.1" in line for line in lines)
@@ -38,8 +39,8 @@ def test_a_long_path_of_the_interpreter_leaves_room_for_the_command() -> None:
     argv = [f"/home/ada/{'deep/' * 20}bin/python3", "-m", "trainer", "--cpu"]
     node = PlannedNode(node=0, host="n", first_rank=0, ranks=[0], devices=["cpu"], argv=argv, env={})
     plan = Plan(world_size=1, init_method=None, backend="gloo", launcher="local", nodes=[node])
-    assert text_of(draw_plan(plan, 60)[-1]).strip() == "…/python3 -m trainer --cpu"
-    assert text_of(draw_plan(plan, 400)[-1]).strip() == " ".join(argv)
+    assert row_text(draw_plan(plan, 60)[-1]).strip() == "…/python3 -m trainer --cpu"
+    assert row_text(draw_plan(plan, 400)[-1]).strip() == " ".join(argv)
 
 
 def test_a_plan_shows_first_ranks_ranks_and_devices() -> None:
@@ -48,14 +49,14 @@ def test_a_plan_shows_first_ranks_ranks_and_devices() -> None:
         PlannedNode(node=1, host="b", first_rank=4, ranks=[4], devices=["cpu"], argv=["x"], env={}),
     ]
     plan = Plan(world_size=5, init_method="tcp://a:1", backend="gloo", launcher="ssh", nodes=nodes)
-    rows = [text_of(row).split() for row in draw_plan(plan, 80)]
+    rows = [row_text(row).split() for row in draw_plan(plan, 80)]
     assert rows[1] == ["0", "a", "0", "0–3", "GPU", "0,", "1,", "2,", "3"]
     assert rows[2] == ["1", "b", "4", "4", "CPU"]
 
 
 def test_a_search_keeps_fields_whose_name_or_help_holds_the_words() -> None:
     fields = Draft(TEXT, name="tiny.toml").fields()
-    found = lines_of(fields, "learning rate peak")
+    found = form_lines(fields, "learning rate peak")
     assert [getattr(line, "key", getattr(line, "text", "")) for line in found] == ["Optimizer", "train.lr"]
 
 
@@ -216,10 +217,11 @@ async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_chec
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None
-        async with asyncio.timeout(120):
-            while (state := find("last").state) in ("starting", "running"):
-                await asyncio.sleep(0.05)
-        assert state == "finished"
+        supervisor = find("last").status.supervisor
+        assert supervisor is not None
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(supervisor.pid).wait(timeout=120)
+        assert find("last").state == "finished"
         assert app.live.id == find("last").id
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.console.stack_request import ask
+from gputrain_tui.console.stack_request import request_stack
 from gputrain_tui.state import RankView
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
@@ -61,7 +61,7 @@ def until(deadline: float) -> Iterator[None]:
 
 def test_a_rank_tells_where_it_is_and_only_the_new_part_is_shown(run_dir: RunDir, rank: RankView) -> None:
     assert b"ready" in run_dir.rank_log(3).read_bytes()
-    request = ask(run_dir, rank)
+    request = request_stack(run_dir, rank)
     lines: list[str] = []
     for _ in until(time.monotonic() + 20):
         lines = request.answer()
@@ -76,15 +76,15 @@ def test_a_process_that_is_not_of_the_run_is_never_signalled(run_dir: RunDir) ->
     view = RankView(0)
     view.pid, view.host = os.getpid(), "localhost"
     with pytest.raises(RequestError, match="rank 0 is not running any more"):
-        ask(run_dir, view)
+        request_stack(run_dir, view)
 
 
 def test_a_rank_of_another_machine_is_not_asked(run_dir: RunDir, rank: RankView) -> None:
     rank.host = "node047"
     with pytest.raises(RequestError, match="rank 3 runs on node047: send SIGUSR1 to process"):
-        ask(run_dir, rank)
+        request_stack(run_dir, rank)
 
 
 def test_a_rank_without_a_process_is_not_asked(run_dir: RunDir) -> None:
     with pytest.raises(RequestError, match="rank 1 has no process yet"):
-        ask(run_dir, RankView(1))
+        request_stack(run_dir, RankView(1))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.console.screens.confirm import QUIET_S
+from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S
 from gputrain_tui.history.runs import list_runs
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -166,7 +166,7 @@ def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmu
     assert all(again[rank] < loss for rank, loss in first.items())
     terminal.press("S")
     terminal.wait("Stop it")
-    time.sleep(2 * QUIET_S)  # no event tells that nothing was typed
+    time.sleep(2 * LEAST_KEY_GAP_S)  # no event tells that nothing was typed
     terminal.press("y")
     terminal.wait("stopped")
     terminal.press("q")

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from screens_at_rest import quiet_app, settle, show
 from textual.pilot import Pilot
+from textual.widgets import Input
 
-from gputrain_tui import paths
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.launch import LaunchScreen
+from gputrain_tui.console.validate_recipe import ValidatedRecipe
+from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.plan.planner import plan
+from gputrain_tui.preflight import PreflightFacts, run_checks
+from gputrain_tui.preflight.facts import Folder, MissingInput, Port
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.draft import key_of
+from trainer.contract.errors import RequestError
 
 TEXT = """# A recipe with a comment.
 name = "tiny"
@@ -47,17 +55,6 @@ def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fixed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder whose names, clock and place are the same for everybody; runs are kept below ``home``."""
-    monkeypatch.setenv("GPUTRAIN_HOME", "home")
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paths, "runs_folder", lambda: Path("home/runs"))
-    (tmp_path / "recipes").mkdir()
-    return tmp_path
-
-
 def two_recipes(folder: Path) -> Path:
     """Put a recipe for this machine and one for two nodes into a folder."""
     (folder / "recipes" / "tiny.toml").write_text(TEXT)
@@ -69,22 +66,56 @@ def two_recipes(folder: Path) -> Path:
     return folder
 
 
+HERE = LocalFacts(free_port=21000, names=frozenset({"10.0.0.1"}))
+READY = PreflightFacts(
+    data_seen=True,
+    port=Port(number=21000, state="free"),
+    memory_total_bytes=64 << 30,
+    memory_available_bytes=48 << 30,
+    cores=8,
+    home=Folder(path="home/runs", free_bytes=200 << 30),
+)
+MISSING = MissingInput(key="task.data", what="data/books does not exist", fix="set task.data to where it lies")
+NOT_READY = msgspec.structs.replace(
+    READY,
+    data=MISSING,
+    port=Port(number=21000, state="busy", holder="python3 (pid 4711)"),
+    cores=1,
+    save_dir=Folder(path="/scratch/ours", free_bytes=300 << 20, checkpoints=3),
+)
+
+
+def validated(
+    text: str, *, name: str, settings: list[str], task: str = "", facts: PreflightFacts = READY
+) -> ValidatedRecipe:
+    """Plan on a machine that is the same for everybody."""
+    try:
+        recipe = recipes.build(text, name=name, overrides=settings)
+        planned = plan(recipe, {}, local=HERE)
+    except RequestError as error:
+        return ValidatedRecipe(settings=tuple(settings), problem=str(error), key=key_of(str(error)))
+    results = tuple(run_checks(recipe, planned, facts, local=HERE))
+    return ValidatedRecipe(settings=tuple(settings), recipe=recipe, plan=planned, results=results)
+
+
 @asynccontextmanager
 async def launching(
     size: tuple[int, int] = (140, 40), *, gpus: dict[str, tuple[int, ...]] | None = None
 ) -> AsyncIterator[tuple[GputrainApp, Pilot[int], LaunchScreen]]:
     """Open the launch screen on the recipes here, with GPUs that were chosen before."""
     app = quiet_app()
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=size, notifications=True) as pilot:
         app.session.gpus = gpus or {}
-        screen = LaunchScreen(settle_s=0)
+        screen = LaunchScreen(debounce_s=0)
         await show(pilot, screen)
         yield app, pilot, screen
 
 
 async def put(pilot: Pilot[int], screen: LaunchScreen, key: str, value: str) -> None:
-    """Change a field and have the recipe looked at."""
-    assert screen.draft is not None
-    screen.draft.set(key, value)
-    screen._changed()
+    """Type a value into a field."""
+    screen.form.focus()
+    screen.form.go_to(key)
+    await pilot.press("enter")
+    screen.query_one("#editor", Input).value = value
+    await pilot.press("enter")
     await settle(pilot)

@@ -1,12 +1,10 @@
-"""Screens as rows of text, compared with files: what the golden frames of the console share."""
+"""Screens of the console on a run, as rows of text, without a clock."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import synthetic
@@ -16,8 +14,6 @@ from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.runs import Run
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "screens"
-SIZES = {"80x24": (80, 24), "120x40": (120, 40), "200x60": (200, 60)}
 NOW = synthetic.BEGIN + 60
 
 
@@ -67,13 +63,3 @@ def rows(app: GputrainApp) -> list[str]:
     """Return what is on the screen."""
     # The public way to a picture is SVG; the compositor's strips are the same as text.
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
-
-
-def assert_screen(name: str, app: GputrainApp) -> None:
-    """Compare a screen with ``<name>.txt``; written anew when ``UPDATE_GOLDEN`` is set."""
-    found = "".join(f"{row.rstrip()}\n" for row in rows(app))
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(found, encoding="utf-8")
-    assert found == path.read_text(encoding="utf-8")

@@ -48,3 +48,8 @@ def seen(app: GputrainApp) -> str:
     """Return what is on the screen, row by row."""
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+
+
+def toasts(app: GputrainApp) -> list[str]:
+    """Return the notifications on the screen; the app must run with ``notifications``."""
+    return [str(toast.render()) for toast in app.screen.query("Toast")]

@@ -46,7 +46,7 @@ def run(
     status: RunStatusName = "running",
     joined: int | None = None,
     straggler: int | None = None,
-    culprit: int | None = None,
+    failed_rank: int | None = None,
     seed: int = 7,
 ) -> Run:
     """Write a run directory.
@@ -61,7 +61,7 @@ def run(
         status: as the supervisor tells it.
         joined: ranks that have come, while there is no step yet.
         straggler: a rank that the others wait for in the second half.
-        culprit: a rank that failed after the last step.
+        failed_rank: a rank that failed after the last step.
         seed: of the noise.
     """
     world_size = nodes * ranks_per_node
@@ -94,7 +94,7 @@ def run(
     )
     write(made.dir.run_events, RunStarted(
         time=BEGIN, run=made.id, recipe=name, world_size=world_size, run_dir=str(made.dir.path)))  # fmt: skip
-    _ranks(made, hosts, ranks_per_node, steps, total, joined, straggler, culprit, random.Random(seed))
+    _ranks(made, hosts, ranks_per_node, steps, total, joined, straggler, failed_rank, random.Random(seed))
     if status in ("finished", "failed", "stopped"):
         end = BEGIN + 4 + steps * 0.1 + 2
         code = {"finished": 0, "failed": 1, "stopped": 130}[status]
@@ -136,7 +136,7 @@ def _ranks(
     total: int,
     joined: int | None,
     straggler: int | None,
-    culprit: int | None,
+    failed_rank: int | None,
     noise: random.Random,
 ) -> None:
     world_size = len(hosts) * per_node
@@ -168,17 +168,17 @@ def _ranks(
             events.append(Validation(time=BEGIN + 4 + steps * 0.1, step=steps, epoch=1, split="valid", loss=1.91))
             events.append(Checkpoint(time=BEGIN + 4 + steps * 0.1, step=steps, path="checkpoints/last.pt",
                                      bytes=8_400_000, write_ms=31.0))  # fmt: skip
-        if rank == culprit:
+        if rank == failed_rank:
             events.append(Failure(time=BEGIN + 4 + steps * 0.1 + 0.2, rank=rank, host=hosts[node], step=steps,
                                   kind="out_of_memory", message="CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 "
                                   "has a total capacity of 79.10 GiB of which 1.31 GiB is free.",
                                   traceback="Traceback…\ntorch.OutOfMemoryError: CUDA out of memory"))  # fmt: skip
-        elif culprit is not None:
+        elif failed_rank is not None:
             events.append(Failure(time=BEGIN + 4 + steps * 0.1 + 0.6, rank=rank, host=hosts[node], step=steps,
                                   kind="lost_peer", message="Connection closed by peer [10.0.0.2]"))  # fmt: skip
         write(run.dir.rank_events(rank), *events)
         lines = [f"12:00:{step % 60:02}.316 INFO  step {step} loss {5 - step / 100:.3f}" for step in range(1, 30)]
-        if rank == culprit:
+        if rank == failed_rank:
             lines += ['  File "trainer/loop.py", line 212, in _step', "    loss.backward()",
                       "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."]  # fmt: skip
         run.dir.rank_log(rank).write_text("\n".join(lines) + "\n")

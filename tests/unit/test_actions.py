@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,14 @@ from gputrain_tui.console.actions import (
     EVERYWHERE,
     Action,
     bindings,
-    clashes,
     footer,
     footer_of_focus,
     groups,
     of_place,
-    readme_keys,
 )
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.help import WITH_LOG, help_text
-from gputrain_tui.console.widgets.drawing import length, text_of
+from gputrain_tui.console.widgets.drawing import row_cells, row_text
 from gputrain_tui.console.widgets.key_bar import draw_keys
 from gputrain_tui.console.widgets.log_view import LogView
 
@@ -38,6 +37,31 @@ def places() -> dict[str, type]:
             if issubclass(value, Screen) and isinstance(place := getattr(value, "PLACE", None), str):
                 found[place] = value
     return found
+
+
+def clashes(actions: Iterable[Action] = ACTIONS) -> list[tuple[str, str, str]]:
+    found = []
+    seen: dict[tuple[str, str], str] = {}
+    every = list(actions)
+    places = {place for action in every for place in action.places} - {EVERYWHERE}
+    for place in sorted(places):
+        for action in every:
+            if place not in action.places and EVERYWHERE not in action.places:
+                continue
+            for key in action.keys:
+                other = seen.setdefault((place, key), action.name)
+                if other != action.name:
+                    found.append((key, other, action.name))
+    return found
+
+
+def readme_keys() -> str:
+    rows = ["| where | keys |", "|---|---|"]
+    for place in dict.fromkeys(place for action in ACTIONS for place in action.places):
+        name = "everywhere" if place == EVERYWHERE else place
+        keys = " · ".join(f"`{action.key_text}` {action.label}" for action in of_place(place))
+        rows.append(f"| {name} | {keys} |")
+    return "\n".join(rows) + "\n"
 
 
 def test_no_key_means_two_things_on_one_screen() -> None:
@@ -76,24 +100,24 @@ def test_bindings_carry_the_table() -> None:
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_footer_fits_and_always_says_how_to_leave(place: str, width: int) -> None:
     row, spots = draw_keys(footer(place), width)
-    assert length(row) <= width
-    assert "q Quit" in text_of(row)
+    assert row_cells(row) <= width
+    assert "q Quit" in row_text(row)
     for begin, end, action in spots:
-        assert text_of(row)[begin:end].startswith(action.key_text)
+        assert row_text(row)[begin:end].startswith(action.key_text)
 
 
 def test_a_narrow_footer_folds_the_panels_to_their_keys() -> None:
     row, _ = draw_keys(footer("run"), 80)
-    assert "l g b h f o Panels" in text_of(row)
-    assert "S Stop" in text_of(row)
+    assert "l g b h f o Panels" in row_text(row)
+    assert "S Stop" in row_text(row)
     row, _ = draw_keys(footer("run"), 200)
-    assert "l Loss  g Sync  b Bars" in text_of(row)
+    assert "l Loss  g Sync  b Bars" in row_text(row)
 
 
 @pytest.mark.parametrize("place", WITH_LOG)
 def test_while_the_log_has_the_keys_the_footer_shows_its_own_and_none_that_it_takes(place: str) -> None:
     offered = footer_of_focus(place, "log")
-    text = text_of(draw_keys(offered, 120)[0])
+    text = row_text(draw_keys(offered, 120)[0])
     assert text.startswith(" / Search  n Next match  L Level  end Follow")
     assert "Filter" not in text
     assert "q Quit" in text
@@ -104,7 +128,7 @@ def test_while_the_log_has_the_keys_the_footer_shows_its_own_and_none_that_it_ta
 @pytest.mark.parametrize(("width", "said"), [(80, "1–4 Screens"), (120, "1–4 Screens"), (160, "1 Cluster  2 Launch")])
 def test_the_screens_of_a_run_say_how_to_get_to_the_others(width: int, said: str) -> None:
     row, spots = draw_keys(footer("run"), width)
-    assert said in text_of(row)
+    assert said in row_text(row)
     assert {"go('cluster')", "go('history')"} <= {action.name for _, _, action in spots}
 
 

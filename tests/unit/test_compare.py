@@ -4,7 +4,7 @@ from math import isnan
 
 import pytest
 
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
 from gputrain_tui.history.compare import CurvePoints, LossHistory, RecipeDifference, differences, resampled
 from gputrain_tui.recipe import model as recipes
@@ -93,7 +93,7 @@ def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
     line = resampled(CurvePoints(at=[80.0, 90.0], values=[1.0, 2.0]), 20, 100.0, first=80.0)
     assert (line[0], line[10]) == (1.0, 2.0)
     shown = Overlay(lines=[OverlayLine(name="on", values=line, value=2.0)], first=80, last=100, over_time=False)
-    labels = text_of(draw_overlay(shown, 60, 8)[-1]).split()
+    labels = row_text(draw_overlay(shown, 60, 8)[-1]).split()
     assert labels[0] == "80"
     assert labels[-1] == "100"
 
@@ -113,20 +113,20 @@ def overlay(*values: list[float], over_time: bool = False) -> Overlay:
 def test_the_chart_has_the_size_that_it_was_asked_for(width: int, height: int) -> None:
     rows = draw_overlay(overlay([3.0, 2.0, 1.0] * 20, [2.0, 1.0, 0.5] * 20), width, height)
     assert len(rows) == height
-    assert all(len(text_of(row)) == width for row in rows[1:])
+    assert all(len(row_text(row)) == width for row in rows[1:])
 
 
 def test_each_run_has_its_own_colour_and_its_line_in_the_legend() -> None:
     shown = overlay([3.0] * 40, [1.0] * 40)
     roles = {role for row in draw_overlay(shown, 60, 10) for _, role in row}
     assert {"curve-0", "curve-1"} <= roles
-    assert [text_of(row)[:20].split() for row in legend(shown.lines, 60)] == [
+    assert [row_text(row)[:20].split() for row in legend(shown.lines, 60)] == [
         ["1", "━━", "run-0"],
         ["2", "━━", "run-1"],
     ]
 
 
 def test_the_axis_is_labelled_in_steps_or_in_time() -> None:
-    assert text_of(draw_overlay(overlay([1.0, 2.0] * 30), 60, 8)[-1]).endswith("step 100")
-    assert text_of(draw_overlay(overlay([1.0, 2.0] * 30, over_time=True), 60, 8)[-1]).endswith("1:40")
-    assert any("no step yet" in text_of(row) for row in draw_overlay(overlay(), 60, 9))
+    assert row_text(draw_overlay(overlay([1.0, 2.0] * 30), 60, 8)[-1]).endswith("step 100")
+    assert row_text(draw_overlay(overlay([1.0, 2.0] * 30, over_time=True), 60, 8)[-1]).endswith("1:40")
+    assert any("no step yet" in row_text(row) for row in draw_overlay(overlay(), 60, 9))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from textual import events
 
-from gputrain_tui.console.pasting import BEGIN, END, PasteParser
+from gputrain_tui.console.bracketed_paste import BEGIN, END, PasteParser
 
 TRAPS = [
     "L",

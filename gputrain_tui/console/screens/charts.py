@@ -1,4 +1,4 @@
-"""What the screens on a run share: its charts obey the same keys, and the run is stopped the same way."""
+"""Base of the screens on a run: the chart keys, and stopping the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from textual.screen import Screen
 
-from gputrain_tui.console.screens.console import console_of
+from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
@@ -14,12 +14,12 @@ from gputrain_tui.console.widgets.panel import Panel
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
-CHARTS_S = 0.25
-"""Time between two paintings of charts; the table is painted with every beat."""
-WINDOWS = (None, 1000, 100)
+CHART_INTERVAL_S = 0.25
+"""Seconds between two repaints of a chart; the table is repainted at every tick."""
+WINDOW_STEPS = (None, 1000, 100)
 """Steps that the charts show; None: the whole run."""
-SMOOTHINGS = (0.0, 0.6, 0.9, 0.97)
-"""Weight of what came before in a smoothed curve."""
+SMOOTHING_WEIGHTS = (0.0, 0.6, 0.9, 0.97)
+"""Weight of earlier values in an exponential average."""
 
 
 class ChartScreen(Screen[None]):
@@ -32,7 +32,7 @@ class ChartScreen(Screen[None]):
         self._smoothing = 0
 
     def _point_at(self, rank: int | None) -> None:
-        """Let every panel show a rank among the others, or none."""
+        """Highlight a rank in every panel, or none."""
         for child in self.query_one("#panels").children:
             if isinstance(child, Panel):
                 child.selected_rank = rank
@@ -40,28 +40,25 @@ class ChartScreen(Screen[None]):
     def action_scale(self) -> None:
         """Change between a linear and a logarithmic axis."""
         for chart in self.query(BandChart):
-            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOWS[self._window])
+            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOW_STEPS[self._window])
 
     def action_window(self) -> None:
         """Show the whole run, or its last steps."""
-        self._window = (self._window + 1) % len(WINDOWS)
+        self._window = (self._window + 1) % len(WINDOW_STEPS)
         for chart in self.query(BandChart):
-            chart.show(last=WINDOWS[self._window])
+            chart.show(last=WINDOW_STEPS[self._window])
         for late in self.query(LatenessMap):
-            late.show(last=WINDOWS[self._window])
+            late.show(last=WINDOW_STEPS[self._window])
 
     def action_smooth(self) -> None:
         """Smooth the curves more, and from the most back to not at all."""
-        self._smoothing = (self._smoothing + 1) % len(SMOOTHINGS)
+        self._smoothing = (self._smoothing + 1) % len(SMOOTHING_WEIGHTS)
         for chart in self.query(BandChart):
-            chart.show(last=WINDOWS[self._window], smoothing=SMOOTHINGS[self._smoothing])
+            chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_WEIGHTS[self._smoothing])
 
     def action_stop_run(self) -> None:
         """Stop the run, after a question."""
         if self.live.over:
-            console_of(self).say(f"{self.live.id} has ended: {self.live.status}")
+            app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
         else:
-            console_of(self).ask_to_stop(self.live.run)
-
-
-LOG_VIEW = "gputrain_tui.console.widgets.log_view"
+            app_of(self).ask_to_stop(self.live.run)

@@ -1,7 +1,7 @@
-"""This machine and the hosts of the recipe or the hostfile: what is there, who uses it, and what a launch may take.
+"""Cluster screen: GPUs and their users on this machine and the hosts of the recipe or hostfile.
 
-This machine is looked at every two seconds, another one is asked over ssh every few, each on its own: one that does not
-answer keeps nobody waiting and is a line in its place.
+This machine is sampled every two seconds. Every other host is surveyed over ssh in its own thread, so that one that
+does not answer delays none.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ from textual.events import Resize
 from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.host_choice import Host, due, gives, others, ours_on, plans_of, wants
+from gputrain_tui.console.host_choice import (
+    Host,
+    active_plans,
+    availability,
+    hosts_due,
+    ranks_by_gpu,
+    remote_hosts,
+    wanted_devices,
+)
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline
-from gputrain_tui.console.widgets.gpu_processes import Processes
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, title_row
+from gputrain_tui.console.widgets.gpu_processes import ProcessList
 from gputrain_tui.console.widgets.gpu_table import GpuTable
-from gputrain_tui.console.widgets.machine import Machine
+from gputrain_tui.console.widgets.machine import MachinePanel
 from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory
@@ -40,46 +48,46 @@ from gputrain_tui.recipe.model import Node
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
-LOOK_S = 2.0
-"""How often this machine is looked at, at most."""
-AGAIN_S = 4.0
-"""Between the answer of another host and the next question."""
-FAILED_S = 20.0
-"""The same after a failure."""
+LOCAL_INTERVAL_S = 2.0
+"""Seconds between two inventories of this machine."""
+REMOTE_INTERVAL_S = 4.0
+"""Seconds between two surveys of another host."""
+FAILED_HOST_INTERVAL_S = 20.0
+"""Seconds before a failed survey is repeated."""
 
 
 def draw_nodes(
     title: str, nodes: Sequence[Node], hosts: Sequence[Host], facts: LocalFacts, width: int, height: int
 ) -> list[Row]:
-    """Return the nodes of the recipe or the hostfile, and whether their machines have what they ask for."""
+    """Return the nodes of the recipe or hostfile, and whether their hosts have the devices."""
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
-    rows: list[Row] = [headline(width, [(title, "title")], [[(count, "dim")]] if nodes else [])]
+    rows: list[Row] = [title_row(width, [(title, "title")], [[(count, "dim")]] if nodes else [])]
     if not nodes:
         rows.append([("No recipe is open; ", "dim"), ("2", "key"), (" chooses one.", "dim")])
     by_name = {host.name: host for host in hosts}
     shown = nodes[: height - 1 - (len(nodes) > height - 1)]
     wide = min(max((len(node.host or "this machine") for node in shown), default=0), max(width // 3, 12)) + 2
-    asked = max([20, *(len(wants(node)) for node in shown)]) + 2
+    asked = max([20, *(len(wanted_devices(node)) for node in shown)]) + 2
     for index, node in enumerate(shown):
         here = is_local(node.host, facts)
-        known, role = gives(node, by_name.get(THIS_MACHINE if here else str(node.host)))
+        known, role = availability(node, by_name.get(THIS_MACHINE if here else str(node.host)))
         place = "this machine: " if here and node.host is not None else ""
         rows.append(
             [
                 (f"{index:>4}  ", "dim"),
                 (printable(node.host or "this machine")[: wide - 2].ljust(wide), "bright"),
-                (wants(node).ljust(asked), "bright"),
+                (wanted_devices(node).ljust(asked), "bright"),
                 (place, "dim"),
                 (known, role),
             ]
         )
     if len(shown) < len(nodes):
         rows.append([(f"      {EMPTY} and {len(nodes) - len(shown)} more", "dim")])
-    return [cut(row, width) for row in rows[:height]]
+    return [fit_row(row, width) for row in rows[:height]]
 
 
-class Nodes(Canvas):
-    """The nodes of the recipe at hand, or of the hostfile."""
+class NodeList(Canvas):
+    """The nodes of the open recipe, or of the hostfile."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -94,14 +102,14 @@ class Nodes(Canvas):
 
 
 class ClusterScreen(Page):
-    """The machines."""
+    """The cluster screen."""
 
     PLACE = "cluster"
     CSS_PATH = "cluster.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("cluster")]
 
     class Sampled(Message):
-        """This machine was looked at."""
+        """An inventory of this machine was taken."""
 
         def __init__(self, inventory: Inventory, plans: list[tuple[str, Plan]], facts: LocalFacts) -> None:
             super().__init__()
@@ -121,11 +129,11 @@ class ClusterScreen(Page):
         """Make the screen.
 
         Args:
-            take: looks at this machine.
-            ask: asks another one; over ssh where it is not given.
+            take: takes the inventory of this machine.
+            ask: surveys another host; by default over ssh.
             runs: lists the runs.
-            clocked: whether it looks again by itself.
-            now: seconds of a clock that only goes on.
+            clocked: whether it samples on a timer.
+            now: monotonic seconds.
         """
         super().__init__()
         self._take = take
@@ -134,7 +142,7 @@ class ClusterScreen(Page):
         self._runs = runs
         self._clocked = clocked
         self._now = now
-        self._looking = False
+        self._sampling = False
         self._facts: LocalFacts | None = None
         self._plans: list[tuple[str, Plan]] = []
         self._hosts: dict[str, Host] = {}
@@ -145,68 +153,68 @@ class ClusterScreen(Page):
     def body(self) -> ComposeResult:
         """Yield the machine with the cursor, all GPUs, the processes on one of them, and the nodes."""
         with Vertical(id="machines"):
-            yield Machine(id="machine")
+            yield MachinePanel(id="machine")
             yield GpuTable(id="gpus")
-            yield Processes(id="processes")
-            yield Nodes(id="hosts")
+            yield ProcessList(id="processes")
+            yield NodeList(id="hosts")
 
     def on_mount(self) -> None:
-        """Look at the machines, now and then again."""
+        """Focus the table and start the timer."""
         self.query_one(GpuTable).focus()
         if self._clocked:
-            self.set_interval(LOOK_S, self._look_if_seen)
+            self.set_interval(LOCAL_INTERVAL_S, self._sample_if_current)
 
     def on_unmount(self) -> None:
-        """Wait for nobody."""
+        """Cancel surveys without waiting for them."""
         self._asking.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def on_screen_resume(self) -> None:
-        """Look at the machines when the screen is shown."""
-        self._look_again()
+        """Sample when the screen is shown."""
+        self._sample_soon()
 
-    def _look_if_seen(self) -> None:
+    def _sample_if_current(self) -> None:
         if self.is_current:
-            self._look_again()
+            self._sample_soon()
 
-    def action_look(self) -> None:
-        """Look at all machines in the background, also at those that did not answer."""
+    def action_sample(self) -> None:
+        """Sample all hosts now, also those that did not answer."""
         for name, host in self._hosts.items():
             self._hosts[name] = replace(host, tried=None)
-        self._look_again()
+        self._sample_soon()
 
-    def _look_again(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self._look([node.host for node in self._wanted()])
+    def _sample_soon(self) -> None:
+        if not self._sampling:
+            self._sampling = True
+            self._sample([node.host for node in self._wanted()])
 
     def _wanted(self) -> tuple[Node, ...]:
-        """Return the nodes of the recipe at hand, or of the hostfile."""
+        """Return the nodes of the open recipe, or of the hostfile."""
         recipe = self.session.recipe
         return recipe.cluster.nodes if recipe is not None else tuple(entry.node for entry in self.session.hosts)
 
     # This machine
 
     @work(thread=True, exclusive=True, group="inventory")
-    def _look(self, hosts: list[str | None]) -> None:
+    def _sample(self, hosts: list[str | None]) -> None:
         inventory = self._take()
         facts = local_facts([*hosts, *(entry.host for entry in self.session.hosts)])
         runs: list[Run] = []
         with suppress(RequestError):  # the runs cannot be read: then none of them is shown on a GPU
             runs = self._runs()
-        self.post_message(self.Sampled(inventory, plans_of(runs), facts))
+        self.post_message(self.Sampled(inventory, active_plans(runs), facts))
 
     @on(Sampled)
     def _sampled(self, event: Sampled) -> None:
-        self._looking = False
+        self._sampling = False
         facts = self._facts = event.facts
         self._plans = event.plans
         here = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
-        ours = ours_on(event.inventory, event.plans, lambda host: is_local(host, facts))
+        run_ranks = ranks_by_gpu(event.inventory, event.plans, lambda host: is_local(host, facts))
         now = self._now()
-        here = replace(here, inventory=event.inventory, ours=ours, tried=now, seen=now)
+        here = replace(here, inventory=event.inventory, run_ranks=run_ranks, tried=now, seen=now)
         nodes = (*self._wanted(), *(entry.node for entry in self.session.hosts))
-        away = others(nodes, lambda host: is_local(host, facts))
+        away = remote_hosts(nodes, lambda host: is_local(host, facts))
         self._hosts = {here.name: here, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
         self._ask_due()
         self._show()
@@ -215,7 +223,9 @@ class ClusterScreen(Page):
 
     def _ask_due(self) -> None:
         away = [host for host in self._hosts.values() if not host.here]
-        for name in due(away, self._now(), again_s=AGAIN_S, failed_s=FAILED_S, at_once=MAX_PARALLEL_HOSTS):
+        for name in hosts_due(
+            away, self._now(), again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S, at_once=MAX_PARALLEL_HOSTS
+        ):
             self._hosts[name] = replace(self._hosts[name], asking=True)
             self._ask_one(name)
 
@@ -229,8 +239,8 @@ class ClusterScreen(Page):
         now = self._now()
         after = replace(before, asking=False, tried=now, problem=found.problem)
         if found.inventory is not None:
-            ours = ours_on(found.inventory, self._plans, lambda host: host == name)
-            after = replace(after, inventory=found.inventory, ours=ours, seen=now)
+            run_ranks = ranks_by_gpu(found.inventory, self._plans, lambda host: host == name)
+            after = replace(after, inventory=found.inventory, run_ranks=run_ranks, seen=now)
         self._hosts[name] = after
         self._ask_due()  # those that waited until there was room
         self._show()
@@ -238,7 +248,7 @@ class ClusterScreen(Page):
     # What is seen
 
     def _show(self) -> None:
-        table, nodes = self.query_one(GpuTable), self.query_one(Nodes)
+        table, nodes = self.query_one(GpuTable), self.query_one(NodeList)
         hosts = list(self._hosts.values())
         table.show(hosts, now=self._now())
         recipe = self.session.recipe
@@ -257,9 +267,9 @@ class ClusterScreen(Page):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Share the lines: the machine and the nodes what they need, the GPUs the rest."""
-        table, processes, nodes = self.query_one(GpuTable), self.query_one(Processes), self.query_one(Nodes)
-        machine = self.query_one(Machine)
+        """Set the panels' heights: host and nodes as needed, GPUs the rest."""
+        table, processes, nodes = self.query_one(GpuTable), self.query_one(ProcessList), self.query_one(NodeList)
+        machine = self.query_one(MachinePanel)
         host, gpu = table.host, table.gpu
         machine.host, processes.gpu = host, gpu
         processes.of = host.shown if table.several and host is not None else ""
@@ -270,7 +280,7 @@ class ClusterScreen(Page):
         want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
         node_lines = min(want_nodes, max(left - min(want_processes, left // 2), 3))
-        # A hostfile says little that the table does not show.
+        # The table shows most of a hostfile.
         nodes.display = self.session.recipe is not None or not self.session.hosts or left >= want_nodes
         if not nodes.display:
             node_lines = 0
@@ -305,7 +315,7 @@ class ClusterScreen(Page):
         """Put the chosen GPUs, or what the cursor is on, into the launch."""
         chosen = self.query_one(GpuTable).chosen_by_host()
         if not chosen:
-            self.console.say("there is no free GPU to launch on; a recipe with cpu_ranks trains on the CPU")
+            self.console.report("there is no free GPU to launch on; a recipe with cpu_ranks trains on the CPU")
             return
         self.session.gpus = chosen
         await self.console.action_go("launch")

@@ -1,4 +1,4 @@
-"""Two to six runs beside each other: their losses on one chart, and below it what their recipes do not agree on."""
+"""Compare screen: the losses of two to six runs on one chart, and the differences of their recipes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from textual.message import Message
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
-from gputrain_tui.console.widgets.curves import Curves, LossReader
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
+from gputrain_tui.console.widgets.loss_curves import LossCurves, LossReader
 from gputrain_tui.history.compare import RecipeDifference, differences
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import start
@@ -25,15 +25,16 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
-BUDGET_S = 0.03
-"""What one beat may read."""
-PAUSE_S = 0.04
-"""Between two readings while more is there, in which keys are seen."""
-SMOOTHINGS = (0.0, 0.5, 0.9)
+READ_BUDGET_S = 0.03
+"""Seconds of reading per tick."""
+READ_PAUSE_S = 0.04
+"""Seconds between two reads of a backlog, in which keys are handled."""
+SMOOTHING_WEIGHTS = (0.0, 0.5, 0.9)
+"""Weight of earlier values in an exponential average."""
 
 
 class Differences(Listing):
-    """What the recipes do not agree on."""
+    """Differing keys of the recipes."""
 
     def __init__(self, runs: int, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -53,7 +54,7 @@ class Differences(Listing):
     def head(self, width: int) -> list[Row]:
         """Return the title and the runs' numbers."""
         found = self.found or ()
-        title = headline(
+        title = title_row(
             width,
             [("recipes", "title"), (f"  differ in {len(found)} key{'s' * (len(found) != 1)}" if found else "", "dim")],
         )
@@ -63,7 +64,7 @@ class Differences(Listing):
         row: Row = [(" " * (keys + 1), "base")]
         for index in range(self._count):
             row += [(f"{index + 1}".ljust(cells), f"curve-{index}"), ("  ", "base")]
-        return [title, cut(row, width)]
+        return [title, fit_row(row, width)]
 
     def row(self, index: int, width: int) -> Row:
         """Return a key with the recipes' values."""
@@ -75,17 +76,17 @@ class Differences(Listing):
             text = printable(value) or EMPTY
             text = text if len(text) <= cells else text[: cells - 1] + "…"
             row += [(text.ljust(cells), "bright"), ("  ", "base")]
-        return cut(row, width)
+        return fit_row(row, width)
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Say that there is no difference, or why it is not known."""
         if self.problem:
-            return [[], cut([(" ", "base"), (printable(self.problem), "warning")], width)]
-        return message(width, height, ["reading" if self.found is None else "The recipes say the same."])
+            return [[], fit_row([(" ", "base"), (printable(self.problem), "warning")], width)]
+        return centred_text(width, height, ["reading" if self.found is None else "The recipes say the same."])
 
 
 class CompareScreen(Page):
-    """The comparison."""
+    """The compare screen."""
 
     PLACE = "compare"
     TAB = "history"
@@ -116,18 +117,18 @@ class CompareScreen(Page):
     def body(self) -> ComposeResult:
         """Yield chart and differences."""
         with Vertical(id="comparison"):
-            yield Curves(id="curves")
+            yield LossCurves(id="curves")
             yield Differences(len(self._runs), id="differences")
 
     def on_mount(self) -> None:
         """Read the recipes, and begin with the curves."""
-        self.query_one(Curves).readers = self._readers
+        self.query_one(LossCurves).readers = self._readers
         self.query_one(Differences).focus()
         self._read_recipes()
         self.tick()
 
     def on_unmount(self) -> None:
-        """Let go of the records."""
+        """Close the records."""
         for reader in self._readers:
             reader.close()
 
@@ -152,37 +153,37 @@ class CompareScreen(Page):
         table.redraw()
 
     def tick(self) -> None:
-        """Read on for a while, and draw what came."""
-        deadline = self._clock() + BUDGET_S
+        """Read losses within the budget, and redraw."""
+        deadline = self._clock() + READ_BUDGET_S
         moved = [reader.poll(lambda: self._clock() < deadline) for reader in self._readers]
         if any(moved):
-            self.query_one(Curves).redraw()
+            self.query_one(LossCurves).redraw()
         if any(reader.behind for reader in self._readers) and not self._reading_on:
             self._reading_on = True
-            self.set_timer(PAUSE_S, self._read_on)
+            self.set_timer(READ_PAUSE_S, self._read_on)
 
     def _read_on(self) -> None:
-        """Catch up with long records between two beats."""
+        """Read the backlog between two ticks."""
         self._reading_on = False
         if self.is_current:
             self.tick()
 
     def action_axis(self) -> None:
         """Draw over steps, or over time."""
-        curves = self.query_one(Curves)
+        curves = self.query_one(LossCurves)
         curves.over_time = not curves.over_time
         curves.redraw()
 
     def action_scale(self) -> None:
         """Change between linear and logarithmic."""
-        curves = self.query_one(Curves)
+        curves = self.query_one(LossCurves)
         curves.scale = "linear" if curves.scale == "log" else "log"
         curves.redraw()
 
     def action_smooth(self) -> None:
         """Smooth the curves less or more."""
-        curves = self.query_one(Curves)
-        curves.smoothing = SMOOTHINGS[(SMOOTHINGS.index(curves.smoothing) + 1) % len(SMOOTHINGS)]
+        curves = self.query_one(LossCurves)
+        curves.smoothing = SMOOTHING_WEIGHTS[(SMOOTHING_WEIGHTS.index(curves.smoothing) + 1) % len(SMOOTHING_WEIGHTS)]
         curves.redraw()
 
     def action_back(self) -> None:

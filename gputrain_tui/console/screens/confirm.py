@@ -1,4 +1,4 @@
-"""A question before something that cannot be undone."""
+"""Dialog before an action that cannot be undone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
-from gputrain_tui.console.screens.console import console_of
+from gputrain_tui.console.screens.app_protocol import app_of
 
-QUIET_S = 0.1
-"""A yes counts so long after the key before it, s: the keys that a paste passes for come closer to each other."""
+LEAST_KEY_GAP_S = 0.1
+"""Seconds between a yes and the key before it: keys that come from a paste are closer."""
 
 
 class Confirm(ModalScreen[bool]):
-    """Asks yes or no; the answer that changes nothing has the keys.
+    """Yes-or-no dialog; the focus is on no.
 
     Yes is taken only after a moment without keys: pasted text that ends a bracketed paste early arrives as keys, and
     must not both ask and answer.
@@ -54,9 +54,9 @@ class Confirm(ModalScreen[bool]):
         self.action_answer(event.button.id == "yes")
 
     def action_answer(self, yes: bool) -> None:
-        """Take the answer, unless it is a yes among keys that nobody types so fast."""
-        console = console_of(self)
-        if yes and console.quiet_s < QUIET_S:
-            console.say("nothing was done: that answer came too fast to be meant; give it once more")
+        """Take the answer, unless it is a yes faster than a person types."""
+        console = app_of(self)
+        if yes and console.quiet_s < LEAST_KEY_GAP_S:
+            console.report("nothing was done: that answer came too fast to be meant; give it once more")
         else:
             self.dismiss(yes)

@@ -1,4 +1,4 @@
-"""Changes the recipe at hand: fields by typing or with one key, nodes, a search among the fields."""
+"""Editing of the open recipe: fields, nodes, search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.home_folder import expand_home
 
 
 class EditingPage(RecipePage):
-    """Edits what the form shows."""
+    """Recipe page whose fields can be edited."""
 
     @abstractmethod
     def save_under(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class EditingPage(RecipePage):
         self._changed()
 
     def action_reset(self) -> None:
-        """Take back a change, or what the recipe says."""
+        """Reset the field to the recipe's value, or to the default."""
         field, draft = self.form.field, self.draft
         if field is not None and draft is not None and self.form.has_focus:
             draft.reset(field.key)
@@ -100,11 +100,11 @@ class EditingPage(RecipePage):
         """Remove the node with the cursor."""
         field, draft = self.form.field, self.draft
         if field is None or draft is None or not field.group.startswith("Node "):
-            self.console.say("the cursor is on no node")
+            self.console.report("the cursor is on no node")
         elif draft.remove_node(int(field.group.removeprefix("Node "))):
             self._changed()
         else:
-            self.console.say("a run needs one node")
+            self.console.report("a run needs one node")
 
     async def action_back(self) -> None:
         """Leave the editor; then the search; then the form."""
@@ -122,6 +122,6 @@ class EditingPage(RecipePage):
 
 
 def allowed_hint(field: Field) -> str:
-    """Return what stands in the empty input: the default."""
+    """Return the placeholder of the empty input: the default."""
     default = value_text(field.option.default)
     return f"empty: the default, {default}" if default else "empty: left out"

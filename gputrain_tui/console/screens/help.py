@@ -1,4 +1,4 @@
-"""Every key of a screen, from the table of actions, and what its figures mean."""
+"""Help screen: the keys of a screen, and the meaning of its figures."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ FIGURES = (
     ("▴ in a chart", "A spike stands out of the top, so that what is usual can be read; log scale shows all"),
 )
 """What stands on the screens of a run."""
-WIDEST = 94
-"""Cells of the window where there is room, as in the style sheet."""
-FRAME = 8
+WIDTH_CELLS = 94
+"""Cells of the widest window, as in the style sheet."""
+FRAME_CELLS = 8
 """Cells of its border, padding and scroll bar."""
 WITH_LOG = ("run", "rank")
 """Screens with a log, whose keys hold while it has them."""
@@ -77,15 +77,15 @@ class HelpScreen(ModalScreen[None]):
 
     def on_resize(self, event: Resize) -> None:
         """Wrap what does not fit beside the keys."""
-        self.query_one("#keys", Static).update(help_text(self._place, min(event.size.width, WIDEST) - FRAME))
+        self.query_one("#keys", Static).update(help_text(self._place, min(event.size.width, WIDTH_CELLS) - FRAME_CELLS))
 
     def action_leave(self) -> None:
         """Close it."""
         self.dismiss()
 
 
-def help_text(place: str, width: int = WIDEST) -> Text:
-    """Return the keys under their headings; what is longer than ``width`` goes on below itself."""
+def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
+    """Return the keys by heading, wrapped at ``width``."""
     text = Text()
     found = dict(groups(place))
     if place in WITH_LOG:

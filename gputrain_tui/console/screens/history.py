@@ -1,4 +1,4 @@
-"""All runs: open, resume, launch again with changes, delete, and mark some to compare them."""
+"""History screen: open, resume, relaunch, delete and compare runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from textual.message import Message
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.widgets.curves import Curves, LossReader
+from gputrain_tui.console.widgets.loss_curves import LossCurves, LossReader
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, list_all
@@ -26,18 +26,18 @@ from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
 
-LOOK_S = 2.0
-"""How often the runs are listed."""
-BUDGET_S = 0.02
-"""What one beat may read of a run's losses."""
-PAUSE_S = 0.04
-"""Between two readings while more is there, in which keys are seen."""
-ROOMY = 30
-"""From so many lines on the losses of the run with the cursor are shown."""
+LIST_INTERVAL_S = 2.0
+"""Seconds between two listings."""
+READ_BUDGET_S = 0.02
+"""Seconds of reading losses per tick."""
+READ_PAUSE_S = 0.04
+"""Seconds between two reads of a backlog, in which keys are handled."""
+LEAST_LINES_WITH_CURVES = 30
+"""Fewest lines of a screen that shows the losses of the run with the cursor."""
 
 
 class HistoryScreen(Page):
-    """The runs of this person on this machine."""
+    """The history screen."""
 
     PLACE = "history"
     CSS_PATH = "history.tcss"
@@ -52,7 +52,7 @@ class HistoryScreen(Page):
             self.entries = entries
 
     class Done(Message):
-        """Something that took a while is done, or could not be."""
+        """A background action ended or failed."""
 
         def __init__(self, text: str, *, alarm: bool = False, prepared: start.Prepared | None = None) -> None:
             super().__init__()
@@ -74,7 +74,7 @@ class HistoryScreen(Page):
             runs: lists the runs, newest first, and those that cannot be read.
             now: Unix seconds.
             clock: seconds, for the budget.
-            clocked: whether it looks again by itself.
+            clocked: whether it lists on a timer.
         """
         super().__init__()
         self._list = runs
@@ -88,30 +88,30 @@ class HistoryScreen(Page):
         """Of the run whose losses are shown."""
 
     def body(self) -> ComposeResult:
-        """Yield the list, and more about one run."""
+        """Yield the list, and the card and losses of one run."""
         with Vertical(id="all-runs"):
             yield RunList(id="runs")
             yield RunCard(id="card")
-            yield Curves(named=False, id="preview")
+            yield LossCurves(named=False, id="preview")
 
     def on_mount(self) -> None:
-        """List the runs now and then."""
+        """Focus the list and start the timer."""
         self.query_one(RunList).focus()
         if self._clocked:
-            self.set_interval(LOOK_S, self._look_if_seen)
+            self.set_interval(LIST_INTERVAL_S, self._list_if_current)
 
     def on_screen_resume(self) -> None:
         """List the runs when the screen is shown."""
         live = self.console.live
         self.query_one(RunList).opened = live.id if live is not None else None
-        self._look()
+        self._list_in_thread()
 
-    def _look_if_seen(self) -> None:
+    def _list_if_current(self) -> None:
         if self.is_current:
-            self._look()
+            self._list_in_thread()
 
     @work(thread=True, exclusive=True, group="history")
-    def _look(self) -> None:
+    def _list_in_thread(self) -> None:
         runs, unreadable = list[Run](), list[UnreadableRun]()
         with suppress(RequestError):  # the folder cannot be read: said when something is started
             runs, unreadable = self._list()
@@ -137,9 +137,9 @@ class HistoryScreen(Page):
         self.tick()
 
     def _preview(self, run: Run | None) -> None:
-        """Have the losses of a run read, where there is room to show them."""
-        curves = self.query_one("#preview", Curves)
-        curves.display = run is not None and self.size.height >= ROOMY
+        """Open the losses of a run, where they fit."""
+        curves = self.query_one("#preview", LossCurves)
+        curves.display = run is not None and self.size.height >= LEAST_LINES_WITH_CURVES
         if run is None or not curves.display or (self._reader is not None and self._reader.run.id == run.id):
             return
         if self._reader is not None:
@@ -154,9 +154,9 @@ class HistoryScreen(Page):
         self._show_card()
 
     def tick(self) -> None:
-        """Read on, and draw what came."""
-        deadline = self._clock() + BUDGET_S
-        curves = self.query_one("#preview", Curves)
+        """Read losses within the budget, and redraw."""
+        deadline = self._clock() + READ_BUDGET_S
+        curves = self.query_one("#preview", LossCurves)
         reader = self._reader
         if reader is None or not curves.display:
             return
@@ -164,16 +164,16 @@ class HistoryScreen(Page):
             curves.redraw()
         if reader.behind and not self._reading_on:
             self._reading_on = True
-            self.set_timer(PAUSE_S, self._read_on)
+            self.set_timer(READ_PAUSE_S, self._read_on)
 
     def _read_on(self) -> None:
-        """Catch up with a long record between two beats."""
+        """Read the backlog between two ticks."""
         self._reading_on = False
         if self.is_current:
             self.tick()
 
     def on_unmount(self) -> None:
-        """Let go of the record."""
+        """Close the record."""
         if self._reader is not None:
             self._reader.close()
 
@@ -200,13 +200,13 @@ class HistoryScreen(Page):
         if self.run_here is None:
             return
         if not self.query_one(RunList).mark():
-            self.console.say(f"at most {MAX_RUNS} runs can be compared")
+            self.console.report(f"at most {MAX_RUNS} runs can be compared")
 
     def action_compare(self) -> None:
         """Compare the marked runs."""
         marked = self.query_one(RunList).marked
         if len(marked) < MIN_RUNS:
-            self.console.say(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
+            self.console.report(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 
@@ -217,7 +217,7 @@ class HistoryScreen(Page):
         run = self.run_here
         if run is not None and not self._resuming:
             self._resuming = True
-            self.console.say(f"preparing to resume {run.id}")
+            self.console.report(f"preparing to resume {run.id}")
             self._prepare(run)
 
     @work(thread=True, exclusive=True, group="launch")
@@ -237,7 +237,7 @@ class HistoryScreen(Page):
         try:
             self.session.source = start.recipe_of(run)
         except RequestError as error:
-            self.console.say(str(error), alarm=True)
+            self.console.report(str(error), alarm=True)
             return
         await self.console.action_go("launch")
 
@@ -247,7 +247,7 @@ class HistoryScreen(Page):
         if run is None:
             return
         if run.state in ENDED:
-            self.console.say(f"{run.id} has ended: {run.state}")
+            self.console.report(f"{run.id} has ended: {run.state}")
         else:
             self.console.ask_to_stop(run)
 
@@ -257,7 +257,7 @@ class HistoryScreen(Page):
         if run is None:
             return
         if run.state not in (*ENDED, "lost"):
-            self.console.say(f"{run.id} is {run.state}; S stops it", alarm=True)
+            self.console.report(f"{run.id} is {run.state}; S stops it", alarm=True)
             return
 
         def answered(yes: bool | None) -> None:
@@ -280,8 +280,8 @@ class HistoryScreen(Page):
     async def _done(self, event: Done) -> None:
         self._resuming = False
         if event.text:
-            self.console.say(event.text, alarm=event.alarm)
+            self.console.report(event.text, alarm=event.alarm)
         if event.prepared is not None:
             await self.console.launch(event.prepared)
         else:
-            self._look()
+            self._list_in_thread()

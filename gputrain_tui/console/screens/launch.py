@@ -1,4 +1,4 @@
-"""A recipe as a form, and under it what it would start: chosen, edited, saved and launched without leaving."""
+"""Launch screen: choose, edit, save and launch a recipe, with its plan and preflight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from textual.message import Message
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.editing_page import EditingPage
-from gputrain_tui.console.screens.recipe_page import SETTLE_S
+from gputrain_tui.console.screens.recipe_page import DEBOUNCE_S
 from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recipe
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
@@ -26,7 +26,7 @@ from trainer.contract.record import write_atomically
 
 
 class LaunchScreen(EditingPage):
-    """Choose, change, launch."""
+    """The launch screen."""
 
     PLACE = "launch"
     CSS_PATH = "launch.tcss"
@@ -41,10 +41,10 @@ class LaunchScreen(EditingPage):
             self.problem = problem
 
     def __init__(
-        self, *, settle_s: float = SETTLE_S, examine: Callable[..., ValidatedRecipe] = validate_recipe
+        self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
     ) -> None:
         """Make the screen; arguments as of ``RecipePage``."""
-        super().__init__(settle_s=settle_s, examine=examine)
+        super().__init__(debounce_s=debounce_s, validate=validate)
         self._launching = False
         """Whether a launch is on its way: a second press of the key starts no second run."""
 
@@ -57,7 +57,7 @@ class LaunchScreen(EditingPage):
         if self._path.is_relative_to(paths.runs_folder()):
             self.action_save_as()  # a run keeps the recipe with which it ran
         elif not self.draft.changes:
-            self.console.say(f"{self.draft.name} has no changes")
+            self.console.report(f"{self.draft.name} has no changes")
         else:
             self.save_under(self._path)
 
@@ -66,46 +66,46 @@ class LaunchScreen(EditingPage):
         if self._path is None or self.draft is None:
             return
         folder = self.session.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
-        self._ask("save", self._called(folder / f"{self._path.stem}-2.toml"), "file to save the recipe in")
+        self._ask("save", self._display_name(folder / f"{self._path.stem}-2.toml"), "file to save the recipe in")
 
     def save_under(self, path: Path) -> None:
-        """Save the recipe in a file; the form goes on with that one."""
+        """Save the recipe in a file, which becomes the open one."""
         draft, found, before = self.draft, self._found, self._path
         if draft is None or before is None:
             return
         if found is None or found.recipe is None or list(found.settings) != draft.settings:
             problem = found.problem if found is not None and found.problem else "it is being looked at"
-            self.console.say(f"not saved: {problem}", alarm=bool(found and found.problem))
+            self.console.report(f"not saved: {problem}", alarm=bool(found and found.problem))
             return
         path = path if path.is_absolute() else self.session.folder / path
         if path != before and path.exists():
-            self.console.say(f"not saved: {self._called(path)} is there already", alarm=True)
+            self.console.report(f"not saved: {self._display_name(path)} is there already", alarm=True)
             return
         text = dump_toml(found.recipe)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, text.encode())
         except OSError as error:
-            self.console.say(f"not saved: {path}: {error.strerror}", alarm=True)
+            self.console.report(f"not saved: {path}: {error.strerror}", alarm=True)
             return
         if path != before:
             del self._drafts[before]
             self._drafts[path] = draft
             self._path = path
-        draft.mark_saved(text, name=self._called(path))
+        draft.mark_saved(text, name=self._display_name(path))
         self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
         self.query_one(RecipeList).point_at(path)
-        self.console.say(f"saved {draft.name}")
+        self.console.report(f"saved {draft.name}")
         self._changed()
 
     def action_copy_commands(self) -> None:
         """Copy the commands with the terminal's own clipboard (OSC 52)."""
         plan = self.query_one(PlanView).plan
         if plan is None:
-            self.console.say("there is no plan to copy yet")
+            self.console.report("there is no plan to copy yet")
             return
         self.app.copy_to_clipboard(shell_commands(plan) + "\n")
-        self.console.say(
+        self.console.report(
             f"copied the command{'s' * (len(plan.nodes) != 1)} of {len(plan.nodes)} node{'s' * (len(plan.nodes) != 1)}"
         )
 
@@ -113,21 +113,21 @@ class LaunchScreen(EditingPage):
         """Write the commands into a file."""
         plan, draft = self.query_one(PlanView).plan, self.draft
         if plan is None or draft is None or self._path is None:
-            self.console.say("there is no plan to write yet")
+            self.console.report("there is no plan to write yet")
             return
         path = self.session.folder / f"{self._path.stem}-commands.txt"
         try:
             write_atomically(path, (shell_commands(plan) + "\n").encode())
         except OSError as error:
-            self.console.say(f"{path}: {error.strerror}", alarm=True)
+            self.console.report(f"{path}: {error.strerror}", alarm=True)
             return
-        self.console.say(f"wrote {self._called(path)}")
+        self.console.report(f"wrote {self._display_name(path)}")
 
     def action_launch(self) -> None:
-        """Start what the plan shows, detached, and go to the run."""
+        """Launch the plan, detached, and show the run."""
         draft = self.draft
         if draft is None:
-            self.console.say("choose a recipe first")
+            self.console.report("choose a recipe first")
             return
         if self._launching:
             return
@@ -136,8 +136,8 @@ class LaunchScreen(EditingPage):
 
     @work(thread=True, exclusive=True, group="launch")
     def _prepare(self, text: str, name: str, settings: list[str], task: str) -> None:
-        """Look at the recipe and the machine once more: what was free a minute ago may be taken."""
-        found = self._examine(text, name=name, settings=settings, task=task)
+        """Validate again: a port or GPU that was free may be taken."""
+        found = self._validate(text, name=name, settings=settings, task=task)
         refused = errors(found.results)
         self.post_message(self.Ready(found.prepared, refused[0].line if refused else found.problem))
 
@@ -145,6 +145,6 @@ class LaunchScreen(EditingPage):
     async def _launch(self, event: Ready) -> None:
         self._launching = False
         if event.prepared is None:
-            self.console.say(event.problem, alarm=True)
+            self.console.report(event.problem, alarm=True)
         else:
             await self.console.launch(event.prepared)

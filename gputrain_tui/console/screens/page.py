@@ -1,4 +1,4 @@
-"""What the screens without a run have in common: the line of places above, the keys below, and the console itself."""
+"""Base of the screens without a run: tabs above, keys below."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from textual.app import ComposeResult
 from textual.screen import Screen
 
 from gputrain_tui.console.launch_session import LaunchSession
-from gputrain_tui.console.screens.console import Console, console_of
-from gputrain_tui.console.widgets.abstract import Abstract
+from gputrain_tui.console.screens.app_protocol import AppProtocol, app_of
+from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
 from gputrain_tui.console.widgets.key_bar import KeyBar
-from gputrain_tui.console.widgets.places import Places
+from gputrain_tui.console.widgets.screen_tabs import ScreenTabs
 
 
-class Page(Screen[None], metaclass=Abstract):
+class Page(Screen[None], metaclass=AbstractWidgetMeta):
     """A screen of the console."""
 
     PLACE: ClassVar[str] = ""
-    """What the table of actions calls it."""
+    """Its name in the action table."""
     TAB: ClassVar[str] = ""
-    """The place to which it belongs in the first line; by default its own."""
+    """Its tab; by default its own place."""
 
     def compose(self) -> ComposeResult:
-        """Yield the first and the last line, and what the screen has between them."""
-        yield Places(self.TAB or self.PLACE)
+        """Yield the tabs, the body and the keys."""
+        yield ScreenTabs(self.TAB or self.PLACE)
         yield from self.body()
         yield KeyBar(self.PLACE)
 
     @abstractmethod
     def body(self) -> ComposeResult:
-        """Yield what stands between the first and the last line."""
+        """Yield the widgets between tabs and keys."""
 
     @property
-    def console(self) -> Console:
-        """The console."""
-        return console_of(self)
+    def console(self) -> AppProtocol:
+        """The app."""
+        return app_of(self)
 
     @property
     def session(self) -> LaunchSession:
-        """What the screens hand to each other."""
+        """State shared for the next launch."""
         return self.console.session
 
     def action_demo(self) -> None:

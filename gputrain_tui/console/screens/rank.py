@@ -1,8 +1,7 @@
-"""One rank: its figures, its charts, what it prints, and on demand where in the code it is."""
+"""Rank screen: figures, charts and log of one rank, and on demand its Python stack."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,11 +11,12 @@ from textual.events import Resize
 from textual.geometry import Region
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.panel_container import GAP, PanelContainer, kind
-from gputrain_tui.console.screens.charts import CHARTS_S, LOG_VIEW, ChartScreen
-from gputrain_tui.console.stack_request import StackRequest, ask
+from gputrain_tui.console.panel_container import GAP_CELLS, PanelContainer, layout_size
+from gputrain_tui.console.screens.charts import CHART_INTERVAL_S, ChartScreen
+from gputrain_tui.console.stack_request import StackRequest, request_stack
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.stack_view import StackView
@@ -25,44 +25,45 @@ from trainer.contract.errors import RequestError
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
-CHARTS = ("loss", "sync", "step")
-PATIENCE_S = 3.0
-"""After this long without an answer the process is said not to answer."""
+CHART_IDS = ("loss", "sync", "step")
+STACK_TIMEOUT_S = 3.0
+"""Seconds before a request for a stack counts as unanswered."""
 
 
-def arrange_rank(width: int, height: int, *, facts: int, below: str, has_log: bool) -> dict[str, Region]:
-    """Return the panels of the screen and where they stand.
+def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
+    """Return the visible panels and their regions.
 
     Args:
         width: cells.
         height: lines.
-        facts: lines that the figures want.
+        facts: lines that the figures need.
         below: the panel that was asked for last.
-        has_log: whether there is a log view.
     """
     if width < 1 or height < 1:
         return {}
     area = Region(0, 0, width, height)
-    size = kind(width, height)
+    size = layout_size(width, height)
     top, rest = area.split_horizontal(min(facts + (size != "narrow"), max(height // 2, 3)))
     if size == "narrow":
         return {"facts": top, below: rest}
-    text = below if below in ("log", "stack") else "log" if has_log else "stack"
+    text = below if below in ("log", "stack") else "log"
     charts, bottom = rest.split_horizontal(rest.height // 2)
-    each = (width - 2 * GAP) // 3
+    each = (width - 2 * GAP_CELLS) // 3
     placed = {
-        name: Region(index * (each + GAP), charts.y, each if index < 2 else width - 2 * (each + GAP), charts.height)
-        for index, name in enumerate(CHARTS)
+        name: Region(
+            index * (each + GAP_CELLS), charts.y, each if index < 2 else width - 2 * (each + GAP_CELLS), charts.height
+        )
+        for index, name in enumerate(CHART_IDS)
     }
-    if size == "wide" and has_log:
+    if size == "wide":
         log, stack = bottom.split_vertical(width * 3 // 5)
         return {"facts": top, **placed, "log": log,
-                "stack": Region(stack.x + GAP, stack.y, stack.width - GAP, stack.height)}  # fmt: skip
+                "stack": Region(stack.x + GAP_CELLS, stack.y, stack.width - GAP_CELLS, stack.height)}  # fmt: skip
     return {"facts": top, **placed, text: bottom}
 
 
 class RankScreen(ChartScreen):
-    """Everything of one rank."""
+    """The rank screen."""
 
     PLACE = "rank"
     AUTO_FOCUS = ""
@@ -72,7 +73,6 @@ class RankScreen(ChartScreen):
         super().__init__(live)
         self.rank = rank
         self._below = "loss"
-        self._has_log = importlib.util.find_spec(LOG_VIEW) is not None
         self._request: StackRequest | None = None
         self._asked_at = 0.0
         self._charts_at = float("-inf")
@@ -88,26 +88,23 @@ class RankScreen(ChartScreen):
             yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, spiky=True, id="sync")
             yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", spiky=True, id="step")
             yield StackView(live, id="stack")
-            if self._has_log:
-                from gputrain_tui.console.widgets.log_view import LogView
-
-                yield LogView(live.run.dir, rank=self.rank, id="log")
+            yield LogView(live.run.dir, rank=self.rank, id="log")
         yield KeyBar(self.PLACE)
 
     def on_mount(self) -> None:
-        """Point everything at the rank."""
+        """Highlight the rank in every panel."""
         self._point()
         self._arrange()
 
     def on_resize(self, event: Resize) -> None:
-        """Find new places at once."""
+        """Lay out again."""
         self._arrange()
 
     def tick(self) -> None:
-        """Repaint what moved."""
+        """Repaint what changed."""
         self._listen()
         now = time.monotonic()
-        charts = now - self._charts_at >= CHARTS_S
+        charts = now - self._charts_at >= CHART_INTERVAL_S
         if charts:
             self._charts_at = now
             self.query_one(RunHeader).tick()
@@ -124,7 +121,7 @@ class RankScreen(ChartScreen):
         width, height = max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0)
         count = len(facts(self.live.state, self.rank, 0.0))
         self.query_one(PanelContainer).place(
-            arrange_rank(width, height, facts=facts_height(width, count), below=self._below, has_log=self._has_log)
+            arrange_rank(width, height, facts=facts_height(width, count), below=self._below)
         )
 
     def _point(self) -> None:
@@ -137,7 +134,7 @@ class RankScreen(ChartScreen):
         widget = next(iter(self.query(f"#{name}")), None)
         if widget is None:
             return
-        self._below = "loss" if self._below == name and kind(*self.app.size) == "narrow" else name
+        self._below = "loss" if self._below == name and layout_size(*self.app.size) == "narrow" else name
         self._arrange()
         if widget.can_focus and widget.display:
             widget.focus()
@@ -154,10 +151,7 @@ class RankScreen(ChartScreen):
         self.rank = ranks[index % len(ranks)]
         self._request = None
         self.query_one(StackView).show([])
-        if self._has_log:
-            from gputrain_tui.console.widgets.log_view import LogView
-
-            self.query_one(LogView).show_rank(self.rank)
+        self.query_one(LogView).show_rank(self.rank)
         self._point()
         self._arrange()
 
@@ -170,12 +164,12 @@ class RankScreen(ChartScreen):
         self._turn(-1)
 
     def action_stack(self) -> None:
-        """Ask the process where it is."""
+        """Request the rank's stack."""
         self._below = "stack"
         self._arrange()
         view = self.query_one(StackView)
         try:
-            self._request = ask(self.live.run.dir, self.live.state.rank(self.rank))
+            self._request = request_stack(self.live.run.dir, self.live.state.rank(self.rank))
         except RequestError as error:
             self._request = None
             view.show([], str(error))
@@ -184,7 +178,7 @@ class RankScreen(ChartScreen):
         view.show([], f"asked rank {self.rank}")
 
     def _listen(self) -> None:
-        """Show what the process has answered."""
+        """Show the stack once it has arrived."""
         if self._request is None:
             return
         lines = self._request.answer()
@@ -193,8 +187,8 @@ class RankScreen(ChartScreen):
             at = time.strftime("%H:%M:%S")
             view = self.query_one(StackView)
             view.show(lines, f"rank {self.rank} at {at}")
-            if waited > PATIENCE_S / 3:
+            if waited > STACK_TIMEOUT_S / 3:
                 self._request = None
-        elif waited > PATIENCE_S:
+        elif waited > STACK_TIMEOUT_S:
             self.query_one(StackView).show([], f"rank {self.rank} does not answer; it may be stopped")
             self._request = None

@@ -1,4 +1,4 @@
-"""The recipe at hand: chosen from a list, shown as a form, looked at in a thread; what was found stands beside it."""
+"""The open recipe: a list, a form, and the results of validating it in a thread."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from textual.message import Message
 from textual.widgets import Input
 
 from gputrain_tui import paths
-from gputrain_tui.console.host_choice import nodes_of
+from gputrain_tui.console.host_choice import nodes_on_gpus
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.validate_recipe import ValidatedRecipe, remarks_of, validate_recipe
-from gputrain_tui.console.widgets.form import Detail, Form
+from gputrain_tui.console.validate_recipe import ValidatedRecipe, remarks_by_field, validate_recipe
+from gputrain_tui.console.widgets.form import FieldDetail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
-from gputrain_tui.console.widgets.readiness import Readiness
+from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
+from gputrain_tui.hosts.host_names import THIS_MACHINE, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.recipe.draft import Draft, Field, FieldMessage, find_field, strip_location
 from gputrain_tui.recipe.files import recipe_files
 from trainer.contract.errors import RequestError
 from trainer.host.addresses import is_loopback
 
-SETTLE_S = 0.15
-"""How long nothing must change before the recipe is looked at again."""
+DEBOUNCE_S = 0.15
+"""Seconds without a change before the recipe is validated again."""
 
-SLOW = ("task", "host")
+UNTRIED_FIELDS = ("task", "host")
 """Fields whose half-typed values are not tried: a task is imported by a process, a host is asked over the network."""
 
 
 class RecipePage(Page):
-    """Shows a recipe and what would become of it; a subclass changes it."""
+    """Shows a recipe, its plan and its preflight; a subclass edits it."""
 
     class Validated(Message):
-        """The recipe was looked at."""
+        """The recipe was validated."""
 
         def __init__(self, draft: Draft, found: ValidatedRecipe) -> None:
             super().__init__()
@@ -46,19 +46,19 @@ class RecipePage(Page):
             self.found = found
 
     def __init__(
-        self, *, settle_s: float = SETTLE_S, examine: Callable[..., ValidatedRecipe] = validate_recipe
+        self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
     ) -> None:
         """Make the screen.
 
         Args:
-            settle_s: how long nothing must change before the plan is computed again.
-            examine: looks at a recipe and this machine.
+            debounce_s: seconds without a change before the recipe is validated again.
+            validate: validates a recipe.
         """
         super().__init__()
-        self._settle_s = settle_s
-        self._examine = examine
+        self._debounce_s = debounce_s
+        self._validate = validate
         self._drafts: dict[Path, Draft] = {}
-        """By file: changes stay while another recipe is looked at."""
+        """By file: changes stay while another recipe is open."""
         self._path: Path | None = None
         self._found: ValidatedRecipe | None = None
         self._fields: list[Field] = []
@@ -67,7 +67,7 @@ class RecipePage(Page):
         self._asking: Field | str | None = None
         """What the input is for: a field, ``find`` or ``save``."""
         self._waiting: dict[str, object] = {}
-        """What is about to be looked at: the ``draft``, and it with what is being ``typed``."""
+        """Validations that are about to start: of the ``draft``, and of the ``typed`` text."""
 
     # What there is
 
@@ -78,10 +78,10 @@ class RecipePage(Page):
             with Vertical(id="sheet"):
                 yield Form(id="form")
                 with Vertical(id="under"):
-                    yield Detail(id="detail")
+                    yield FieldDetail(id="detail")
                     yield Input(id="editor", compact=True)
                 yield PlanView(id="plan")
-                yield Readiness(id="readiness")
+                yield PreflightSummary(id="readiness")
 
     @property
     def form(self) -> Form:
@@ -98,7 +98,7 @@ class RecipePage(Page):
         self.query_one("#recipes").focus()
 
     def on_screen_resume(self) -> None:
-        """Look for recipes, and take what lies on the launch session."""
+        """List recipes, and take file and GPUs from the launch session."""
         self._launch_is_near()
         files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
@@ -109,7 +109,7 @@ class RecipePage(Page):
         elif self._path is None and files:
             self.open_recipe(files[0].path, focus=False)
         else:
-            self._examine_soon()  # the machine may have changed meanwhile
+            self._validate_soon()  # the machine may have changed meanwhile
         gpus, self.session.gpus = self.session.gpus, {}
         if gpus:
             self._take_gpus(gpus)
@@ -117,7 +117,7 @@ class RecipePage(Page):
     def _take_gpus(self, gpus: Mapping[str, tuple[int, ...]]) -> None:
         draft = self.draft
         if draft is None:
-            self.console.say("choose a recipe first; the GPUs go into its nodes")
+            self.console.report("choose a recipe first; the GPUs go into its nodes")
             self.session.gpus = gpus
             return
         hosts = [node.get("host") for node in draft.nodes()]
@@ -126,15 +126,13 @@ class RecipePage(Page):
         if list(gpus) == [THIS_MACHINE]:
             here = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
             if here is None:
-                self.console.say(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
+                self.console.report(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
                 return
             draft.set_gpus(here, gpus[THIS_MACHINE])
             index = here
         else:
-            named = next(
-                (host for host in hosts if host and is_local(host, facts) and not is_loopback(address_of(host))), None
-            )
-            draft.set_nodes(nodes_of(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
+            named = next((host for host in hosts if host and is_local(host, facts) and not is_loopback(host)), None)
+            draft.set_nodes(nodes_on_gpus(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
         self._changed()
         self.form.focus()
         self.form.go_to(f"cluster.nodes[{index}].gpus")
@@ -143,12 +141,12 @@ class RecipePage(Page):
         """Show a recipe in the form."""
         if path not in self._drafts:
             try:
-                self._drafts[path] = Draft(path.read_text(encoding="utf-8-sig"), name=self._called(path))
+                self._drafts[path] = Draft(path.read_text(encoding="utf-8-sig"), name=self._display_name(path))
             except (OSError, UnicodeDecodeError) as error:
-                self.console.say(f"{path} cannot be read: {error}", alarm=True)
+                self.console.report(f"{path} cannot be read: {error}", alarm=True)
                 return
             except RequestError as error:
-                self.console.say(str(error), alarm=True)
+                self.console.report(str(error), alarm=True)
                 return
         self._path = path
         self._found = None
@@ -165,8 +163,8 @@ class RecipePage(Page):
             gpus, self.session.gpus = self.session.gpus, {}
             self._take_gpus(gpus)
 
-    def _called(self, path: Path) -> str:
-        """Return a file as messages name it: relative where it is below the folder."""
+    def _display_name(self, path: Path) -> str:
+        """Return a path relative to the folder where it is below it."""
         try:
             return str(path.relative_to(self.session.folder))
         except ValueError:
@@ -178,20 +176,20 @@ class RecipePage(Page):
         self.query_one(PlanView).styles.height = max(self.size.height // 3 - 2, 6)
         tall = self.size.height >= 32
         self.set_class(tall, "-tall")
-        self.query_one(Readiness).most = 4 if tall else 2
+        self.query_one(PreflightSummary).most = 4 if tall else 2
 
     def _launch_is_near(self) -> None:
-        """Have torch loaded by the time that the run is to start."""
+        """Start a process that loads torch ahead of the launch."""
         if self.console.warm is not None:
             self.console.warm.open()
 
     # What changes
 
     def _changed(self) -> None:
-        """Show the draft as it is now, and have it looked at."""
+        """Show the draft and validate it."""
         self._launch_is_near()
         self._show_fields()
-        self._examine_soon()
+        self._validate_soon()
 
     def _show_fields(self) -> None:
         draft, found = self.draft, self._found
@@ -216,8 +214,8 @@ class RecipePage(Page):
         listing.redraw()
 
     def _found_beside(self, draft: Draft, found: ValidatedRecipe) -> dict[str, FieldMessage]:
-        """Return what was found, by the key of its field; of fields that were changed since, nothing."""
-        remarks = remarks_of(self._fields, found.results)
+        """Return the remarks of a validation by key, without fields that were changed since."""
+        remarks = remarks_by_field(self._fields, found.results)
         concerned = find_field(self._fields, found.key)
         if found.problem and concerned is not None:
             remarks[concerned.key] = FieldMessage(strip_location(found.problem))
@@ -230,49 +228,51 @@ class RecipePage(Page):
         if typed is not None and isinstance(self._asking, Field) and draft is not None:
             field = self._asking
             remark = FieldMessage(problem) if typed and (problem := draft.problem(field, typed)) else None
-            if typed and remark is None and field.name not in SLOW:
-                self._try_soon(field, typed)
-        self.query_one(Detail).show(field, remark)
+            if typed and remark is None and field.name not in UNTRIED_FIELDS:
+                self._try_typed_soon(field, typed)
+        self.query_one(FieldDetail).show(field, remark)
 
-    def _try_soon(self, field: Field, typed: str) -> None:
-        """Look at the recipe as it would be with what is being typed; other machines are not asked at every key."""
+    def _try_typed_soon(self, field: Field, typed: str) -> None:
+        """Validate the recipe with the typed text; not where other hosts would be asked at every key."""
         draft = self.draft
         if draft is not None and not any(node.get("host") for node in draft.nodes()):
             settings = draft.settings_with(field.key, typed)
-            self._soon("typed", lambda: self._look(draft, draft.text, draft.name, settings, draft.task))
+            self._debounce(
+                "typed", lambda: self._validate_in_thread(draft, draft.text, draft.name, settings, draft.task)
+            )
 
-    def _examine_soon(self) -> None:
+    def _validate_soon(self) -> None:
         self.query_one(PlanView).wait()
-        self._soon("draft", self._examine_now)
+        self._debounce("draft", self._validate_now)
 
-    def _soon(self, what: str, act: Callable[[], object]) -> None:
-        """Look at something once it has not changed for a while."""
+    def _debounce(self, what: str, act: Callable[[], object]) -> None:
+        """Call a function once it was not asked for during ``debounce_s``."""
         self._waiting[what] = marker = object()
 
         def settled() -> None:
             if self._waiting[what] is marker:
                 act()
 
-        if self._settle_s:
-            self.set_timer(self._settle_s, settled)
+        if self._debounce_s:
+            self.set_timer(self._debounce_s, settled)
         else:
             settled()
 
-    def _examine_now(self) -> None:
+    def _validate_now(self) -> None:
         draft = self.draft
         if draft is not None:
-            self._look(draft, draft.text, draft.name, draft.settings, draft.task)
+            self._validate_in_thread(draft, draft.text, draft.name, draft.settings, draft.task)
 
     @work(thread=True, exclusive=True, group="plan")
-    def _look(self, draft: Draft, text: str, name: str, settings: list[str], task: str) -> None:
-        found = self._examine(text, name=name, settings=settings, task=task)
+    def _validate_in_thread(self, draft: Draft, text: str, name: str, settings: list[str], task: str) -> None:
+        found = self._validate(text, name=name, settings=settings, task=task)
         self.post_message(self.Validated(draft, found))
 
     @on(Validated)
     def _show_found(self, event: Validated) -> None:
         draft, found = event.draft, event.found
         if draft is not self.draft:
-            return  # of a recipe that is no longer shown
+            return  # of a recipe that is no longer value_text
         if list(found.settings) != draft.settings:
             self._show_tried(draft, found)
             return
@@ -282,17 +282,17 @@ class RecipePage(Page):
         self.session.recipe = found.recipe
         self._show_fields()
         self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))
-        self.query_one(Readiness).show(found.results, found.problem.removeprefix("--set "))
+        self.query_one(PreflightSummary).show(found.results, found.problem.removeprefix("--set "))
 
     def _show_tried(self, draft: Draft, found: ValidatedRecipe) -> None:
-        """Show beside the editor what was found about its text, where that is still what was looked at."""
+        """Show the result for the typed text, if it is still the same."""
         field = self._asking
         typed = self.query_one("#editor", Input).value
         if isinstance(field, Field) and typed and list(found.settings) == draft.settings_with(field.key, typed):
-            remark = remarks_of([field], found.results).get(field.key)
+            remark = remarks_by_field([field], found.results).get(field.key)
             if found.problem and find_field([field], found.key) is not None:
                 remark = FieldMessage(strip_location(found.problem))
-            self.query_one(Detail).show(field, remark)
+            self.query_one(FieldDetail).show(field, remark)
 
     # The cursor
 

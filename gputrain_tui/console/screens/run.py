@@ -1,8 +1,7 @@
-"""One run: how it goes, every rank, and what was found; the person chooses what to look at closely."""
+"""Run screen: header, rank table, charts, findings and log of a run."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import TYPE_CHECKING, ClassVar, get_args
 
@@ -15,15 +14,15 @@ from textual.widget import Widget
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
-from gputrain_tui.console.screens.charts import CHARTS_S, LOG_VIEW, ChartScreen
-from gputrain_tui.console.widgets.arrivals import JoiningView
+from gputrain_tui.console.screens.charts import CHART_INTERVAL_S, ChartScreen
 from gputrain_tui.console.widgets.band_chart import BandChart
-from gputrain_tui.console.widgets.culprit import CulpritCard, culprit_height
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.rank_grid import RankGrid
+from gputrain_tui.console.widgets.rendezvous import RendezvousView
+from gputrain_tui.console.widgets.root_cause import RootCauseCard, root_cause_height
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars
 
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
     from gputrain_tui.console.widgets.filter_line import FilterLine
     from gputrain_tui.console.widgets.log_view import LogView
 
-FOLLOW_S = 0.04
-"""How long after the cursor the charts point at another rank."""
+CURSOR_DELAY_S = 0.04
+"""Seconds before the charts follow the cursor: a key held down moves it without them."""
 
 
 class RunScreen(ChartScreen):
-    """A run, running or ended."""
+    """The run screen."""
 
     PLACE = "run"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("run")]
@@ -45,31 +44,31 @@ class RunScreen(ChartScreen):
     def __init__(self, live: LiveRun) -> None:
         super().__init__(live)
         self.selected_rank: int | None = None
-        """The rank that table, charts and log point at."""
-        self.choice = PanelChoice(ranks=live.state.world_size, has=_panels())
-        """What is shown, as far as the person chose it."""
+        """The selected rank."""
+        self.choice = PanelChoice(ranks=live.state.world_size)
+        """The person's choice of panels."""
         self._painted_at: dict[str | None, float] = {}
-        """When each chart was last looked at, monotonic seconds."""
-        self._right: PanelName | None = None
-        """Of findings and log the one that was asked for; until then whatever has something to say."""
+        """Time of each chart's last repaint, monotonic seconds."""
+        self._right_panel: PanelName | None = None
+        """Findings or log, whichever was asked for; None: findings where there are any."""
         self._pointed_out = False
         self._before: object = None
-        self._settled: object = None
-        """Version of the run at the last painting of charts, and when events had ceased."""
+        self._settled_version: object = None
+        """Version of the run at the last tick, and at the last redraw after events ceased."""
         self._following = False
-        """Whether the charts are still to point at the rank under the cursor."""
+        """Whether the charts have yet to follow the cursor."""
         self._arranged: tuple[Size, PanelChoice] | None = None
 
     def compose(self) -> ComposeResult:
-        """Yield the panels; ``container.arrange`` says where they stand."""
+        """Yield the panels, in no order: ``arrange`` places them."""
         live = self.live
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
-            yield CulpritCard(live, id="culprit")
+            yield RootCauseCard(live, id="root_cause")
             yield RankGrid(live, id="ranks")
-            yield JoiningView(live, id="joining")
+            yield RendezvousView(live, id="rendezvous")
             yield BandChart(live, "loss", "loss", "nats", id="loss")
-            if live.state.world_size == 1:  # nobody to wait for
+            if live.state.world_size == 1:  # no other rank to wait for
                 yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", spiky=True, id="sync")
             else:
                 waits = "no gradient synchronisation was measured yet"
@@ -80,18 +79,17 @@ class RunScreen(ChartScreen):
         yield KeyBar(self.PLACE)
 
     def on_mount(self) -> None:
-        """Give the keys to the table."""
+        """Focus the table."""
         self._arrange()
         self.query_one(RankGrid).focus()
-        if "log" in self.choice.has:
-            self.call_after_refresh(self._mount_log)
+        self.call_after_refresh(self._mount_log)
 
     def on_resize(self, event: Resize) -> None:
-        """Find new places at once."""
+        """Lay out again."""
         self._arrange()
 
     async def _mount_log(self) -> None:
-        """Bring the log after the first frame: it is the one panel that needs more than lines."""
+        """Mount the log after the first frame, which it would delay."""
         from gputrain_tui.console.widgets.log_view import LogView
 
         if not self.query(LogView):
@@ -102,7 +100,7 @@ class RunScreen(ChartScreen):
     # The clock
 
     def tick(self) -> None:
-        """Repaint what moved: the table every time, charts less often, and not all of them at the same beat."""
+        """Repaint what changed: the table at every tick, each chart in its turn."""
         self._arrange()
         now = time.monotonic()
         for turn, panel in enumerate(self._shown()):
@@ -110,26 +108,26 @@ class RunScreen(ChartScreen):
                 panel.tick()
         if self._is_due("header", 0, now):
             self.query_one(RunHeader).tick()
-            self._settle()
+            self._after_events()
 
     def _is_due(self, name: str | None, turn: int, now: float) -> bool:
-        """Return whether a chart is to be painted again; the first time sets them apart by their turns."""
+        """Return whether a chart is due; the first time staggers them."""
         before = self._painted_at.get(name)
-        if before is not None and now - before < CHARTS_S:
+        if before is not None and now - before < CHART_INTERVAL_S:
             return False
-        self._painted_at[name] = now if before is not None else now - turn % 3 * CHARTS_S / 3
+        self._painted_at[name] = now if before is not None else now - turn % 3 * CHART_INTERVAL_S / 3
         return True
 
-    def _settle(self) -> None:
-        """Point out the rank that failed, and bring the table's order up to date when events have ceased."""
+    def _after_events(self) -> None:
+        """Select the failed rank once, and sort the table again when events have ceased."""
         cause = self.live.state.root_cause
         if cause is not None and cause.rank is not None and not self._pointed_out:
             self._pointed_out = True
             if self.selected_rank is None:
                 self.select(cause.rank)
         version = self.live.version
-        if version == self._before and version != self._settled:
-            self._settled = version
+        if version == self._before and version != self._settled_version:
+            self._settled_version = version
             self.query_one(RankGrid).redraw()
         self._before = version
 
@@ -144,46 +142,42 @@ class RunScreen(ChartScreen):
 
     # Where things stand
 
-    def _wished(self, size: Size) -> PanelChoice:
-        """Return what is to be shown in an area, which also depends on the run."""
+    def _choice_for(self, size: Size) -> PanelChoice:
+        """Return the panels to show, by the person's choice and the state of the run."""
         state = self.live.state
-        card = self.query_one(CulpritCard)
-        culprit = card.culprit()
-        joining = all(view.last is None for view in state.ranks.values()) and not self.live.over
+        card = self.query_one(RootCauseCard)
+        root_cause = card.root_cause()
+        rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
         most = max(size.height // 3, 5) if size.height < 44 else 14
         return PanelChoice(
             ranks=len(state.ranks),
             panel=self.choice.panel,
-            right=self._right or ("findings" if state.past_findings or state.failures else "log"),
+            right=self._right_panel or ("findings" if state.past_findings or state.failures else "log"),
             zoomed=self.choice.zoomed,
-            joining=joining,
-            hosts=len({view.host for view in state.ranks.values()}) if joining else 1,
-            card=culprit_height(culprit, size.width, most) if culprit is not None else 0,
-            has=self.choice.has,
+            rendezvous=rendezvous,
+            hosts=len({view.host for view in state.ranks.values()}) if rendezvous else 1,
+            root_cause_lines=root_cause_height(root_cause, size.width, most) if root_cause is not None else 0,
         )
 
     def _arrange(self) -> None:
-        """Show and hide panels, and lay them out anew, if there is a reason to."""
+        """Lay out again where size or choice changed."""
         container = self.query_one(PanelContainer)
         size = Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
-        choice = self._wished(size)
+        choice = self._choice_for(size)
         if (size, choice) == self._arranged:
             return
         self._arranged = (size, choice)
         container.place(arrange(size.width, size.height, choice))
 
-    def _look(
-        self, *, panel: PanelName | None = None, zoomed: bool | None = None, has: frozenset[str] | None = None
-    ) -> None:
-        """Change what is shown."""
+    def _choose(self, *, panel: PanelName | None = None, zoomed: bool | None = None) -> None:
+        """Change the choice of panels."""
         panel = self.choice.panel if panel is None else panel
         if panel in ("findings", "log"):
-            self._right = panel
+            self._right_panel = panel
         self.choice = PanelChoice(
             ranks=self.choice.ranks,
             panel=panel,
             zoomed=self.choice.zoomed if zoomed is None else zoomed,
-            has=self.choice.has if has is None else has,
         )
         self._arrange()
 
@@ -193,7 +187,7 @@ class RunScreen(ChartScreen):
     # What the person does
 
     def action_show(self, name: str) -> None:
-        """Show a panel; where it is shown already, give it the keys, and then the whole screen."""
+        """Show a panel; if it is visible focus it, then zoom it."""
         assert name in get_args(PanelName)
         panel: PanelName = name  # type: ignore[assignment]
         widget = self._panel(name)
@@ -201,11 +195,11 @@ class RunScreen(ChartScreen):
             return
         visible = widget.display
         if self.choice.zoomed:
-            self._look(panel=panel, zoomed=self.choice.panel != panel)
+            self._choose(panel=panel, zoomed=self.choice.panel != panel)
         elif not visible:
-            self._look(panel=panel)
+            self._choose(panel=panel)
         elif not widget.can_focus or widget.has_focus:
-            self._look(panel=panel, zoomed=True)
+            self._choose(panel=panel, zoomed=True)
         self._focus(widget)
 
     def _focus(self, widget: Widget) -> None:
@@ -218,28 +212,28 @@ class RunScreen(ChartScreen):
             self.set_focus(None)
 
     def action_next_panel(self) -> None:
-        """Show the next panel that is not to be seen yet, or zoom the next one."""
+        """Show the next hidden panel; while zoomed, zoom the next one."""
         there: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
         begin = there.index(self.choice.panel) + 1 if self.choice.panel in there else 0
         order = there[begin:] + there[:begin]
         hidden = [name for name in order if not self.query_one(f"#{name}").display]
         name = (order if self.choice.zoomed else hidden or order)[0]
-        self._look(panel=name)
+        self._choose(panel=name)
         self._focus(self.query_one(f"#{name}"))
 
     def action_zoom(self) -> None:
-        """Give everything to the panel that was looked at last, or take it back."""
+        """Zoom the focused or last panel, or undo it."""
         focused = self.focused
         name = focused.id if focused is not None and not self.choice.zoomed else None
         panel: PanelName = name if name in ("findings", "log") else self.choice.panel  # type: ignore[assignment]
-        self._look(panel=panel, zoomed=not self.choice.zoomed)
+        self._choose(panel=panel, zoomed=not self.choice.zoomed)
         self._focus(self.query_one(f"#{panel}"))
 
     def action_back(self) -> None:
         """Undo one thing: zoom, filter, selection."""
         grid = self.query_one(RankGrid)
         if self.choice.zoomed:
-            self._look(zoomed=False)
+            self._choose(zoomed=False)
             grid.focus()
         elif self.focused is not grid and grid.display:
             grid.focus()
@@ -248,21 +242,21 @@ class RunScreen(ChartScreen):
         elif self.selected_rank is not None:
             self.select(None)
         elif self.choice.panel == "ranks":
-            self._look(panel="loss")
+            self._choose(panel="loss")
 
     def select(self, rank: int | None) -> None:
-        """Point every panel at a rank, or at none."""
+        """Select a rank in every panel, or none."""
         self.selected_rank = rank
         self.query_one(RankGrid).show_rank(rank)
         self._point_at(rank)
 
     @on(RankGrid.Picked)
     def _picked(self, message: RankGrid.Picked) -> None:
-        """Let the charts follow once the cursor is painted: a key held down moves it without them."""
+        """Let the charts follow after a delay."""
         self.selected_rank = message.rank
         if not self._following:
             self._following = True
-            self.set_timer(FOLLOW_S, self._follow)
+            self.set_timer(CURSOR_DELAY_S, self._follow)
 
     def _follow(self) -> None:
         if self._following:
@@ -308,10 +302,3 @@ class RunScreen(ChartScreen):
             line = FilterLine(grid)
             await self.mount(line, before=self.query_one(KeyBar))
         line.ask()
-
-
-def _panels() -> frozenset[str]:
-    """Return the panels that there are."""
-    if importlib.util.find_spec(LOG_VIEW) is None:
-        return frozenset(PANELS) - {"log"}
-    return frozenset(PANELS)

@@ -1,4 +1,4 @@
-"""What a first start shows: what this is, and one key that makes something happen."""
+"""Welcome screen of a first start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STEPS = (
 
 
 class WelcomeScreen(Page):
-    """The first screen of somebody who has no runs yet."""
+    """The welcome screen, shown while there are no runs."""
 
     PLACE = "welcome"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("welcome")]
 
     def body(self) -> ComposeResult:
-        """Yield the words."""
+        """Yield the text."""
         with Container(id="welcome"):
             yield Static(Text("gputrain", style="bold"), id="title")
             yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")

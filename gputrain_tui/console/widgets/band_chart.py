@@ -1,4 +1,4 @@
-"""A curve over the steps: the bright median of all ranks on the dim band from the least to the greatest of them."""
+"""Chart of a metric over the steps: the median of all ranks on the band from minimum to maximum."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     LOWER,
     Row,
-    current,
-    cut,
-    headline,
-    merged,
-    message,
+    centred_text,
+    fit_row,
+    format_short,
+    format_value,
+    merge,
     nice_step,
-    short,
+    title_row,
 )
-from gputrain_tui.console.widgets.panel import Live, Panel
+from gputrain_tui.console.widgets.panel import Panel, RunData
 from gputrain_tui.history.series import BandMetric, Window, smooth
 
 Scale = Literal["linear", "log"]
 
 BRAILLE = 0x2800
-DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300
-"""Beyond these a number is drawn at the edge, so that differences and quotients stay finite."""
-LABEL = 6
+"""Limits of a drawn number, so that differences and quotients stay finite."""
+LABEL_CELLS = 6
 """Cells of a y label."""
-USUAL = 0.95
-"""Share of the columns that a chart shows in full where it may leave the tops of spikes out."""
-SPIKE = 2.5
-"""A spike is left out from so many times the height of what is usual on: below it, all of it can be read anyway."""
-NEWEST = 8
-"""Columns at the end that are always shown in full: a new level is no spike."""
+USUAL_SHARE = 0.95
+"""Share of the columns shown in full where spikes may be cropped."""
+SPIKE_RATIO = 2.5
+"""Ratio of a spike's height to the usual one from which it is cropped: below, both can be read."""
+NEWEST_COLUMNS = 8
+"""Newest columns that are never cropped: a new level is no spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What a chart shows."""
+    """Data and options of a chart."""
 
     title: str
     """What is shown."""
@@ -58,18 +58,18 @@ class Curve:
     rank_value: float = nan
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
-    """How it is shown, such as ``last 1,000``."""
+    """View options, such as ``last 1,000``."""
     empty: str = "no step yet"
-    """What is said where nothing was measured."""
+    """Text where nothing was measured."""
     spiky: bool = False
-    """Whether the tops of rare spikes may be left out, so that what is usual can be read."""
+    """Whether rare spikes may be cropped."""
     blocks: bool = True
-    """Whether the band may be filled cells; otherwise it is dots, for terminals with few colours."""
+    """Whether the band is drawn as filled cells; otherwise as dots, for terminals with few colours."""
 
 
 def chart_columns(width: int) -> int:
     """Return the columns of a curve in a chart of so many cells."""
-    return 2 * max(width - LABEL - 2, 1)
+    return 2 * max(width - LABEL_CELLS - 2, 1)
 
 
 def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
@@ -78,31 +78,31 @@ def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
         return [[] for _ in range(max(height, 0))]
     plot_height = height - (2 if height > 4 else 1)
     if plot_height < 1:
-        return [cut(_head(curve, width), width)]
+        return [fit_row(_head(curve, width), width)]
     limits = _limits(curve)
-    if limits is None or width < LABEL + 6:
+    if limits is None or width < LABEL_CELLS + 6:
         text = curve.empty if limits is None else EMPTY
-        return [cut(_head(curve, width), width), *message(width, height - 1, [text])]
+        return [fit_row(_head(curve, width), width), *centred_text(width, height - 1, [text])]
     low, high = limits
     axis = Axis(low, min(high, _usual_top(curve, low)), plot_height, curve.scale)
-    rows = [cut(_head(curve, width, peak=high if axis.leaves_out(high) else None), width)]
-    rows += [cut(row, width) for row in _plot(curve, axis, width - LABEL - 2, plot_height)]
+    rows = [fit_row(_head(curve, width, peak=high if axis.leaves_out(high) else None), width)]
+    rows += [fit_row(row, width) for row in _plot(curve, axis, width - LABEL_CELLS - 2, plot_height)]
     if height > 4:
-        rows.append(cut(steps_row(curve.window.first_step, curve.window.last_step, width), width))
+        rows.append(fit_row(steps_row(curve.window.first_step, curve.window.last_step, width), width))
     return rows
 
 
 def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
-    left: Row = [(curve.title, "title"), (" ", "base"), (current(curve.value), "bright")]
+    left: Row = [(curve.title, "title"), (" ", "base"), (format_value(curve.value), "bright")]
     if curve.unit:
         left.append((f" {curve.unit}", "dim"))
     if curve.rank is not None:
-        left += [("  rank ", "dim"), (f"{curve.rank} {current(curve.rank_value)}", "accent")]
+        left += [("  rank ", "dim"), (f"{curve.rank} {format_value(curve.rank_value)}", "accent")]
     remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
     if curve.ranks > 1:
         remarks.append(f"median in min–max of {curve.ranks:,} ranks")
-    peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {current(peak)}", "dim")]]
-    return headline(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
+    peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {format_value(peak)}", "dim")]]
+    return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
 
 
 def _limits(curve: Curve) -> tuple[float, float] | None:
@@ -122,17 +122,17 @@ def _limits(curve: Curve) -> tuple[float, float] | None:
 
 
 def _usual_top(curve: Curve, low: float) -> float:
-    """Return the height that shows everything but rare spikes, and the newest part whole; infinite without such."""
+    """Return the top of the axis without rare spikes; infinite where there are none."""
     highs = sorted(value for value in curve.window.high if isfinite(value))
-    if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST:
+    if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST_COLUMNS:
         return inf
-    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-NEWEST:] if isfinite(v)]
-    top = max([highs[int(USUAL * (len(highs) - 1))], *newest])
-    return top + 0.2 * (top - low) if highs[-1] - low > SPIKE * (top - low) > 0 else inf
+    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-NEWEST_COLUMNS:] if isfinite(v)]
+    top = max([highs[int(USUAL_SHARE * (len(highs) - 1))], *newest])
+    return top + 0.2 * (top - low) if highs[-1] - low > SPIKE_RATIO * (top - low) > 0 else inf
 
 
 class Axis:
-    """Where a value stands on the height of the plot, 0 at the bottom to 1 at the top."""
+    """Vertical axis: maps values to heights from 0 to 1, and chooses ticks."""
 
     def __init__(self, low: float, high: float, height: int, scale: Scale) -> None:
         self.log = scale == "log"
@@ -147,7 +147,7 @@ class Axis:
                 ticks = [f * 10.0**d for d in decades for f in factors if self.low <= log10(f) + d <= self.high]
                 if len(ticks) <= most:
                     break
-            if len(ticks) < 2:  # less than a decade: evenly spaced ones say more
+            if len(ticks) < 2:  # less than a decade: use evenly spaced ticks
                 low, high = 10**self.low, 10**self.high
                 step = nice_step(high - low, most)
                 ticks = [n * step for n in range(ceil(low / step), floor(high / step) + 1)]
@@ -188,7 +188,7 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     rows = []
     for y in range(height):
         label = labels.get(y)
-        pieces: Row = [((label or "").rjust(LABEL), "axis"), (" ┤" if label else " │", "rule")]
+        pieces: Row = [((label or "").rjust(LABEL_CELLS), "axis"), (" ┤" if label else " │", "rule")]
         ground = "┈" if label else " "
         floor_8 = 8 * (height - 1 - y)
         rank_row, median_row = rank[y], median[y]
@@ -212,7 +212,7 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
                 pieces.append((LOWER[low], "band-reversed"))
             else:
                 pieces.append((_dots(low, high), "band"))
-        rows.append(merged(pieces))
+        rows.append(merge(pieces))
     return rows
 
 
@@ -230,7 +230,7 @@ def braille_line(values: Sequence[float], axis: Axis, width: int, height: int) -
             before = -1
             continue
         y = min(dots - 1, int((1 - place) * dots))
-        bits = DOTS[column & 1]
+        bits = BRAILLE_DOTS[column & 1]
         x = column >> 1
         cells[y >> 2][x] |= bits[y & 3]
         if before >= 0 and abs(before - y) > 1:
@@ -256,27 +256,27 @@ def _edges(window: Window, axis: Axis, width: int, height: int) -> tuple[list[in
 def _dots(low: int, high: int, *, sparse: bool = False) -> str:
     """Return a braille cell filled between two heights in eighths."""
     rows = range(4 - (high + 1) // 2, 4 - low // 2)
-    return chr(BRAILLE + sum(DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
+    return chr(BRAILLE + sum(BRAILLE_DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
 
 
 def tick_label(tick: float) -> str:
-    """Return what stands beside a tick."""
-    return short(round(tick, 12)).strip()
+    """Return the label of a tick."""
+    return format_short(round(tick, 12)).strip()
 
 
 def steps_row(first: int, last: int, width: int) -> Row:
     """Return the x labels: round steps, and the newest at the right."""
-    cells = width - LABEL - 2
+    cells = width - LABEL_CELLS - 2
     line = [" "] * width
     end = f"step {last:,}"
     free = max(width - len(end), 0)
     line[free:] = end
     if last > first:
         distance = max(1, int(nice_step(last - first, max(1, cells // 9))))
-        busy = LABEL
+        busy = LABEL_CELLS
         for step in range(-(-first // distance) * distance, last, distance):
             text = f"{step:,}"
-            begin = LABEL + 2 + (step - first) * cells // (last - first + 1)
+            begin = LABEL_CELLS + 2 + (step - first) * cells // (last - first + 1)
             if begin > busy and begin + len(text) + 2 <= free:
                 line[begin : begin + len(text)] = text
                 busy = begin + len(text) + 2
@@ -288,7 +288,7 @@ class BandChart(Panel):
 
     def __init__(
         self,
-        live: Live,
+        live: RunData,
         metric: BandMetric,
         title: str,
         unit: str = "",

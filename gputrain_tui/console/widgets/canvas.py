@@ -1,4 +1,4 @@
-"""What the screens without a run share: a widget that paints rows of (text, role), and a list with a cursor on it."""
+"""Widgets of the screens without a run: one that draws rows of (text, role), and a list with a cursor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gputrain_tui.console.ramp import ON_GROUND, ramp_for
-from gputrain_tui.console.widgets.abstract import Abstract
+from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
 from gputrain_tui.console.widgets.drawing import Row
 
 ROLES = (
@@ -42,8 +42,8 @@ ON_CURSOR = {"dim": "bright"}
 """Roles that are brighter on the cursor's ground, where dim ones could not be read."""
 
 
-class Canvas(Widget, metaclass=Abstract):
-    """Draws rows for its size when it is told that something changed."""
+class Canvas(Widget, metaclass=AbstractWidgetMeta):
+    """Widget that draws rows of (text, role) on ``redraw``."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"canvas--{role}" for role in ROLES}
 
@@ -137,7 +137,7 @@ class Canvas(Widget, metaclass=Abstract):
 
 
 class Listing(Canvas, can_focus=True):
-    """Rows of which one carries the cursor; a subclass says what they are."""
+    """List with a cursor; a subclass provides the rows."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Up", show=False),
@@ -184,7 +184,7 @@ class Listing(Canvas, can_focus=True):
         """Index of the row with the cursor."""
         self._top = 0
 
-    # What a subclass says
+    # Provided by subclasses
 
     @abstractmethod
     def count(self) -> int:
@@ -199,11 +199,11 @@ class Listing(Canvas, can_focus=True):
         """Return one row."""
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Return what is said where there are no rows."""
+        """Return the rows of an empty list."""
         return []
 
     def selectable(self, index: int) -> bool:
-        """Whether the cursor may stand on a row."""
+        """Return whether the cursor may be on a row."""
         return True
 
     # Drawing
@@ -241,11 +241,11 @@ class Listing(Canvas, can_focus=True):
         return None
 
     def on_focus(self) -> None:
-        """Show the cursor brightly."""
+        """Draw the cursor of a focused list."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """Show the cursor quietly."""
+        """Draw the cursor of a list without focus."""
         self.redraw()
 
     # Moving
@@ -295,7 +295,7 @@ class Listing(Canvas, can_focus=True):
         self.action_move(3)
 
     def on_click(self, event: Click) -> None:
-        """Put the cursor where was clicked; a click on the cursor chooses."""
+        """Move the cursor to the clicked row; a click on the cursor chooses it."""
         index = event.y - self.head_rows + self._top
         if event.y < self.head_rows or not 0 <= index < self.count() or not self.selectable(index):
             return

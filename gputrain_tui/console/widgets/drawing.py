@@ -1,4 +1,4 @@
-"""Rows of text with roles, and the figures in them: what the pure drawing functions share.
+"""Rows of text with roles, and number formats, shared by the drawing functions.
 
 A row is a list of ``(text, role)``; a widget turns roles into the theme's colours, a test joins the texts.
 """
@@ -27,41 +27,43 @@ LOWER = " ▁▂▃▄▅▆▇█"
 """Cells filled from below by so many eighths."""
 
 
-def text_of(row: Row) -> str:
-    """Return a row without its roles."""
+def row_text(row: Row) -> str:
+    """Return the text of a row."""
     return "".join(text for text, _ in row)
 
 
-def cells(text: str) -> int:
-    """Return how many cells a text takes: names and messages may be in any script."""
+def cell_count(text: str) -> int:
+    """Return the cells of a text in any script."""
     return len(text) if _NARROW(text) else cell_len(text)
 
 
-def harmless(text: str) -> str:
-    """Return a text that commands no terminal and has no character without a width of its own, such as a tab."""
+def without_controls(text: str) -> str:
+    """Return a text with control characters and tabs replaced."""
     return printable(text).replace("\t", " ")
 
 
-def cropped(text: str, wide: int) -> str:
-    """Return what fits into so many cells of a text, which ends with a mark where something was left out."""
-    if cells(text) <= wide:
+def crop(text: str, wide: int) -> str:
+    """Return a text cropped to ``wide`` cells, with an ellipsis where it was cut."""
+    if cell_count(text) <= wide:
         return text
-    return (set_cell_size(text, wide - 1) if cells(text) > len(text) else text[: wide - 1]) + "…" if wide > 0 else ""
+    return (
+        (set_cell_size(text, wide - 1) if cell_count(text) > len(text) else text[: wide - 1]) + "…" if wide > 0 else ""
+    )
 
 
-def fitted(text: str, wide: int) -> str:
-    """Return a text in exactly so many cells, left-aligned."""
-    text = cropped(text, wide)
-    return text + " " * (wide - cells(text))
+def pad(text: str, wide: int) -> str:
+    """Return a text cropped or padded to ``wide`` cells, left-aligned."""
+    text = crop(text, wide)
+    return text + " " * (wide - cell_count(text))
 
 
-def length(row: Row) -> int:
+def row_cells(row: Row) -> int:
     """Return the cells of a row."""
-    return sum(cells(text) for text, _ in row)
+    return sum(cell_count(text) for text, _ in row)
 
 
-def cut(row: Row, width: int) -> Row:
-    """Return a row with exactly ``width`` cells: cropped, or filled with blanks; what is in it is harmless."""
+def fit_row(row: Row, width: int) -> Row:
+    """Return a row of exactly ``width`` cells, without control characters."""
     out: Row = []
     left = width
     for text, role in row:
@@ -72,8 +74,8 @@ def cut(row: Row, width: int) -> Row:
             if wide > left:
                 text = text[:left]
         else:
-            text = harmless(text)
-            wide = cells(text)
+            text = without_controls(text)
+            wide = cell_count(text)
             if wide > left:
                 text = set_cell_size(text, left)
         out.append((text, role))
@@ -83,8 +85,8 @@ def cut(row: Row, width: int) -> Row:
     return out
 
 
-def merged(pieces: Iterable[tuple[str, str]]) -> Row:
-    """Return a row in which neighbours of one role are one piece."""
+def merge(pieces: Iterable[tuple[str, str]]) -> Row:
+    """Return a row in which neighbours of one role are merged."""
     out: Row = []
     role_before: str | None = None
     texts: list[str] = []
@@ -99,31 +101,31 @@ def merged(pieces: Iterable[tuple[str, str]]) -> Row:
     return out
 
 
-def headline(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
-    """Return the first line of a panel: what it shows, a rule, and the remarks at the right that there is room for."""
+def title_row(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
+    """Return a panel's title line: title, rule, and the remarks that fit at the right."""
     right: Row = []
     for remark in rights:
         more = [*remark, *([("  ", "rule"), *right] if right else [])]
-        if length(left) + length(more) + 6 > width:
+        if row_cells(left) + row_cells(more) + 6 > width:
             continue
         right = more
-    rule = width - length(left) - length(right) - (2 if right else 1)
+    rule = width - row_cells(left) - row_cells(right) - (2 if right else 1)
     if rule < 1:
-        return cut(left, width)
+        return fit_row(left, width)
     return [*left, (" " + RULE * rule, "rule"), *([(" ", "rule"), *right] if right else [])]
 
 
-def message(width: int, height: int, lines: Sequence[str]) -> list[Row]:
-    """Return a calm remark in the middle of an empty panel."""
-    lines = [line for line in lines if cells(line) <= width][:height]
+def centred_text(width: int, height: int, lines: Sequence[str]) -> list[Row]:
+    """Return lines of text in the middle of an empty panel."""
+    lines = [line for line in lines if cell_count(line) <= width][:height]
     rows: list[Row] = [[] for _ in range((height - len(lines)) // 2)]
     for line in lines:
-        blank = width - cells(line)
+        blank = width - cell_count(line)
         rows.append([(" " * (blank // 2 + (blank & width & 1)) + line, "dim")])
-    return [cut(row, width) for row in [*rows, *([[]] * height)][:height]]
+    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
-def figure(value: float | None, digits: int, wide: int) -> str:
+def format_number(value: float | None, digits: int, wide: int) -> str:
     """Return a number with so many decimals, fewer when it would not fit, right-aligned in ``wide`` cells."""
     if value is None or not isfinite(value):
         return EMPTY.rjust(wide)
@@ -131,10 +133,10 @@ def figure(value: float | None, digits: int, wide: int) -> str:
     while len(text) > wide and digits:
         digits -= 1
         text = f"{value:.{digits}f}"
-    return text.rjust(wide) if len(text) <= wide else short(value, wide)
+    return text.rjust(wide) if len(text) <= wide else format_short(value, wide)
 
 
-def short(value: float, wide: int = 6) -> str:
+def format_short(value: float, wide: int = 6) -> str:
     """Return a number of any size in at most ``wide`` cells, right-aligned."""
     for text in (
         f"{value:g}",
@@ -149,14 +151,14 @@ def short(value: float, wide: int = 6) -> str:
     return "…".rjust(wide)
 
 
-def current(value: float | None) -> str:
-    """Return a newest value in four significant digits, three below 1."""
+def format_value(value: float | None) -> str:
+    """Return a value in four significant digits, three below 1."""
     if value is None or not isfinite(value):
         return EMPTY
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         digits = 3 if value == 0 else max(0, (3 if abs(value) >= 1 else 2) - floor(log10(abs(value))))
         return f"{value:,.{digits}f}"
-    return short(value, 8).strip()
+    return format_short(value, 8).strip()
 
 
 def nice_step(span: float, most: int) -> float:

@@ -1,4 +1,4 @@
-"""The line in which ranks are chosen by words, checked while it is typed."""
+"""Input line of the rank filter, checked while it is typed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HINT = "5  node3  rank:0-7  state:failed  late>5  !host:node1"
 
 
 class FilterLine(Horizontal):
-    """A line over the footer; Enter keeps the filter, Escape takes it away."""
+    """Input above the footer; Enter keeps the filter, Escape removes it."""
 
     DEFAULT_CSS = """
     FilterLine { dock: bottom; height: 1; margin-bottom: 1; background: $boost; display: none; }
@@ -35,7 +35,7 @@ class FilterLine(Horizontal):
         self._grid = grid
 
     def compose(self) -> ComposeResult:
-        """Yield the field and what it says."""
+        """Yield the input and its message."""
         yield Static("filter", id="mark")
         yield Input(compact=True)
         yield Static(HINT, id="hint", markup=False)
@@ -48,7 +48,7 @@ class FilterLine(Horizontal):
         field.focus()
 
     def action_leave(self) -> None:
-        """Take the filter away and close the line."""
+        """Remove the filter and close the line."""
         self._grid.set_filter("")
         self._close()
 

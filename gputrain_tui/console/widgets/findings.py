@@ -1,4 +1,4 @@
-"""What was diagnosed in a run, newest first: enter opens a finding's evidence and advice and goes to its rank."""
+"""Panel of findings and failures, newest first, with evidence and advice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from gputrain_tui.console.ramp import Ramp
-from gputrain_tui.console.widgets.drawing import Row, current, cut, headline
-from gputrain_tui.console.widgets.drawing import message as remark
+from gputrain_tui.console.widgets.drawing import Row, fit_row, format_value, title_row
+from gputrain_tui.console.widgets.drawing import centred_text as remark
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.state import RunState
@@ -24,17 +24,17 @@ from trainer.contract.record import Failure, Finding
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
-MESSAGE = 23
+MESSAGE_INDENT_CELLS = 23
 """Cells before a message that stands beside time and rank."""
-NARROW = 56
+NARROW_CELLS = 56
 """Cells below which messages stand on lines of their own, where there are lines for it."""
-INDENT = 3
+DETAIL_INDENT_CELLS = 3
 """Cells before what stands below time and rank."""
 NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class FindingEntry:
     """One line of the list."""
 
     key: tuple[str, int | None, float]
@@ -50,30 +50,30 @@ class Entry:
     evidence: Sequence[tuple[str, float]] = ()
     advice: str = ""
     said: str = ""
-    """What the process itself told."""
+    """The process's own message."""
 
 
-def entries(state: RunState) -> list[Entry]:
-    """Return what was found, newest first; a finding that was raised again is told once."""
+def finding_entries(state: RunState) -> list[FindingEntry]:
+    """Return findings and failures, newest first, each finding once."""
     cause = state.root_cause
     others = [failure for failure in state.failures if failure != cause]
     consequences = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
-    found: list[Entry] = [_failed(cause)] if cause is not None else []
+    found: list[FindingEntry] = [_failed(cause)] if cause is not None else []
     found += [_failed(failure) for failure in others if failure not in consequences]
     if cause is not None and consequences:
         found.append(_lost(cause, consequences))
     told: set[tuple[str, int | None]] = set()
     for finding in reversed(state.past_findings):
         about = (finding.kind, finding.rank)
-        if finding.state == "raised" and about not in told:  # how it was raised tells more than that it was cleared
+        if finding.state == "raised" and about not in told:  # the raised event has more evidence than the cleared one
             told.add(about)
             found.append(_raised(finding, cleared=about not in state.findings))
     return sorted(found, key=lambda entry: (-entry.time, entry.rank if entry.rank is not None else -1))
 
 
-def _raised(finding: Finding, *, cleared: bool) -> Entry:
+def _raised(finding: Finding, *, cleared: bool) -> FindingEntry:
     cause = f" ({finding.cause})" if finding.cause and finding.cause not in finding.message else ""
-    return Entry(
+    return FindingEntry(
         key=(finding.kind, finding.rank, finding.time),
         time=finding.time,
         severity=finding.severity,
@@ -86,9 +86,9 @@ def _raised(finding: Finding, *, cleared: bool) -> Entry:
     )
 
 
-def _failed(failure: Failure) -> Entry:
+def _failed(failure: Failure) -> FindingEntry:
     at = f" at step {failure.step:,}" if failure.step is not None else ""
-    return Entry(
+    return FindingEntry(
         key=(failure.kind, failure.rank, failure.time),
         time=failure.time,
         severity="critical",
@@ -100,11 +100,11 @@ def _failed(failure: Failure) -> Entry:
     )
 
 
-def _lost(cause: Failure, consequences: Sequence[Failure]) -> Entry:
+def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
     """Return one line for all ranks that noticed the failure of another."""
     count = len({failure.rank for failure in consequences})
     whom = f"rank {cause.rank}" if cause.rank is not None else "a peer"
-    return Entry(
+    return FindingEntry(
         key=("lost_peer", cause.rank, consequences[0].time),
         time=max(failure.time for failure in consequences),
         severity="info",
@@ -117,7 +117,7 @@ def _lost(cause: Failure, consequences: Sequence[Failure]) -> Entry:
 
 
 def draw_findings(
-    found: Sequence[Entry],
+    found: Sequence[FindingEntry],
     width: int,
     height: int,
     *,
@@ -146,18 +146,18 @@ def draw_findings(
         if len(raised) < len(found):
             left.append((f"  {len(found) - len(raised):,} cleared", "dim"))
     rights: list[Row] = [[("⏎ evidence and advice", "dim")]] if found and focused else []
-    rows = [cut(headline(width, left, rights), width)]
+    rows = [fit_row(title_row(width, left, rights), width)]
     if not found:
         what = "nothing to report: no rank stands out" if watching else "nothing was found"
         return rows + remark(width, height - 1, [what])
-    rows += [cut(row, width) for _, row in _shown(found, width, height - 1, cursor, opened=opened, focused=focused)]
-    return rows + [cut([], width) for _ in range(height - len(rows))]
+    rows += [fit_row(row, width) for _, row in _shown(found, width, height - 1, cursor, opened=opened, focused=focused)]
+    return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
 
 def _shown(
-    found: Sequence[Entry], width: int, height: int, cursor: int, *, opened: bool, focused: bool
+    found: Sequence[FindingEntry], width: int, height: int, cursor: int, *, opened: bool, focused: bool
 ) -> list[tuple[int, Row]]:
-    """Return the lines below the title, each with its entry's index: as much as there is room for."""
+    """Return the lines below the title with their entries' indices, as many as fit."""
 
     def body(*, whole: bool, details: bool) -> list[tuple[int, Row]]:
         lines: list[tuple[int, Row]] = []
@@ -181,7 +181,7 @@ def _shown(
     return lines[top : top + height]
 
 
-def _line(entry: Entry, width: int, *, here: bool, whole: bool) -> list[Row]:
+def _line(entry: FindingEntry, width: int, *, here: bool, whole: bool) -> list[Row]:
     """Return an entry in one line, its message cut where it must be, or ``whole``, in as many as that takes."""
     mark, role = MARKS.get(entry.severity, MARKS["warning"])
     at = time.strftime("%H:%M:%S", time.localtime(entry.time))
@@ -193,23 +193,23 @@ def _line(entry: Entry, width: int, *, here: bool, whole: bool) -> list[Row]:
         (f"{at}  ", "dim"),
     ]
     cleared: Row = [("  cleared", "dim")] if entry.cleared else []
-    if whole and width < NARROW:
+    if whole and width < NARROW_CELLS:
         row += [(who, text_role), *cleared]
-        return [row, *_indented(entry.message, text_role, width, INDENT)]
-    first, *rest = _wrapped(entry.message, width - MESSAGE - 2 - (9 if entry.cleared else 0))
+        return [row, *_indented(entry.message, text_role, width, DETAIL_INDENT_CELLS)]
+    first, *rest = _wrapped(entry.message, width - MESSAGE_INDENT_CELLS - 2 - (9 if entry.cleared else 0))
     row += [(who.ljust(9), text_role), (" ", "base"), (f"{first} …" if rest and not whole else first, text_role)]
-    rows = [row, *([(" " * MESSAGE, "base"), (line, text_role)] for line in rest if whole)]
+    rows = [row, *([(" " * MESSAGE_INDENT_CELLS, "base"), (line, text_role)] for line in rest if whole)]
     rows[-1] += cleared
     if entry.where and sum(len(text) for text, _ in row) + len(entry.where) + 3 <= width:
         row.append((f"  {printable(entry.where)}", "dim"))
     return rows
 
 
-def _details(entry: Entry, width: int) -> list[Row]:
-    """Return what opens below a finding."""
+def _details(entry: FindingEntry, width: int) -> list[Row]:
+    """Return evidence and advice of a finding."""
     # A figure and its name stay together: blanks within them do not break.
     figures = "   ".join(
-        f"{name.replace('_', ' ')} {current(value)}".replace(" ", "\xa0") for name, value in entry.evidence
+        f"{name.replace('_', ' ')} {format_value(value)}".replace(" ", "\xa0") for name, value in entry.evidence
     )
     rows: list[Row] = []
     for label, text, role in (
@@ -217,11 +217,13 @@ def _details(entry: Entry, width: int) -> list[Row]:
         ("said", entry.said, "dim"),
         ("advice", entry.advice, "accent"),
     ):
-        if text and width < NARROW:
-            rows += _indented(text, role, width, INDENT)
+        if text and width < NARROW_CELLS:
+            rows += _indented(text, role, width, DETAIL_INDENT_CELLS)
         elif text:
-            for number, line in enumerate(_wrapped(text, max(width - INDENT - 10, 20))):
-                rows.append([(" " * INDENT, "base"), (("" if number else label).ljust(10), "dim"), (line, role)])
+            for number, line in enumerate(_wrapped(text, max(width - DETAIL_INDENT_CELLS - 10, 20))):
+                rows.append(
+                    [(" " * DETAIL_INDENT_CELLS, "base"), (("" if number else label).ljust(10), "dim"), (line, role)]
+                )
     return rows
 
 
@@ -245,7 +247,7 @@ class Findings(Panel, can_focus=True):
     ]
 
     class RankChosen(Message):
-        """A finding was opened that speaks of a rank."""
+        """A finding about a rank was opened."""
 
         def __init__(self, rank: int) -> None:
             super().__init__()
@@ -260,14 +262,14 @@ class Findings(Panel, can_focus=True):
         self._opened = False
 
     def seen_version(self) -> object:
-        """It changes with findings and failures only."""
+        """Change with findings and failures only."""
         state = self.live.state
         past = state.past_findings
         return len(past), past[-1].time if past else 0.0, len(state.findings), len(state.failures), self.live.over
 
     def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
         """Return the list."""
-        found = entries(self.live.state)
+        found = finding_entries(self.live.state)
         return draw_findings(
             found,
             width,
@@ -280,14 +282,14 @@ class Findings(Panel, can_focus=True):
 
     def action_move(self, lines: int) -> None:
         """Move the cursor."""
-        found = entries(self.live.state)
+        found = finding_entries(self.live.state)
         if found:
             self._opened = False
             self._take(found, self._index(found) + lines)
 
     def action_open(self) -> None:
         """Open or close the finding under the cursor, and point at its rank."""
-        found = entries(self.live.state)
+        found = finding_entries(self.live.state)
         if not found:
             return
         entry = found[self._index(found)]
@@ -299,7 +301,7 @@ class Findings(Panel, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         """Take the finding under the pointer; a second click opens it."""
         _, y = event.get_content_offset_capture(self)
-        found = entries(self.live.state)
+        found = finding_entries(self.live.state)
         cursor = self._index(found)
         shown = _shown(
             found, self.size.width, self.size.height - 1, cursor, opened=self._opened, focused=self.has_focus
@@ -312,20 +314,20 @@ class Findings(Panel, can_focus=True):
             self._take(found, of)
 
     def on_focus(self) -> None:
-        """Show where the keys go."""
+        """Draw the focused cursor."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """Show that the keys go elsewhere."""
+        """Draw the cursor without focus."""
         self.redraw()
 
-    def _index(self, found: Sequence[Entry]) -> int:
-        """Return the entry under the cursor; before it was moved that is the newest of what needs a person."""
+    def _index(self, found: Sequence[FindingEntry]) -> int:
+        """Return the index of the entry under the cursor; at first the newest active one."""
         known = next((i for i, entry in enumerate(found) if entry.key == self._key), None)
         if known is not None:
             return known
         return next((i for i, entry in enumerate(found) if entry.severity == "critical" and not entry.cleared), 0)
 
-    def _take(self, found: Sequence[Entry], index: int) -> None:
+    def _take(self, found: Sequence[FindingEntry], index: int) -> None:
         self._key = found[min(max(index, 0), len(found) - 1)].key
         self.redraw()

@@ -1,4 +1,4 @@
-"""A recipe as a list of fields under headings: one line each, however many, with what is wrong beside the field."""
+"""A recipe as a form: a line per field under headings, with remarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
 from gputrain_tui.recipe.draft import Field, FieldMessage, value_text
 from gputrain_tui.tables import printable
 
@@ -24,7 +24,7 @@ class FieldHeading:
     text: str
 
 
-def lines_of(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | Field]:
+def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | Field]:
     """Return the lines of a form: the fields that hold a text in name or help, each group under its heading."""
     words = wanted.lower().split()
     lines: list[FieldHeading | Field] = []
@@ -39,7 +39,7 @@ def lines_of(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | F
     return lines
 
 
-def role_of(remark: FieldMessage) -> str:
+def remark_role(remark: FieldMessage) -> str:
     """Return the colour of a remark."""
     return "base" if remark.status == "note" else remark.status
 
@@ -58,36 +58,36 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
     told, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
     if len(told) > left:
         told = told[: max(left - 1, 0)] + "…"
-    return cut(
+    return fit_row(
         [
             mark,
             (" ", "base"),
             (field.name[: names - 1].ljust(names), "bright" if field.written or remark else "dim"),
             (text.ljust(values), role),
-            (told, role_of(remark) if remark else "dim"),
+            (told, remark_role(remark) if remark else "dim"),
         ],
         width,
     )
 
 
 class Form(Listing):
-    """The fields of the recipe at hand."""
+    """The fields of the open recipe."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.title_text = ""
         self.remarks: list[Row] = []
         self.wanted = ""
-        """Only fields that hold these words are shown."""
+        """Only fields that hold these words are value_text."""
         self._fields: Sequence[Field] = ()
         self._lines: list[FieldHeading | Field] = []
         self._remarks: Mapping[str, FieldMessage] = {}
 
     def show(self, fields: Sequence[Field], remarks: Mapping[str, FieldMessage]) -> None:
-        """Show fields and what was found by key; the cursor stays on its field."""
+        """Show fields and remarks by key; the cursor stays on its field."""
         before = self.field
         self._fields, self._remarks = fields, remarks
-        self._lines = lines_of(fields, self.wanted)
+        self._lines = form_lines(fields, self.wanted)
         keys = [line.key if isinstance(line, Field) else "" for line in self._lines]
         if before is not None and before.key in keys:
             self.cursor = keys.index(before.key)
@@ -125,24 +125,24 @@ class Form(Listing):
 
     def head(self, width: int) -> list[Row]:
         """Return the title line."""
-        return [headline(width, [(printable(self.title_text), "title")], self.remarks)]
+        return [title_row(width, [(printable(self.title_text), "title")], self.remarks)]
 
     def row(self, index: int, width: int) -> Row:
         """Return the line of a field or a heading."""
         line = self._lines[index]
         if isinstance(line, FieldHeading):
-            return cut([("  ", "base"), (line.text, "accent")], width)
+            return fit_row([("  ", "base"), (line.text, "accent")], width)
         return draw_field(line, width, self._remarks.get(line.key))
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Say what is missing."""
         if self.wanted:
-            return message(width, height, [f"no field holds {self.wanted!r}"])
-        return message(width, height, ["Choose a recipe at the left, or press d for the demo."])
+            return centred_text(width, height, [f"no field holds {self.wanted!r}"])
+        return centred_text(width, height, ["Choose a recipe at the left, or press d for the demo."])
 
 
-class Detail(Canvas):
-    """Everything about the field with the cursor: what it means, what is allowed, its default."""
+class FieldDetail(Canvas):
+    """Help of the field with the cursor: meaning, allowed values, default."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -158,10 +158,10 @@ class Detail(Canvas):
         """Return the field in three lines."""
         field = self.field
         if field is None:
-            return [headline(width, [])]
+            return [title_row(width, [])]
         default = value_text(field.option.default) or "none"
         rows = [
-            headline(
+            title_row(
                 width,
                 [(field.key, "title"), (f"  {allowed(field)}", "bright")],
                 [[("default ", "dim"), (printable(default)[:30], "bright")]],
@@ -169,12 +169,12 @@ class Detail(Canvas):
             [(field.option.help, "dim")] if self.remark is None or height > 2 else [],
         ]
         if self.remark is not None:
-            rows = [rows[0], [(printable(self.remark.text), role_of(self.remark))], *rows[1:]]
-        return [cut(row, width) for row in rows[:height]]
+            rows = [rows[0], [(printable(self.remark.text), remark_role(self.remark))], *rows[1:]]
+        return [fit_row(row, width) for row in rows[:height]]
 
 
 def allowed(field: Field) -> str:
-    """Say what a field can be."""
+    """Return the allowed values of a field, as text."""
     if field.name == "gpus":
         return 'a count, a list of ids, "all" or "free"'
     if field.key == "train.task":

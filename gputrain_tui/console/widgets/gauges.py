@@ -1,34 +1,35 @@
-"""Small pieces that the panels of machines share: a bar, sizes, whole numbers, words on lines."""
+"""Bars, sizes, integers and wrapped text for the panels of hosts."""
 
 from __future__ import annotations
 
 from gputrain_tui.console.widgets.drawing import EMPTY, Row
 
-FULL = 0.9
-"""From this share on a bar is drawn as nearly full."""
+NEARLY_FULL_SHARE = 0.9
+"""Share from which a bar is drawn as nearly full."""
 GIB = 1 << 30
+"""Bytes."""
 
 
 def bar(share: float | None, wide: int) -> Row:
-    """Return a bar with half a cell's precision on a faint line."""
+    """Return a bar in steps of half a cell."""
     if share is None:
         return [(EMPTY.center(wide), "dim")]
     full, half = divmod(round(min(max(share, 0.0), 1.0) * wide * 2), 2)
     text = "━" * full + "╸" * half
-    return [(text, "warning" if share >= FULL else "bar"), ("─" * (wide - len(text)), "rule")]
+    return [(text, "warning" if share >= NEARLY_FULL_SHARE else "bar"), ("─" * (wide - len(text)), "rule")]
 
 
-def gib(value: int | None, digits: int = 1) -> str:
+def format_gib(value: int | None, digits: int = 1) -> str:
     """Return bytes in GiB."""
     return EMPTY if value is None else f"{value / GIB:.{digits}f}"
 
 
-def whole(value: float | None) -> str:
+def format_integer(value: float | None) -> str:
     """Return a number without decimals."""
     return EMPTY if value is None else f"{value:.0f}"
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap_words(text: str, width: int) -> list[str]:
     """Return a text as lines of whole words."""
     lines, line = [], ""
     for word in text.split():

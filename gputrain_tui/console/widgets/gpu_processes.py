@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, message
-from gputrain_tui.console.widgets.gauges import gib
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
+from gputrain_tui.console.widgets.gauges import format_gib
 from gputrain_tui.hosts.inventory import Gpu
 from gputrain_tui.tables import printable
 
 
 def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[Row]:
-    """Return who is on a GPU."""
+    """Return the processes on a GPU as rows."""
     found = gpu.processes
     left: Row = [(f"processes on GPU {gpu.index}{f' of {printable(of)}' if of else ''}", "title")]
-    rows: list[Row] = [headline(width, left, [[(printable(gpu.uuid), "dim")]])]
+    rows: list[Row] = [title_row(width, left, [[(printable(gpu.uuid), "dim")]])]
     if found is None:
-        return rows + message(width, height - 1, ["the driver does not say"])
+        return rows + centred_text(width, height - 1, ["the driver does not say"])
     if not found:
-        return rows + message(width, height - 1, ["nobody"])
+        return rows + centred_text(width, height - 1, ["nobody"])
     rows.append([(f"{'pid':>8}  {'user':<12}{'GiB':>7}  {'kind':<10}process", "dim")])
     for process in found:
-        memory = gib(process.memory_bytes)
+        memory = format_gib(process.memory_bytes)
         rows.append(
             [
                 (f"{process.pid:>8}  ", "dim"),
@@ -30,11 +30,11 @@ def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[R
                 (printable(process.name or EMPTY), "bright"),
             ]
         )
-    return [cut(row, width) for row in rows[:height]]
+    return [fit_row(row, width) for row in rows[:height]]
 
 
-class Processes(Canvas):
-    """Who is on the GPU with the cursor."""
+class ProcessList(Canvas):
+    """The processes on the GPU with the cursor."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)

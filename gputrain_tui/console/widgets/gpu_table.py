@@ -1,4 +1,4 @@
-"""The GPUs of all machines: what they are, how busy, who uses them, and which are chosen for the next launch."""
+"""Table of the GPUs of all hosts: load, users, and the choice for the next launch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from gputrain_tui.console.host_choice import Host, Ours
+from gputrain_tui.console.host_choice import GpuRank, Host
 from gputrain_tui.console.widgets.canvas import Listing
-from gputrain_tui.console.widgets.drawing import Row, cut, headline, length, message
-from gputrain_tui.console.widgets.gauges import bar, gib, whole, wrapped
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, row_cells, title_row
+from gputrain_tui.console.widgets.gauges import bar, format_gib, format_integer, wrap_words
 from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
 HOT_CELSIUS = 85
-"""From here on a temperature needs a look: GPUs begin to slow down a little above."""
-OLD_S = 30.0
-"""From this age on what is known of a machine may be wrong."""
+"""Temperature shown as a warning: GPUs begin to throttle a little above."""
+STALE_S = 30.0
+"""Seconds from which an inventory counts as stale."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class GpuColumn:
 
 def _percent(gpu: Gpu) -> Row:
     busy = gpu.utilization_percent is not None and gpu.utilization_percent >= 1
-    return [(whole(gpu.utilization_percent), "bright" if busy else "dim")]
+    return [(format_integer(gpu.utilization_percent), "bright" if busy else "dim")]
 
 
 def _temperature(gpu: Gpu) -> Row:
     celsius = gpu.temperature_celsius
-    return [(whole(celsius), "dim" if celsius is None or celsius < HOT_CELSIUS else "warning")]
+    return [(format_integer(celsius), "dim" if celsius is None or celsius < HOT_CELSIUS else "warning")]
 
 
 def _clock(gpu: Gpu) -> Row:
-    return [(whole(gpu.sm_clock_mhz), "warning" if gpu.throttle_reasons else "dim")]
+    return [(format_integer(gpu.sm_clock_mhz), "warning" if gpu.throttle_reasons else "dim")]
 
 
 def _memory_share(gpu: Gpu) -> float | None:
@@ -57,18 +57,18 @@ def _memory_share(gpu: Gpu) -> float | None:
 COLUMNS = (
     GpuColumn("name", 14, 2, lambda gpu: [(printable(gpu.name).removeprefix("NVIDIA "), "bright")], right=False),
     GpuColumn("memory", 10, 5, lambda gpu: bar(_memory_share(gpu), 10), right=False),
-    GpuColumn("GiB", 6, 1, lambda gpu: [(gib(gpu.memory_used_bytes), "bright")]),
-    GpuColumn("of", 6, 6, lambda gpu: [(gib(gpu.memory_total_bytes), "dim")]),
+    GpuColumn("GiB", 6, 1, lambda gpu: [(format_gib(gpu.memory_used_bytes), "bright")]),
+    GpuColumn("of", 6, 6, lambda gpu: [(format_gib(gpu.memory_total_bytes), "dim")]),
     GpuColumn("util %", 6, 1, _percent),
     GpuColumn("°C", 3, 3, _temperature),
-    GpuColumn("W", 5, 4, lambda gpu: [(whole(gpu.power_watts), "dim")]),
-    GpuColumn("max W", 5, 8, lambda gpu: [(whole(gpu.power_limit_watts), "dim")]),
+    GpuColumn("W", 5, 4, lambda gpu: [(format_integer(gpu.power_watts), "dim")]),
+    GpuColumn("max W", 5, 8, lambda gpu: [(format_integer(gpu.power_limit_watts), "dim")]),
     GpuColumn("MHz", 5, 7, _clock),
-    GpuColumn("max MHz", 7, 9, lambda gpu: [(whole(gpu.max_sm_clock_mhz), "dim")]),
+    GpuColumn("max MHz", 7, 9, lambda gpu: [(format_integer(gpu.max_sm_clock_mhz), "dim")]),
     GpuColumn("PCI", 16, 10, lambda gpu: [(gpu.pci_bus_id, "dim")], right=False),
 )
 STATE_CELLS = 26
-"""What is left at least for why a GPU is slowed and who uses it."""
+"""Fewest cells for throttle reasons and users."""
 WHY_SLOW = {
     "application_clocks": "clocks set",
     "power_cap": "power",
@@ -81,6 +81,7 @@ WHY_SLOW = {
 }
 """Reasons for a clock below its maximum, in a word."""
 MARK_CELLS = 8
+"""Cells of mark and index before the columns."""
 
 
 def columns_for(width: int) -> list[GpuColumn]:
@@ -91,25 +92,25 @@ def columns_for(width: int) -> list[GpuColumn]:
     return kept
 
 
-def draw_gpu(gpu: Gpu, width: int, *, chosen: bool, ours: Ours | None) -> Row:
+def draw_gpu(gpu: Gpu, width: int, *, chosen: bool, owner: GpuRank | None) -> Row:
     """Return the line of one GPU."""
     free = is_free(gpu)
     mark = ("◉", "accent") if chosen else ("○", "good") if free else (" ", "dim")
     row: Row = [(" ", "base"), mark, (f"{gpu.index:>4}", "bright"), ("  ", "base")]
     for column in columns_for(width):
-        cell = cut(column.cell(gpu), column.wide) if not column.right else column.cell(gpu)
-        pad = " " * max(column.wide - length(cell), 0)
+        cell = fit_row(column.cell(gpu), column.wide) if not column.right else column.cell(gpu)
+        pad = " " * max(column.wide - row_cells(cell), 0)
         row += [(pad, "base"), *cell, ("  ", "base")]
-    return cut([*row, *_state(gpu, free, ours)], width)
+    return fit_row([*row, *_state(gpu, free, owner)], width)
 
 
-def _state(gpu: Gpu, free: bool, ours: Ours | None) -> Row:
+def _state(gpu: Gpu, free: bool, owner: GpuRank | None) -> Row:
     row: Row = []
     if gpu.throttle_reasons:
         why = dict.fromkeys(WHY_SLOW.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
         row.append((f"slowed: {', '.join(why)}  ", "warning"))
-    if ours is not None:
-        row += [(f"rank {ours.rank}", "accent"), (f" of {ours.run}", "dim")]
+    if owner is not None:
+        row += [(f"rank {owner.rank}", "accent"), (f" of {owner.run}", "dim")]
     elif free:
         row.append(("free", "good"))
     else:
@@ -118,11 +119,11 @@ def _state(gpu: Gpu, free: bool, ours: Ours | None) -> Row:
 
 
 def age(host: Host, now: float) -> tuple[str, str]:
-    """Return how old the knowledge of a host is, with its role."""
+    """Return the age of a host's inventory, with its role."""
     if host.seen is None:
         return ("asking" if host.asking or host.tried is None else "", "dim")
     old = max(now - host.seen, 0.0)
-    return ("now" if old < 3 else f"{duration(old)} ago", "warning" if old >= OLD_S else "dim")
+    return ("now" if old < 3 else f"{duration(old)} ago", "warning" if old >= STALE_S else "dim")
 
 
 def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: float) -> Row:
@@ -139,8 +140,8 @@ def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: floa
     when, role = age(host, now)
     inventory = host.inventory
     if inventory is None:
-        # The whole line says why; what was never seen has no age.
-        return cut([*row, (host.problem or ("being asked" if host.asking else "waits to be asked"), "dim")], width)
+        # The line gives the reason; a host without an inventory has no age.
+        return fit_row([*row, (host.problem or ("being asked" if host.asking else "waits to be asked"), "dim")], width)
     pieces: list[Row] = []
     if host.gpus:
         free = len(host.free)
@@ -160,23 +161,23 @@ def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: floa
         memory = inventory.memory
         if memory.total_bytes and memory.available_bytes is not None:
             used = memory.total_bytes - memory.available_bytes
-            total = gib(memory.total_bytes, 0)
+            total = format_gib(memory.total_bytes, 0)
             pieces.append(
                 [
                     ("memory ", "dim"),
                     *bar(used / memory.total_bytes, 6),
-                    (f" {gib(used, 0):>4}", "bright"),
+                    (f" {format_gib(used, 0):>4}", "bright"),
                     (f"/{total} GiB".ljust(9), "dim"),
                 ]
             )
         pieces += [[(text, "dim")] for text in _links(host)]
     tail: Row = [*([(f"{chosen} chosen  ", "accent")] if chosen else []), (when, role), (" ", "base")]
     for piece in pieces:
-        if length(row) + length(piece) + length(tail) + 2 > width and not host.problem:
+        if row_cells(row) + row_cells(piece) + row_cells(tail) + 2 > width and not host.problem:
             break
         row += [*piece, ("  ", "base")]
-    row = cut(row, min(length(row), max(width - length(tail) - 1, 0)))
-    return cut([*row, (" " * max(width - length(row) - length(tail), 0), "base"), *tail], width)
+    row = fit_row(row, min(row_cells(row), max(width - row_cells(tail) - 1, 0)))
+    return fit_row([*row, (" " * max(width - row_cells(row) - row_cells(tail), 0), "base"), *tail], width)
 
 
 def _links(host: Host) -> list[str]:
@@ -231,7 +232,7 @@ class GpuTable(Listing):
         return (self.hosts[0] if self.hosts else None), None
 
     def show(self, hosts: Sequence[Host], *, now: float) -> None:
-        """Take in what the machines look like now; the cursor stays on its GPU."""
+        """Show new inventories; the cursor stays on its GPU."""
         host, gpu = self._at()
         before = (host.name if host is not None else "", gpu.index if gpu is not None else None)
         self.hosts, self.now = hosts, now
@@ -247,7 +248,7 @@ class GpuTable(Listing):
         self.redraw()
 
     def chosen_by_host(self) -> dict[str, tuple[int, ...]]:
-        """Return what is chosen, or what the cursor is on: a GPU, or the free ones of a machine."""
+        """Return the chosen GPUs by host; without a choice those under the cursor."""
         chosen = self.chosen
         if not chosen:
             host, gpu = self._at()
@@ -299,13 +300,13 @@ class GpuTable(Listing):
                 remarks.append([(f"{len(self.chosen)} chosen", "accent"), (", enter launches on them", "dim")])
             else:
                 remarks.append([("space chooses, f all free ones", "dim")])
-        title = headline(width, left, remarks)
+        title = title_row(width, left, remarks)
         if not gpus:
             return [title]
         names = " " * 3 + "GPU  "
         for column in columns_for(width):
             names += (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide)) + "  "
-        return [title, cut([(names + "used by", "dim")], width)]
+        return [title, fit_row([(names + "used by", "dim")], width)]
 
     def row(self, index: int, width: int) -> Row:
         """Return the line of one GPU, or of a machine."""
@@ -315,16 +316,16 @@ class GpuTable(Listing):
             chosen = sum(name == host.name for name, _ in self.chosen)
             cells = min(longest, max(width // 4, 12))
             return draw_host(host, width, name_cells=cells, chosen=chosen, now=self.now)
-        return draw_gpu(gpu, width, chosen=(host.name, gpu.index) in self.chosen, ours=host.ours.get(gpu.index))
+        return draw_gpu(gpu, width, chosen=(host.name, gpu.index) in self.chosen, owner=host.run_ranks.get(gpu.index))
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Say calmly that there is no GPU, and what works without."""
+        """Return the text for hosts without a GPU."""
         inventory = self.hosts[0].inventory if self.hosts else None
         if inventory is None:
-            return message(width, height, ["asking the driver"])
+            return centred_text(width, height, ["asking the driver"])
         note = inventory.note or "no GPU on this machine; CPU ranks work"
-        lines = wrapped(note[:1].upper() + note[1:] + ".", width - 4)
+        lines = wrap_words(note[:1].upper() + note[1:] + ".", width - 4)
         cores = inventory.cpus.usable
         if height > len(lines) + 2:
             lines += ["", f"This machine trains on its CPU: cpu_ranks = {min(cores, 4)} in [[cluster.nodes]]."]
-        return message(width, height, lines)
+        return centred_text(width, height, lines)

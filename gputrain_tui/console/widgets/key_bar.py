@@ -1,4 +1,4 @@
-"""The last line of a screen: the keys that matter there, from the table of actions; a click does what the key does."""
+"""Footer: the keys of a screen from the action table, which can be clicked."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gputrain_tui.console.actions import Action, footer, footer_of_focus
-from gputrain_tui.console.widgets.drawing import Row, length
+from gputrain_tui.console.widgets.drawing import Row, row_cells
 
-SURE = 20
-"""Actions up to this place are there in any case: where they do not fit in full, those that may are shortened."""
-ALWAYS = 90
-"""Actions from this place in the footer stand at the right and stay when there is little room."""
+LAST_SURE_RANK = 20
+"""Last footer rank that is always shown, shortened where it does not fit."""
+FIRST_PINNED_RANK = 90
+"""First footer rank of the actions at the right, which are always shown."""
 
 
 def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[int, int, Action]]]:
-    """Return the line, and where on it each action stands: first cell, cell after the last, action."""
+    """Return the line, and the cells of each action: first, after the last, action."""
     spots: list[tuple[int, int, Action]] = []
-    right = [action for action in actions if action.footer >= ALWAYS]
-    rest = [action for action in actions if action.footer < ALWAYS]
+    right = [action for action in actions if action.footer >= FIRST_PINNED_RANK]
+    rest = [action for action in actions if action.footer < FIRST_PINNED_RANK]
     room = width - 1 - sum(_wide(action) for action in right)
-    sure = [action for action in rest if action.footer <= SURE]
+    sure = [action for action in rest if action.footer <= LAST_SURE_RANK]
     folds = next((level for level in (0, 1) if _taken(sure, level) <= room), 2)
     row: Row = [(" ", "base")]
     done = set()
     for action in rest:
         if 0 < action.folds <= folds:
             like = _like(action, rest)
-            if action.group not in done and length(row) + _wide_fold(like) <= room:
+            if action.group not in done and row_cells(row) + _wide_fold(like) <= room:
                 done.add(action.group)
                 _put_fold(row, like, spots)
-        elif length(row) + _wide(action) <= room:
+        elif row_cells(row) + _wide(action) <= room:
             _put(row, action, spots)
-    gap = width - length(row) - sum(_wide(action) for action in right)
+    gap = width - row_cells(row) - sum(_wide(action) for action in right)
     if gap > 0:
         row.append((" " * gap, "base"))
     for action in right:
-        if length(row) + _wide(action) <= width:
+        if row_cells(row) + _wide(action) <= width:
             _put(row, action, spots)
     return row, spots
 
@@ -77,9 +77,9 @@ def _put_fold(row: Row, like: Sequence[Action], spots: list[tuple[int, int, Acti
         if isinstance(key, str):
             row.append((key, "label"))
         else:
-            begin = length(row)
+            begin = row_cells(row)
             row.append((key.key_text, "key"))
-            spots.append((begin, length(row), key))
+            spots.append((begin, row_cells(row), key))
     row += [(f" {like[0].group}", "label"), ("  ", "base")]
 
 
@@ -88,9 +88,9 @@ def _wide(action: Action) -> int:
 
 
 def _put(row: Row, action: Action, spots: list[tuple[int, int, Action]]) -> None:
-    begin = length(row)
+    begin = row_cells(row)
     row += [(action.key_text, "key"), (f" {action.label}", "label"), ("  ", "base")]
-    spots.append((begin, length(row) - 1, action))
+    spots.append((begin, row_cells(row) - 1, action))
 
 
 class KeyBar(Widget):
@@ -115,7 +115,7 @@ class KeyBar(Widget):
         self._spots: list[tuple[int, int, Action]] = []
 
     def on_mount(self) -> None:
-        """Show other keys when something else takes them."""
+        """Follow the focus."""
         self.watch(self.screen, "focused", self._show_keys, init=False)
 
     def _show_keys(self) -> None:
@@ -132,7 +132,7 @@ class KeyBar(Widget):
         return Strip(segments).adjust_cell_length(width, self.rich_style)
 
     async def on_click(self, event: events.Click) -> None:
-        """Do what stands under the pointer."""
+        """Run the clicked action."""
         for begin, end, action in self._spots:
             if begin <= event.x < end:
                 event.stop()

@@ -1,4 +1,4 @@
-"""Who lets the others wait, and since when: lateness of ranks over the steps as a heat map, two ranks per line."""
+"""Heat map of the ranks' lateness over the steps, two ranks per line."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from dataclasses import dataclass
 from math import isfinite, nan
 
 from gputrain_tui.console.ramp import HEAT_LEVELS, Ramp
-from gputrain_tui.console.widgets.band_chart import LABEL, steps_row
-from gputrain_tui.console.widgets.drawing import Row, current, cut, headline, length, merged, message, nice_floor
-from gputrain_tui.console.widgets.panel import Live, Panel
+from gputrain_tui.console.widgets.band_chart import LABEL_CELLS, steps_row
+from gputrain_tui.console.widgets.drawing import (
+    Row,
+    centred_text,
+    fit_row,
+    format_value,
+    merge,
+    nice_floor,
+    row_cells,
+    title_row,
+)
+from gputrain_tui.console.widgets.panel import Panel, RunData
 from gputrain_tui.history.series import METRICS, Series
 
 SHAPES = "·:-=+*%#"
-"""Heat levels where colours cannot tell."""
+"""Symbols of the heat levels, for terminals without colours."""
 LATE = METRICS.index("late_ms")
 URGENT_SHARE = 0.25
-"""The hottest level begins no lower than about this share of a step: what is less needs nobody."""
+"""Lateness of the hottest level, as a share of a step, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heat:
-    """What the map shows."""
+    """Data and options of the map."""
 
     columns: Sequence[Sequence[float]]
     """Lateness in ms per column and group of ranks; an empty column or NaN where nothing was measured."""
@@ -69,7 +78,7 @@ def _stretch(groups: int, group: int, rows: int) -> int:
 
 
 def thresholds(most_late: float, step_ms: float) -> list[float]:
-    """Return where the levels above the first begin, ms: round, evenly spaced, the last being what needs a person."""
+    """Return the lower limits of the levels above the first, ms: round and evenly spaced."""
     top = max(most_late, URGENT_SHARE * step_ms if isfinite(step_ms) else 0.0, 1e-3)
     distance = nice_floor(top / (HEAT_LEVELS - 1))
     return [distance * level for level in range(1, HEAT_LEVELS)]
@@ -125,31 +134,31 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
     left: Row = [("late", "title")]
     finite = [value for column in heat.columns for value in column if value == value]
     lines = map_rows(height)
-    cells = width - LABEL - 2
+    cells = width - LABEL_CELLS - 2
     if not finite or cells < 1 or lines < 1:
         why = "lateness shows with two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
-        return [cut(headline(width, left), width), *message(width, height - 1, [why])]
+        return [fit_row(title_row(width, left), width), *centred_text(width, height - 1, [why])]
     limits = thresholds(max(finite), heat.step_ms)
     if heat.slowest is not None:
         rank, late = heat.slowest
-        left += [(" ", "base"), (current(late), "bright"), (f" ms  rank {rank}", "dim")]
+        left += [(" ", "base"), (format_value(late), "bright"), (f" ms  rank {rank}", "dim")]
     legend = _legend(limits, symbols)
-    if length(left) + length(legend) + 4 > width:
+    if row_cells(left) + row_cells(legend) + 4 > width:
         legend = _short_legend(limits, symbols)
-    rows = [cut(headline(width, left, [legend]), width)]
+    rows = [fit_row(title_row(width, left, [legend]), width)]
     groups = -(-heat.ranks // heat.group)
     half_lines = _stretch(groups, heat.group, lines)
     columns = [[bisect_right(limits, value) if value == value else None for value in col] for col in heat.columns]
     for line in range(-(-groups * half_lines // 2)):
         upper, lower = 2 * line // half_lines, (2 * line + 1) // half_lines
         row = [_label(heat, upper, lower, labelled=2 * line % half_lines == 0 or half_lines == 1), ("  ", "base")]
-        row += merged(
+        row += merge(
             _cell(_at(column, upper, groups), _at(column, lower, groups), symbols) for column in columns[:cells]
         )
-        rows.append(cut(row, width))
+        rows.append(fit_row(row, width))
     if lines < height - 1:
-        rows.append(cut(steps_row(heat.first_step, heat.last_step, width), width))
-    return rows + [cut([], width) for _ in range(height - len(rows))]
+        rows.append(fit_row(steps_row(heat.first_step, heat.last_step, width), width))
+    return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
 
 def _at(column: Sequence[int | None], group: int, groups: int) -> int | None:
@@ -161,10 +170,10 @@ def _label(heat: Heat, upper: int, lower: int, *, labelled: bool) -> tuple[str, 
     first, end = upper * heat.group, (lower + 1) * heat.group
     failed = min((rank for rank in heat.failed if first <= rank < end), default=None)
     if failed is not None:
-        return f"✗{failed}".rjust(LABEL) if labelled else " " * LABEL, "error"
+        return f"✗{failed}".rjust(LABEL_CELLS) if labelled else " " * LABEL_CELLS, "error"
     if heat.selected is not None and first <= heat.selected < end:
-        return f"▸{heat.selected}".rjust(LABEL) if labelled else " " * LABEL, "accent"
-    return (f"{first}".rjust(LABEL) if labelled and first < heat.ranks else " " * LABEL), "axis"
+        return f"▸{heat.selected}".rjust(LABEL_CELLS) if labelled else " " * LABEL_CELLS, "accent"
+    return (f"{first}".rjust(LABEL_CELLS) if labelled and first < heat.ranks else " " * LABEL_CELLS), "axis"
 
 
 def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str]:
@@ -198,7 +207,7 @@ def _short_legend(limits: Sequence[float], symbols: bool) -> Row:
 class LatenessMap(Panel):
     """Lateness of every rank over the run."""
 
-    def __init__(self, live: Live, *, id: str | None = None, classes: str | None = None) -> None:
+    def __init__(self, live: RunData, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(live, id=id, classes=classes)
         self.last: int | None = None
         """Steps to show; None: the whole run."""
@@ -209,7 +218,7 @@ class LatenessMap(Panel):
         self.redraw()
 
     def seen_version(self) -> object:
-        """Failures mark their ranks."""
+        """Change also with failures, which mark their ranks."""
         state = self.live.state
         return self.live.series.version, len(state.failures), state.ended is not None
 
@@ -219,7 +228,7 @@ class LatenessMap(Panel):
         group = group_size(series.world_size, map_rows(height))
         first, end = series.span(self.last)
         heat = Heat(
-            columns=heat_columns(series, max(width - LABEL - 2, 1), group, last=self.last),
+            columns=heat_columns(series, max(width - LABEL_CELLS - 2, 1), group, last=self.last),
             ranks=series.world_size,
             group=group,
             first_step=first,

@@ -1,4 +1,4 @@
-"""One line of a log as cells: colours decoded, everything that could command the terminal made harmless."""
+"""A log line as cells: colours decoded, control sequences removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from textual.strip import Strip
 from gputrain_tui.history.log_buffer import Level, LogLine, level_of
 from gputrain_tui.tables import ESCAPES, printable
 
-TAB = 8
+TAB_CELLS = 8
+"""Cells between tab stops, as in terminals."""
 NO_STYLE = Style.null()
 
 Pieces = list[tuple[str, Style]]
@@ -22,7 +23,7 @@ Pieces = list[tuple[str, Style]]
 
 
 def decoded(raw: bytes) -> Pieces:
-    """Return the text of a line with its colours; bytes that are no UTF-8 and control characters are made visible."""
+    """Return a line's text with its colours; control characters and bytes that are not UTF-8 become visible."""
     text = raw.decode("utf-8", "backslashreplace")
     if text.isascii() and text.isprintable():
         return [(text, NO_STYLE)]
@@ -49,7 +50,7 @@ def decoded(raw: bytes) -> Pieces:
 def _without_tabs(text: str, column: int) -> str:
     first, *rest = text.split("\t")
     for part in rest:
-        first += " " * (TAB - (column + len(first)) % TAB) + part
+        first += " " * (TAB_CELLS - (column + len(first)) % TAB_CELLS) + part
     return first
 
 
@@ -80,7 +81,7 @@ def _colour(numbers: Iterator[int]) -> Color | None:
 
 
 def prefix(name: str, wide: int) -> str:
-    """Return whose line it is, ``r3 ``, aligned for the longest: ``n0`` is a node agent, ``sup`` the supervisor."""
+    """Return a line's source, aligned: ``r3`` a rank, ``n0`` a node agent, ``sup`` the supervisor."""
     if name.isdecimal():
         short = f"r{name}"
     elif name.startswith("node-"):

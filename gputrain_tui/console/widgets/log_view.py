@@ -1,4 +1,4 @@
-"""What the ranks print, all together or one: follows the end until somebody scrolls up, then stays where it is."""
+"""Log panel of all ranks or one: follows the end until it is scrolled."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.log_line import line_strip, prefix
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.log_buffer import Level, LogBuffer
 from trainer.contract.record import RunDir
 
-BUDGET_BYTES = 1 << 20
-"""What one tick reads at most, some milliseconds of work."""
-FIRST_BYTES = 4 << 20
-"""How much of what was printed before is shown; all of it is in the files."""
-SHIFT = 16
+TICK_BYTES = 1 << 20
+"""Most bytes read per tick, some milliseconds of work."""
+BACKLOG_BYTES = 4 << 20
+"""Bytes of earlier output that are read at the start."""
+SHIFT_CELLS = 16
 """Cells that a long line moves sideways at a time."""
 WHEEL_LINES = 3
+"""Lines per turn of the mouse wheel."""
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
 ROLES = ("title", "dim", "rule", "accent", "prefix", "warning", "error", "match", "current", "thumb")
 
@@ -139,7 +140,7 @@ class LogView(Widget, can_focus=True):
         if not self.display:
             return
         if self._follower is not None:
-            for name, data in self._follower.poll(BUDGET_BYTES):
+            for name, data in self._follower.poll(TICK_BYTES):
                 self.buffer.feed(name, data)
                 self._missed = False  # what came may match
         if self.buffer.version != self._painted:
@@ -156,7 +157,7 @@ class LogView(Widget, can_focus=True):
         if self._run is not None:
             only = None if self._rank is None else {str(self._rank)}
             self._follower = Follower(
-                self._run.logs, ".log", only=only, torn=True, last_bytes=FIRST_BYTES, now=self._now
+                self._run.logs, ".log", only=only, torn=True, last_bytes=BACKLOG_BYTES, now=self._now
             )
 
     # Where it is scrolled to
@@ -201,7 +202,7 @@ class LogView(Widget, can_focus=True):
 
     def action_shift(self, steps: int) -> None:
         """Move long lines sideways."""
-        self._shift = max(self._shift + steps * SHIFT, 0)
+        self._shift = max(self._shift + steps * SHIFT_CELLS, 0)
         self.refresh()
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
@@ -224,7 +225,7 @@ class LogView(Widget, can_focus=True):
         self.refresh()
 
     def on_unmount(self, event: Unmount) -> None:
-        """Let go of the files."""
+        """Close the files."""
         if self._follower is not None:
             self._follower.close()
 
@@ -262,7 +263,7 @@ class LogView(Widget, can_focus=True):
         self.refresh()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave Escape to the screen while there is no search to clear."""
+        """Return whether an action is enabled: Escape only clears a search."""
         if action == "clear_search":
             return bool(self._needle) or self.has_class("-searching")
         return True
@@ -298,7 +299,7 @@ class LogView(Widget, can_focus=True):
     # How it is drawn
 
     def compose(self) -> ComposeResult:
-        """Yield the search line, which shows only while somebody types."""
+        """Yield the search line, hidden until it is used."""
         yield Input(placeholder="search the log, Enter finds, Esc leaves", compact=True)
 
     def notify_style_update(self) -> None:
@@ -314,7 +315,7 @@ class LogView(Widget, can_focus=True):
             return self._row(self.head(width), width, styles)
         rows = self.buffer.rows
         if not rows:
-            lines = message(width, self.page, self._nothing())
+            lines = centred_text(width, self.page, self._nothing())
             return self._row(lines[y - 1], width, styles) if y <= len(lines) else Strip.blank(width, styles["base"])
         row = self.top_row + y - 1
         overflows = rows > self.page
@@ -350,7 +351,7 @@ class LogView(Widget, can_focus=True):
         below = self.buffer.rows - self.page - self.top_row
         if not self.following:
             remarks.append([(f"{below:,} lines below, End follows", "accent")])
-        return cut(headline(width, [(self.title_text, "title"), (f"  {whose}", "dim")], remarks), width)
+        return fit_row(title_row(width, [(self.title_text, "title"), (f"  {whose}", "dim")], remarks), width)
 
     def _nothing(self) -> list[str]:
         if self.buffer.level and self.buffer.names:
@@ -360,7 +361,7 @@ class LogView(Widget, can_focus=True):
         return ["nothing was printed yet"]
 
     def _bar(self, y: int) -> str:
-        """Return a cell of the bar that shows which part of the log is seen."""
+        """Return a cell of the scroll bar."""
         page, rows = self.page, self.buffer.rows
         size = max(round(page * page / rows), 1)
         start = round((page - size) * self.top_row / max(rows - page, 1))

@@ -1,4 +1,4 @@
-"""A machine in a few lines: host, cores, load, memory, network and driver, or why it does not answer."""
+"""Panel of a host: cores, load, memory, network and driver, or why it does not answer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Collection
 
 from gputrain_tui.console.host_choice import Host
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import Row, cut, headline
-from gputrain_tui.console.widgets.gauges import bar, gib, wrapped
+from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
+from gputrain_tui.console.widgets.gauges import bar, format_gib, wrap_words
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.tables import duration, printable
 from trainer.host.addresses import Network
 
-LABEL = 9
+LABEL_CELLS = 9
+"""Cells of a line's label."""
 
 
 def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:
-    """Return host, cores, memory, network and driver, as many lines as there is room for.
+    """Return cores, memory, network and driver of a host, as many lines as fit.
 
     Args:
         inventory: what is known.
@@ -27,7 +28,7 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
     cpus, memory = inventory.cpus, inventory.memory
     up = f"up {duration(inventory.uptime_s)}" if inventory.uptime_s is not None else ""
     also = "  this machine" if not name else f"  {printable(inventory.host)}" if inventory.host != name else ""
-    head = headline(
+    head = title_row(
         width,
         [(printable(name or inventory.host), "title"), (also, "dim")],
         [[(text, "dim")] for text in (printable(inventory.system), up) if text],
@@ -35,35 +36,37 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
     cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
     usable = f", {cpus.usable} usable here" if cpus.usable < cpus.logical else ""
     lines: list[Row] = [
-        [("cpu".ljust(LABEL), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
+        [("cpu".ljust(LABEL_CELLS), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
     ]
     wide = min(max(width // 4, 10), 40)
     if inventory.load is not None:
         share = inventory.load[0] / max(cpus.usable, 1)
         text = "  ".join(f"{value:5.2f}" for value in inventory.load)
         lines.append(
-            [("load".ljust(LABEL), "dim"), *bar(share, wide), (f"  {text}", "bright"), ("  1, 5, 15 min", "dim")]
+            [("load".ljust(LABEL_CELLS), "dim"), *bar(share, wide), (f"  {text}", "bright"), ("  1, 5, 15 min", "dim")]
         )
     if memory.total_bytes is not None and memory.available_bytes is not None:
         used = memory.total_bytes - memory.available_bytes
-        text = f"{gib(used)} of {gib(memory.total_bytes)} GiB"
+        text = f"{format_gib(used)} of {format_gib(memory.total_bytes)} GiB"
         lines.append(
             [
-                ("memory".ljust(LABEL), "dim"),
+                ("memory".ljust(LABEL_CELLS), "dim"),
                 *bar(used / memory.total_bytes, wide),
                 (f"  {text}", "bright"),
-                (f"  {gib(memory.available_bytes)} available", "dim"),
+                (f"  {format_gib(memory.available_bytes)} available", "dim"),
             ]
         )
     networks = [network for network in inventory.networks if network.addresses and network.up]
     if networks:
-        lines.append([("network".ljust(LABEL), "dim"), *_networks(networks)])
+        lines.append([("network".ljust(LABEL_CELLS), "dim"), *_networks(networks)])
     if inventory.driver:
         cuda = f"  CUDA up to {inventory.cuda}" if inventory.cuda else ""
-        lines.append([("driver".ljust(LABEL), "dim"), (inventory.driver, "bright"), (cuda, "dim")])
+        lines.append([("driver".ljust(LABEL_CELLS), "dim"), (inventory.driver, "bright"), (cuda, "dim")])
     elif name and inventory.note:
-        lines.append([("GPUs".ljust(LABEL), "dim"), (printable(inventory.note).replace(" on this machine", ""), "dim")])
-    return [cut(row, width) for row in [head, *lines][:height]]
+        lines.append(
+            [("GPUs".ljust(LABEL_CELLS), "dim"), (printable(inventory.note).replace(" on this machine", ""), "dim")]
+        )
+    return [fit_row(row, width) for row in [head, *lines][:height]]
 
 
 def _networks(networks: Collection[Network]) -> Row:
@@ -76,27 +79,27 @@ def _networks(networks: Collection[Network]) -> Row:
 
 
 def draw_silent(host: Host, width: int, height: int) -> list[Row]:
-    """Return a machine of which nothing is known, and why."""
+    """Return the rows of a host without an inventory."""
     if host.here or not host.problem:
-        return [headline(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
-    rows: list[Row] = [headline(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
-    rows += [[(line, "bright")] for line in wrapped(f"{host.problem[:1].upper()}{host.problem[1:]}.", width - 2)]
+        return [title_row(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
+    rows: list[Row] = [title_row(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
+    rows += [[(line, "bright")] for line in wrap_words(f"{host.problem[:1].upper()}{host.problem[1:]}.", width - 2)]
     rows.append([("It is asked again now and then; ", "dim"), ("r", "key"), (" asks at once.", "dim")])
-    return [cut(row, width) for row in rows[:height]]
+    return [fit_row(row, width) for row in rows[:height]]
 
 
-class Machine(Canvas):
-    """One machine."""
+class MachinePanel(Canvas):
+    """One host."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self.host: Host | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the machine, or that it is being asked, or why it does not answer."""
+        """Return the host, or why there is no inventory."""
         host = self.host
         if host is None:
-            return [headline(width, [("this machine", "title"), ("  being looked at", "dim")])]
+            return [title_row(width, [("this machine", "title"), ("  being looked at", "dim")])]
         if host.inventory is None:
             return draw_silent(host, width, height)
         return draw_machine(host.inventory, width, height, name="" if host.here else host.name)

@@ -1,4 +1,4 @@
-"""The losses of several runs on one chart: one colour each, and a legend that tells them apart without colours too."""
+"""Chart of several runs' losses, with a legend that works without colours."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
-from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL, Axis, Scale, braille_line, tick_label
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, fitted, headline, merged, message, nice_step
+from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL_CELLS, Axis, Scale, braille_line, tick_label
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    centred_text,
+    fit_row,
+    format_value,
+    merge,
+    nice_step,
+    pad,
+    title_row,
+)
 from gputrain_tui.tables import duration, printable
 
 
@@ -26,7 +36,7 @@ class OverlayLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlay:
-    """What the chart shows."""
+    """Data and options of the chart."""
 
     lines: Sequence[OverlayLine]
     last: float
@@ -42,21 +52,21 @@ def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
     """Return the chart as ``height`` rows of ``width`` cells."""
     unit = "time since the start" if overlay.over_time else "steps"
     remarks = [[(remark, "dim")] for remark in (*overlay.remarks, *(["log"] if overlay.scale == "log" else []))]
-    rows = [headline(width, [("loss", "title"), (f"  nats over {unit}", "dim")], remarks)]
+    rows = [title_row(width, [("loss", "title"), (f"  nats over {unit}", "dim")], remarks)]
     plot_height = height - 2
     limits = _limits(overlay)
-    if limits is None or plot_height < 2 or width < LABEL + 8:
-        return rows + message(width, height - 1, ["no step yet"])
+    if limits is None or plot_height < 2 or width < LABEL_CELLS + 8:
+        return rows + centred_text(width, height - 1, ["no step yet"])
     axis = Axis(*limits, plot_height, overlay.scale)
     labels: dict[int, str] = {}
     for tick in reversed(axis.ticks):
         labels.setdefault(min(plot_height - 1, int((1 - axis.at(tick)) * plot_height)), tick_label(tick))
-    cells = width - LABEL - 2
+    cells = width - LABEL_CELLS - 2
     drawn = [braille_line(line.values, axis, cells, plot_height) for line in overlay.lines]
     numbers = _numbers(drawn, cells) if len(drawn) > 1 else {}
     for y in range(plot_height):
         label = labels.get(y, "")
-        pieces: Row = [(label.rjust(LABEL), "dim"), (" ┤" if label else " │", "rule")]
+        pieces: Row = [(label.rjust(LABEL_CELLS), "dim"), (" ┤" if label else " │", "rule")]
         ground = "┈" if label else " "
         for x in range(cells):
             if (x, y) in numbers:
@@ -65,13 +75,13 @@ def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
             # Where curves meet, the first one is seen: its cell would otherwise mix two of them in one colour.
             of = next((index for index, bits in enumerate(drawn) if bits[y][x]), None)
             pieces.append((ground, "rule") if of is None else (chr(BRAILLE + drawn[of][y][x]), f"curve-{of}"))
-        rows.append(cut(merged(pieces), width))
+        rows.append(fit_row(merge(pieces), width))
     rows.append(_ends(overlay, width))
     return rows
 
 
 def _numbers(drawn: Sequence[Sequence[Sequence[int | None]]], cells: int) -> dict[tuple[int, int], tuple[str, str]]:
-    """Return each curve's number at its end, which tells them apart where colours do not."""
+    """Return the cells of each curve's number, at its end."""
     numbers: dict[tuple[int, int], tuple[str, str]] = {}
     for index, rows in enumerate(drawn):
         ends = [(x, y) for y, row in enumerate(rows) for x in range(cells) if row[x]]
@@ -92,7 +102,7 @@ def _limits(overlay: Overlay) -> tuple[float, float] | None:
 
 def _ends(overlay: Overlay, width: int) -> Row:
     """Return the labels of the axis."""
-    cells = width - LABEL - 2
+    cells = width - LABEL_CELLS - 2
     line = [" "] * width
     end = duration(overlay.last) if overlay.over_time else f"step {overlay.last:,.0f}"
     free = width - len(end)
@@ -103,7 +113,7 @@ def _ends(overlay: Overlay, width: int) -> Row:
     while distance and number * distance < overlay.last:
         at = number * distance
         text = duration(at) if overlay.over_time else f"{at:,.0f}"
-        begin = LABEL + 2 + int((at - overlay.first) / span * cells)
+        begin = LABEL_CELLS + 2 + int((at - overlay.first) / span * cells)
         if begin >= busy and begin + len(text) + 2 <= free:
             line[begin : begin + len(text)] = text
             busy = begin + len(text) + 2
@@ -116,14 +126,14 @@ def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
     names = max(width - 7 - 2 * 14, 8)
     rows = []
     for index, line in enumerate(lines):
-        best = EMPTY if line.best is None else current(line.best)
+        best = EMPTY if line.best is None else format_value(line.best)
         row: Row = [
             (f" {index + 1} ━━ ", f"curve-{index}"),
-            (fitted(printable(line.name), names), "bright"),
+            (pad(printable(line.name), names), "bright"),
             ("  loss", "dim"),
-            (current(line.value).rjust(8), "bright"),
+            (format_value(line.value).rjust(8), "bright"),
             (" valid", "dim"),
             (best.rjust(8), "bright"),
         ]
-        rows.append(cut(row, width))
+        rows.append(fit_row(row, width))
     return rows

@@ -1,4 +1,4 @@
-"""A widget that repaints by the clock and only when the run moved: drawing is a pure function, this is the painting."""
+"""Base of the panels on a run: repaints on a tick, only the lines that changed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gputrain_tui.console.ramp import PHASE_COLOURS, Ramp, pair, ramp_for
-from gputrain_tui.console.widgets.abstract import Abstract
+from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.history.series import Series
 from gputrain_tui.state import RunState
 
 
-class Live(Protocol):
-    """What a widget sees of the run that the console follows."""
+class RunData(Protocol):
+    """Interface of a followed run for its panels."""
 
     @property
     def state(self) -> RunState:
-        """What is known of the run."""
+        """State of the run."""
 
     @property
     def series(self) -> Series:
@@ -32,10 +32,10 @@ class Live(Protocol):
 
     @property
     def version(self) -> int:
-        """Moves with everything that is to be seen."""
+        """Changes with everything that is shown."""
 
 
-class Panel(Widget, metaclass=Abstract):
+class Panel(Widget, metaclass=AbstractWidgetMeta):
     """Draws rows of (text, role) for its size; ``tick`` is called by the screen's clock."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
@@ -86,7 +86,7 @@ class Panel(Widget, metaclass=Abstract):
     Panel:ansi > .panel--median { text-style: bold; }
     """
 
-    def __init__(self, live: Live, *, id: str | None = None, classes: str | None = None) -> None:
+    def __init__(self, live: RunData, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
         self.live = live
         self._selected_rank: int | None = None
@@ -98,7 +98,7 @@ class Panel(Widget, metaclass=Abstract):
 
     @property
     def selected_rank(self) -> int | None:
-        """The rank that the screen points at; None: none."""
+        """The selected rank; None: none."""
         return self._selected_rank
 
     @selected_rank.setter
@@ -112,16 +112,16 @@ class Panel(Widget, metaclass=Abstract):
         """Return ``height`` rows of ``width`` cells."""
 
     def seen_version(self) -> object:
-        """Return what the drawing depends on; it is drawn again when this changes."""
+        """Return a value that changes when the panel must be drawn again."""
         return self.live.series.version
 
     def tick(self) -> None:
-        """Repaint what changed, if the run moved since the last time."""
+        """Redraw if ``seen_version`` changed."""
         if self.display and self.size and self.seen_version() != self._seen:
             self.redraw()
 
     def redraw(self) -> None:
-        """Draw again, as after a setting changed, and repaint the lines that differ."""
+        """Draw again and repaint the lines that differ."""
         self._seen = self.seen_version()
         if self.size != self._drawn_size:
             self.refresh()
@@ -129,7 +129,7 @@ class Panel(Widget, metaclass=Abstract):
         changed = self._draw()
         if changed:
             width = self.size.width
-            self.refresh(*(Region(0, begin, width, end - begin) for begin, end in _runs(changed)))
+            self.refresh(*(Region(0, begin, width, end - begin) for begin, end in _consecutive(changed)))
 
     def notify_style_update(self) -> None:
         """Forget the colours of the former theme."""
@@ -171,15 +171,15 @@ class Panel(Widget, metaclass=Abstract):
         return Strip(segments, width)
 
     def _style(self, role: str, ramp: Ramp) -> Style:
-        """Return the colours of a role: of the theme, or ``heat:3:7``, ``part:data:sync`` of the ramp."""
+        """Return the colours of a role: of the theme, or ``heat:3:7``, ``phase:data:sync`` of the ramp."""
         kind, _, rest = role.partition(":")
         if kind == "heat":
             top, _, bottom = rest.partition(":")
             style = pair(ramp.heat[int(top)], ramp.heat[int(bottom)] if bottom else None)
-        elif kind == "part":
+        elif kind == "phase":
             front, _, back = rest.partition(":")
             style = pair(
-                ramp.parts[PHASE_COLOURS.index(front)], ramp.parts[PHASE_COLOURS.index(back)] if back else None
+                ramp.phases[PHASE_COLOURS.index(front)], ramp.phases[PHASE_COLOURS.index(back)] if back else None
             )
         elif role == "base":
             return self.rich_style
@@ -190,7 +190,7 @@ class Panel(Widget, metaclass=Abstract):
         return self.rich_style + style
 
 
-def _runs(lines: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _consecutive(lines: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the begin and end of each run of consecutive numbers."""
     begin = before = lines[0]
     for line in lines[1:]:

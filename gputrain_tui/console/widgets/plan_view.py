@@ -1,4 +1,4 @@
-"""What a launch would start, live: node, first rank, ranks, devices, where they meet, and each node's exact command."""
+"""Plan of the open recipe: nodes, ranks, devices, init method, and each node's command."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import Row, cut, headline, message
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.plan.shell import devices_text, rank_range
 from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
 
-def wrapped(node: PlannedNode, width: int, indent: str = "    ", *, program: str = "") -> list[str]:
-    """Break a node's command between words into lines that a shell reads as one, an option beside its value.
+def wrap_command(node: PlannedNode, width: int, indent: str = "    ", *, program: str = "") -> list[str]:
+    """Return a node's command as lines that a shell joins, each option beside its value.
 
     ``program`` stands in place of the first word.
     """
@@ -40,13 +40,13 @@ def wrapped(node: PlannedNode, width: int, indent: str = "    ", *, program: str
     return [*lines, line]
 
 
-def abridged(program: str, width: int) -> str:
-    """Return the name of a program without its folders where these leave little room for the rest of a command."""
+def shorten_program(program: str, width: int) -> str:
+    """Return a program's name, without its folders where they leave few cells."""
     return shell_quoted(program) if len(program) <= width // 3 else f"…/{PurePath(program).name}"
 
 
 def draw_plan(plan: Plan, width: int) -> list[Row]:
-    """Return a plan as lines: the nodes in a table, then their commands; who copies them gets whole paths."""
+    """Return a plan as rows: a table of the nodes, then their commands."""
     hosts = max(len(printable(node.host)) for node in plan.nodes) + 2
     ranks = max(max(len(rank_range(node.ranks)) for node in plan.nodes), 5) + 2
     rows: list[Row] = [
@@ -65,12 +65,15 @@ def draw_plan(plan: Plan, width: int) -> list[Row]:
     for node in plan.nodes:
         rows.append([])
         rows.append([(f"# node {node.node}, {printable(node.host)}", "dim")])
-        rows += [[(line, "base")] for line in wrapped(node, max(width, 20), program=abridged(node.argv[0], width))]
-    return [cut(row, width) for row in rows]
+        rows += [
+            [(line, "base")]
+            for line in wrap_command(node, max(width, 20), program=shorten_program(node.argv[0], width))
+        ]
+    return [fit_row(row, width) for row in rows]
 
 
 class PlanView(Canvas, can_focus=True):
-    """The plan of the recipe at hand."""
+    """The plan of the open recipe."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "scroll_by(-1)", "Up", show=False),
@@ -94,7 +97,7 @@ class PlanView(Canvas, can_focus=True):
         self.redraw()
 
     def wait(self) -> None:
-        """Say that another plan is on its way."""
+        """Show that the plan is being computed."""
         self.waiting = True
         self.redraw()
 
@@ -109,12 +112,12 @@ class PlanView(Canvas, can_focus=True):
             remarks = [[(plan.launcher, "dim")], [(plan.backend, "dim")]]
             if plan.init_method is not None:
                 remarks.append([(f"meeting at {plan.init_method}", "dim")])
-        head = [headline(width, left, remarks)]
+        head = [title_row(width, left, remarks)]
         if self.problem:
-            head.append(cut([("! ", "error"), (printable(self.problem), "error")], width))
+            head.append(fit_row([("! ", "error"), (printable(self.problem), "error")], width))
         if plan is None:
             if self.waiting:
-                return head + message(width, height - len(head), ["…"])
+                return head + centred_text(width, height - len(head), ["…"])
             return head
         rows = draw_plan(plan, width)
         room = height - len(head)
@@ -123,7 +126,7 @@ class PlanView(Canvas, can_focus=True):
         below = len(rows) - self._top - room
         if below > 0 and seen:
             note = f" {below} lines below "
-            seen[-1] = [*cut(seen[-1], width - len(note)), (note, "accent" if self.has_focus else "dim")]
+            seen[-1] = [*fit_row(seen[-1], width - len(note)), (note, "accent" if self.has_focus else "dim")]
         return head + seen
 
     def action_scroll_by(self, lines: int) -> None:
@@ -142,9 +145,9 @@ class PlanView(Canvas, can_focus=True):
         self.action_scroll_by(3)
 
     def on_focus(self) -> None:
-        """Show that the keys scroll the plan."""
+        """Draw the focused title."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """Show it quietly again."""
+        """Draw the title without focus."""
         self.redraw()

@@ -1,22 +1,24 @@
-"""The columns of the rank grid: what each shows, how wide it is, and which go first when the grid is narrow."""
+"""Columns of the rank table: values, widths, and the order in which narrow tables drop them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gputrain_tui.console.widgets.drawing import EMPTY, cells, figure, fitted, harmless
+from gputrain_tui.console.widgets.drawing import EMPTY, cell_count, format_number, pad, without_controls
+from gputrain_tui.console.widgets.gauges import GIB
 from gputrain_tui.state import RankView
 
 Value = float | str | None
 Lateness = Mapping[int, float]
 """Milliseconds by rank, as ``RunState.lateness`` has them."""
 
-GIB = 1 << 30
-WIDEST_GAP = 3
+MOST_GAP_CELLS = 3
+"""Cells between two columns of a wide table."""
 SHORTER = {"validating": "validate"}
 """Words that are longer than their column."""
-WIDEST_HOST = 24
+MOST_HOST_CELLS = 24
+"""Cells of the column of hosts, whose names are cropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,12 @@ class RankColumn:
         value = self.value(view, late)
         if isinstance(value, str):
             value = SHORTER.get(value, value)
-            return fitted(harmless(value), wide)
+            return pad(without_controls(value), wide)
         if self.digits is None:
             return EMPTY.ljust(wide)
         if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= wide:
             return text.rjust(wide)
-        return figure(value, self.digits, wide)
+        return format_number(value, self.digits, wide)
 
 
 def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
@@ -67,7 +69,7 @@ def _memory(view: RankView, late: Lateness) -> Value:
 
 
 def _use(view: RankView, late: Lateness) -> Value:
-    """Use of the GPU; of one core where the rank has no GPU."""
+    """Return the utilization of the GPU; without one, of a core."""
     if view.gpu is not None:
         gpu: float | None = view.gpu.utilization_percent
         return gpu
@@ -107,8 +109,8 @@ BY_KEY: dict[str, RankColumn] = {column.key: column for column in COLUMNS}
 
 
 @dataclass(frozen=True)
-class Place:
-    """A column in a grid of a certain width."""
+class ColumnPlace:
+    """A column and its first cell."""
 
     column: RankColumn
     begin: int
@@ -121,19 +123,19 @@ class Place:
         return self.begin + self.wide
 
 
-def layout(width: int, ranks: int, hosts: Collection[str]) -> list[Place]:
-    """Choose the columns that fit and spread them evenly; two cells at the left are left for marks."""
-    longest_host = max(map(cells, hosts), default=0)
+def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
+    """Return the columns that fit, evenly spaced, after two cells for marks."""
+    longest_host = max(map(cell_count, hosts), default=0)
 
     def wide(column: RankColumn) -> int:
         if column.key == "rank":
             return max(column.wide, len(str(max(ranks - 1, 0))))
         if column.key == "host":
-            return min(max(column.wide, longest_host), WIDEST_HOST if width >= 120 else 12)
+            return min(max(column.wide, longest_host), MOST_HOST_CELLS if width >= 120 else 12)
         return column.wide
 
     def order(column: RankColumn) -> int:
-        """A host that all ranks share says little."""
+        """Return the order in which columns are kept; a host that all ranks share goes early."""
         return len(COLUMNS) if column.key == "host" and len(hosts) < 2 else column.order
 
     room = width - 2
@@ -145,17 +147,17 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[Place]:
         chosen.append(column)
     shown = [column for column in COLUMNS if column in chosen]
     gaps = max(len(shown) - 1, 1)
-    extra, odd = divmod(min(room, gaps * (WIDEST_GAP - 1)), gaps)
-    places: list[Place] = []
+    extra, odd = divmod(min(room, gaps * (MOST_GAP_CELLS - 1)), gaps)
+    places: list[ColumnPlace] = []
     begin = 2
     for index, column in enumerate(shown):
-        places.append(Place(column, begin, wide(column)))
+        places.append(ColumnPlace(column, begin, wide(column)))
         begin += wide(column) + 1 + extra + (1 if index < odd else 0)
     return places
 
 
 def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descending: bool) -> list[RankView]:
-    """Return the ranks by a column; equal ones by rank, those without a value last in both directions."""
+    """Return the ranks sorted by a column; ties by rank, without a value last."""
     get = BY_KEY[key].value
     keyed = [(get(view, late), view.rank, view) for view in views]
     absent = sorted(

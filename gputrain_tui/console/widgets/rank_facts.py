@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gputrain_tui.console.ramp import Ramp
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, current, cut, headline
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.progress import loss_text, percent
 from gputrain_tui.state import RankView, RunState
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 Fact = tuple[str, str, str]
 """Name, value, and the role of the value."""
 
-NAME = 15
-VALUE = 10
+NAME_CELLS = 15
+VALUE_CELLS = 10
 """Cells of a name and of a value."""
 
 
 def facts(state: RunState, rank: int, now: float) -> list[Fact]:
-    """Return what is known, the most asked for first."""
+    """Return names and values of a rank, the most important first."""
     view = state.ranks.get(rank)
     if view is None:
         return [("state", "never heard of", "dim")]
@@ -35,17 +35,17 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
         ("last heard of", f"{duration(heard)} ago" if heard is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(last.loss if last else None), "title"),
-        ("samples/s", current(recent.samples_per_s), "bright"),
+        ("samples/s", format_value(recent.samples_per_s), "bright"),
         ("samples", f"{view.totals.samples:,}" if last else EMPTY, "bright"),
-        ("gradient norm", current(last.grad_norm if last else None), "bright"),
-        ("own grad norm", current(last.local_grad_norm if last else None), "bright"),
-        ("step ms", current(recent.mean_step_ms), "bright"),
-        ("data ms", current(last.data_ms if last else None), "bright"),
-        ("forward ms", current(last.forward_ms if last else None), "bright"),
-        ("backward ms", current(last.backward_ms if last else None), "bright"),
-        ("sync wait ms", current(recent.mean_exposed_ms), "bright"),
-        ("optimizer ms", current(last.optimizer_ms if last else None), "bright"),
-        ("late ms", current(late), "bright"),
+        ("gradient norm", format_value(last.grad_norm if last else None), "bright"),
+        ("own grad norm", format_value(last.local_grad_norm if last else None), "bright"),
+        ("step ms", format_value(recent.mean_step_ms), "bright"),
+        ("data ms", format_value(last.data_ms if last else None), "bright"),
+        ("forward ms", format_value(last.forward_ms if last else None), "bright"),
+        ("backward ms", format_value(last.backward_ms if last else None), "bright"),
+        ("sync wait ms", format_value(recent.mean_exposed_ms), "bright"),
+        ("optimizer ms", format_value(last.optimizer_ms if last else None), "bright"),
+        ("late ms", format_value(late), "bright"),
         ("sync share", percent(recent.sync_share), "bright"),
         ("memory", size(view.memory_bytes) or EMPTY, "bright"),
     ]
@@ -73,7 +73,7 @@ def _state_role(state: RunState, view: RankView) -> str:
 
 
 def whereabouts(view: RankView) -> str:
-    """Return where a rank runs."""
+    """Return host, device and process of a rank."""
     told = [
         printable(view.host or ""),
         printable(view.device or ""),
@@ -92,8 +92,8 @@ def draw_facts(
 ) -> list[Row]:
     """Return the facts as ``height`` rows of ``width`` cells, column by column."""
     rights: list[Row] = [[(printable(message), "warning")]] if message else []
-    rows: list[Row] = [headline(width, [(f"rank {rank}", "title"), (f"  {where}", "dim")], rights)]
-    columns = max(min(width // (NAME + VALUE), 6), 1)
+    rows: list[Row] = [title_row(width, [(f"rank {rank}", "title"), (f"  {where}", "dim")], rights)]
+    columns = max(min(width // (NAME_CELLS + VALUE_CELLS), 6), 1)
     lines = max(min(height - 1, -(-len(found) // columns)), 1)
     wide = width // columns
     for y in range(lines):
@@ -102,16 +102,16 @@ def draw_facts(
             index = x * lines + y
             if index < len(found):
                 name, value, role = found[index]
-                room = max(wide - NAME - 2, 1)
+                room = max(wide - NAME_CELLS - 2, 1)
                 text = value if len(value) <= room else value[: room - 1] + "…"
-                row += [(f" {name.ljust(NAME - 1)}", "dim"), (text.ljust(room), role), ("  ", "base")]
+                row += [(f" {name.ljust(NAME_CELLS - 1)}", "dim"), (text.ljust(room), role), ("  ", "base")]
         rows.append(row)
-    return [cut(row, width) for row in [*rows, *([[]] * height)][:height]]
+    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
 def facts_height(width: int, count: int) -> int:
-    """Return the lines that so many facts want."""
-    return 1 + -(-count // max(min(width // (NAME + VALUE), 6), 1))
+    """Return the lines of so many facts."""
+    return 1 + -(-count // max(min(width // (NAME_CELLS + VALUE_CELLS), 6), 1))
 
 
 class RankFacts(Panel):
@@ -120,7 +120,7 @@ class RankFacts(Panel):
     live: LiveRun
 
     def seen_version(self) -> object:
-        """Also how long ago it was heard of."""
+        """Change also with the seconds since the last event."""
         live = self.live
         return live.version, None if live.over else int(live.now())
 

@@ -24,7 +24,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 
 
 class RankFilter:
-    """Which ranks are shown; without words all of them."""
+    """Filter of ranks; without words all match."""
 
     def __init__(self, text: str = "") -> None:
         """Read a filter line.
@@ -41,7 +41,7 @@ class RankFilter:
 
 
 def _test(word: str) -> Test:
-    """Return the test of one word; ``!`` before it turns it round."""
+    """Return the test of one word; ``!`` negates it."""
     if word.startswith("!") and len(word) > 1:
         inner = _test(word[1:])
         return lambda view, late: not inner(view, late)
@@ -62,7 +62,7 @@ def _test(word: str) -> Test:
 
 
 def _anywhere(word: str) -> Test:
-    """A rank's number, or a part of its host, device or state."""
+    """Return a test on rank, host, device or state."""
     if word.isdecimal():
         return lambda view, late: view.rank == int(word)
     part = word.casefold()
@@ -80,7 +80,7 @@ def _text(column: RankColumn, sign: str, wanted: str) -> Test:
 
 
 def _numbers(column: RankColumn, word: str, value: str) -> Test:
-    """A list of numbers and ranges, such as ``0-7,12``."""
+    """Parse a list of numbers and ranges, such as ``0-7,12``."""
     ranges: list[tuple[float, float]] = []
     for part in value.split(","):
         low, dash, high = part.partition("-")

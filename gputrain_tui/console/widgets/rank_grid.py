@@ -1,4 +1,4 @@
-"""The ranks of a run as a table that stays cheap with a thousand of them: only visible lines are ever formatted."""
+"""Rank table with cursor, sorting and filter; formats visible lines only, so that 1,024 ranks stay cheap."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from textual.message import Message
 
 from gputrain_tui.console.ramp import ON_GROUND, Ramp
 from gputrain_tui.console.widgets.drawing import Row
-from gputrain_tui.console.widgets.panel import Live, Panel
-from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, Place, layout, sort_ranks
+from gputrain_tui.console.widgets.panel import Panel, RunData
+from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, layout, sort_ranks
 from gputrain_tui.console.widgets.rank_filter import RankFilter
-from gputrain_tui.console.widgets.rank_table import HEAD, GridView, draw_grid, grid_rows
+from gputrain_tui.console.widgets.rank_table import HEAD_LINES, GridView, draw_grid, visible_ranks
 from gputrain_tui.state import RankView
 
-BRIGHT_S = 0.6
-"""How long a changed line is bright."""
-ARRANGE_S = 0.5
-"""Ranks change places no more often than this, so that eyes can follow."""
+HIGHLIGHT_S = 0.6
+"""Seconds a changed line is bright."""
+SORT_INTERVAL_S = 0.5
+"""Seconds between two sorts, so that eyes can follow."""
 
 
 class RankGrid(Panel, can_focus=True):
@@ -72,11 +72,11 @@ class RankGrid(Panel, can_focus=True):
             self.rank = rank
 
         def can_replace(self, message: Message) -> bool:
-            """Only the last of several moves counts."""
+            """Let a later move replace this one."""
             return isinstance(message, RankGrid.Picked)
 
     class Opened(Message):
-        """A rank is to be shown in full."""
+        """A rank was opened."""
 
         def __init__(self, rank: int) -> None:
             super().__init__()
@@ -84,7 +84,7 @@ class RankGrid(Panel, can_focus=True):
 
     def __init__(
         self,
-        live: Live,
+        live: RunData,
         *,
         now: Callable[[], float] = monotonic,
         id: str | None = None,
@@ -97,7 +97,7 @@ class RankGrid(Panel, can_focus=True):
         self._descending = False
         self._filter = RankFilter()
         self._arranged: list[RankView] = []
-        self._arranged_at = -ARRANGE_S
+        self._arranged_at = -SORT_INTERVAL_S
         self._arranged_version: object = None
         self._late: Lateness = {}
         self._warned: set[int] = set()
@@ -161,7 +161,7 @@ class RankGrid(Panel, can_focus=True):
 
     def action_page(self, pages: int) -> None:
         """Move the cursor by the visible height."""
-        self.action_move(pages * max(grid_rows(self.size.height) - 1, 1))
+        self.action_move(pages * max(visible_ranks(self.size.height) - 1, 1))
 
     def action_end(self, side: int) -> None:
         """Move the cursor to the first or last rank."""
@@ -195,11 +195,11 @@ class RankGrid(Panel, can_focus=True):
 
     def _reveal(self, index: int) -> None:
         """Scroll so that a row is visible."""
-        visible = max(grid_rows(self.size.height), 1)
+        visible = max(visible_ranks(self.size.height), 1)
         self._scroll(min(max(self._top, index - visible + 1), index))
 
     def _scroll(self, top: int) -> None:
-        self._top = min(max(top, 0), max(len(self._arranged) - grid_rows(self.size.height), 0))
+        self._top = min(max(top, 0), max(len(self._arranged) - visible_ranks(self.size.height), 0))
 
     # Mouse
 
@@ -221,35 +221,35 @@ class RankGrid(Panel, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         """Sort by a title, take a rank, or jump along the scroll mark."""
         x, y = event.get_content_offset_capture(self)
-        visible = grid_rows(self.size.height)
-        if y == HEAD - 1:
+        visible = visible_ranks(self.size.height)
+        if y == HEAD_LINES - 1:
             place = next((p for p in self._places() if p.begin - 1 <= x < p.end), None)
             if place is not None:
                 self.sort_by(place.column.key)
-        elif y >= HEAD and x == self.size.width - 1 and len(self._arranged) > visible:
-            self._scroll(round((y - HEAD) / max(visible - 1, 1) * (len(self._arranged) - visible)))
+        elif y >= HEAD_LINES and x == self.size.width - 1 and len(self._arranged) > visible:
+            self._scroll(round((y - HEAD_LINES) / max(visible - 1, 1) * (len(self._arranged) - visible)))
             self.redraw()
-        elif y >= HEAD and self._top + y - HEAD < len(self._arranged):
-            self._pick(self._top + y - HEAD)
+        elif y >= HEAD_LINES and self._top + y - HEAD_LINES < len(self._arranged):
+            self._pick(self._top + y - HEAD_LINES)
             if event.chain == 2:
                 self.action_open()
 
     def on_focus(self) -> None:
-        """Show where the keys go."""
+        """Draw the focused cursor."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """Show that the keys go elsewhere."""
+        """Draw the cursor without focus."""
         self.redraw()
 
     # Painting
 
     def seen_version(self) -> object:
-        """Every event may change a line."""
+        """Change with every event."""
         return self.live.version
 
     def tick(self) -> None:
-        """Repaint if the run moved, or lines that were bright have to become dim."""
+        """Redraw if the run changed, or bright lines must become dim."""
         if self._fade_at is not None and self._now() >= self._fade_at and self.display and self.size:
             self._fade_at = None
             self.redraw()
@@ -259,10 +259,10 @@ class RankGrid(Panel, can_focus=True):
     def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
         """Return the grid."""
         now = self._now()
-        if now - self._arranged_at >= ARRANGE_S and self.live.version != self._arranged_version:
+        if now - self._arranged_at >= SORT_INTERVAL_S and self.live.version != self._arranged_version:
             self._arrange(now)
         self._scroll(self._top)
-        visible = self._arranged[self._top : self._top + grid_rows(height)]
+        visible = self._arranged[self._top : self._top + visible_ranks(height)]
         return draw_grid(
             GridView(
                 rows=self._arranged,
@@ -294,7 +294,7 @@ class RankGrid(Panel, can_focus=True):
         self.redraw()
 
     def _arrange(self, now: float) -> None:
-        """Filter and sort the ranks; what the cursor is on stays in view if it was."""
+        """Filter and sort the ranks; a visible cursor stays visible."""
         state = self.live.state
         self._arranged_at, self._arranged_version = now, self.live.version
         self._late = state.lateness()
@@ -302,7 +302,7 @@ class RankGrid(Panel, can_focus=True):
         views = list(state.ranks.values())
         self._hosts = {view.host for view in views if view.host}
         before = self._cursor_index()
-        seen = before is not None and self._top <= before < self._top + grid_rows(self.size.height)
+        seen = before is not None and self._top <= before < self._top + visible_ranks(self.size.height)
         kept = [view for view in views if self._filter.keeps(view, self._late)] if self._filter.text else views
         self._arranged = sort_ranks(kept, self._late, self._sort_key, descending=self._descending)
         after = self._cursor_index()
@@ -310,14 +310,14 @@ class RankGrid(Panel, can_focus=True):
             self._reveal(after)
 
     def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:
-        """Return the visible ranks whose newest event came a moment ago."""
+        """Return the visible ranks with a recent event."""
         changed: dict[int, tuple[object, float]] = {}
         for view in visible:
             known = self._changed.get(view.rank)
             if known is None:
                 changed[view.rank] = (view.last, 0.0)
             elif known[0] is not view.last:
-                changed[view.rank] = (view.last, now + BRIGHT_S)
+                changed[view.rank] = (view.last, now + HIGHLIGHT_S)
             else:
                 changed[view.rank] = known
         self._changed = changed
@@ -325,9 +325,9 @@ class RankGrid(Panel, can_focus=True):
         self._fade_at = min((until for _, until in changed.values() if until > now), default=None)
         return fresh
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[ColumnPlace]:
         width, height = self.size
-        scrolls = len(self._arranged) > grid_rows(height)
+        scrolls = len(self._arranged) > visible_ranks(height)
         return layout(width - (2 if scrolls else 1), len(self.live.state.ranks), self._hosts)
 
     def _style(self, role: str, ramp: Ramp) -> Style:

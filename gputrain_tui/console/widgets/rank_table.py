@@ -1,4 +1,4 @@
-"""The rank table as rows of text: which columns and ranks fit, how each line is painted, and what its head tells."""
+"""Drawing of the rank table: columns, lines and title as rows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, headline, merged
-from gputrain_tui.console.widgets.drawing import message as remark
-from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, Place, layout
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, merge, title_row
+from gputrain_tui.console.widgets.drawing import centred_text as remark
+from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, layout
 from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
-HEAD = 2
+HEAD_LINES = 2
 """Lines above the first rank."""
 ON_CURSOR = {"quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
 """Roles that are brighter on the cursor's ground, where dim ones could not be read."""
@@ -21,7 +21,7 @@ ON_CURSOR = {"quiet": "bright", "value": "bright", "absent": "value", "error-tex
 
 @dataclass(kw_only=True)
 class GridView:
-    """What the grid shows."""
+    """Content of the table."""
 
     rows: Sequence[RankView]
     """All that pass the filter, sorted."""
@@ -42,36 +42,36 @@ class GridView:
     filter_text: str = ""
     hosts: Collection[str] = ()
     failing: bool = False
-    """Whether something failed: what was ended by it is told from what failed."""
+    """Whether a rank failed: ranks that were ended by it are dimmed."""
 
 
-def grid_rows(height: int) -> int:
+def visible_ranks(height: int) -> int:
     """Return the ranks that a grid of so many lines shows at once."""
-    return max(height - HEAD, 0)
+    return max(height - HEAD_LINES, 0)
 
 
 def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     """Return the grid as ``height`` rows of ``width`` cells."""
     if height < 1 or width < 1:
         return [[] for _ in range(max(height, 0))]
-    visible = grid_rows(height)
+    visible = visible_ranks(height)
     scrolls = len(grid.rows) > visible
     places = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
-    rows = [cut(_head(grid, width, visible), width), cut(_titles(grid, places), width)][:height]
+    rows = [fit_row(_head(grid, width, visible), width), fit_row(_titles(grid, places), width)][:height]
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
         why = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
         return rows + remark(width, visible, [why])
     thumb = _thumb(grid.top, visible, len(grid.rows)) if scrolls else (0, 0)
     for y, view in enumerate(shown):
-        row = cut(_line(grid, view, places), width - 1 if scrolls else width)
+        row = fit_row(_line(grid, view, places), width - 1 if scrolls else width)
         if view.rank == grid.cursor:
             ground = "cursor" if grid.focused else "blurred"
             row = [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
         if scrolls:
             row.append(("┃", "dim") if thumb[0] <= y < thumb[1] else ("│", "rule"))
         rows.append(row)
-    return rows + [cut([], width) for _ in range(height - len(rows))]
+    return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
 
 def _head(grid: GridView, width: int, visible: int) -> Row:
@@ -89,10 +89,10 @@ def _head(grid: GridView, width: int, visible: int) -> Row:
     if grid.sort_key != "rank" or grid.descending:
         direction = "down" if grid.descending else "up"
         rights.append([(f"by {BY_KEY[grid.sort_key].title}, {direction}", "dim")])
-    return headline(width, left, rights)
+    return title_row(width, left, rights)
 
 
-def _titles(grid: GridView, places: Sequence[Place]) -> Row:
+def _titles(grid: GridView, places: Sequence[ColumnPlace]) -> Row:
     row: Row = []
     at = 0
     mark = "▾" if grid.descending else "▴"
@@ -113,8 +113,8 @@ def _titles(grid: GridView, places: Sequence[Place]) -> Row:
     return row
 
 
-def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
-    """Return one rank's line: dim as a rule, bright where it changed a moment ago."""
+def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
+    """Return one rank's line, bright where it changed recently."""
     late = grid.late
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
@@ -142,7 +142,7 @@ def _line(grid: GridView, view: RankView, places: Sequence[Place]) -> Row:
         elif column.key == "late" and warned:
             role = "warning"
         pieces.append((text, role))
-    return merged(pieces)
+    return merge(pieces)
 
 
 def _state_role(standing: str | None, *, failing: bool) -> str:

@@ -1,4 +1,4 @@
-"""The recipes at hand, by where they are."""
+"""List of recipes by folder."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gputrain_tui.console.widgets.canvas import Listing
-from gputrain_tui.console.widgets.drawing import Row, cut, headline
+from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
 from gputrain_tui.recipe.files import RecipeFile
 from gputrain_tui.tables import printable
 
 
 @dataclass(frozen=True)
-class Group:
+class FolderHeading:
     """A line over the recipes of one folder."""
 
     text: str
 
 
 class RecipeList(Listing):
-    """The recipes of the folder and one's own."""
+    """Recipes of the working folder and of the person's own folder."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -28,14 +28,14 @@ class RecipeList(Listing):
         """The recipe in the form."""
         self.edited: Collection[Path] = ()
         """Recipes with changes that are not saved."""
-        self._lines: list[Group | RecipeFile] = []
+        self._lines: list[FolderHeading | RecipeFile] = []
 
     def show(self, files: Sequence[RecipeFile]) -> None:
         """Show these recipes."""
         self._lines = []
         for file in files:
             if not self._lines or getattr(self._lines[-1], "group", None) != file.group:
-                self._lines.append(Group(file.group))
+                self._lines.append(FolderHeading(file.group))
             self._lines.append(file)
         if self._lines and not self.selectable(min(self.cursor, len(self._lines) - 1)):
             self.cursor = 1
@@ -68,18 +68,18 @@ class RecipeList(Listing):
 
     def head(self, width: int) -> list[Row]:
         """Return the title line."""
-        return [headline(width, [("recipes", "title")])]
+        return [title_row(width, [("recipes", "title")])]
 
     def row(self, index: int, width: int) -> Row:
         """Return the line of a recipe or of a folder."""
         line = self._lines[index]
-        if isinstance(line, Group):
-            return cut([("  ", "base"), (line.text, "accent")], width)
+        if isinstance(line, FolderHeading):
+            return fit_row([("  ", "base"), (line.text, "accent")], width)
         here = line.path == self.opened
         mark = "•" if line.path in self.edited else "▸" if here else " "
-        return cut([(f"{mark} ", "accent"), (printable(line.name), "bright" if here else "dim")], width)
+        return fit_row([(f"{mark} ", "accent"), (printable(line.name), "bright" if here else "dim")], width)
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Say where recipes are looked for."""
+        """Return the text of an empty list: the searched folders."""
         texts = ["No recipe here.", "", "Looked in", "./*.toml and", "./recipes/*.toml", "", "d opens the demo."]
-        return [cut([(text, "dim")], width) for text in texts][:height]
+        return [fit_row([(text, "dim")], width) for text in texts][:height]

@@ -31,25 +31,25 @@ WORDS = {
     "desync": "parameters differ",
 }
 """What is found, where the name of its kind is clumsy."""
-JUDGED_FROM = 20
-"""Steps before which nothing can be told."""
+LEAST_STEPS = 20
+"""Fewest steps before a run without findings counts as healthy."""
 
 
 def run_condition(state: RunState) -> list[Row]:
-    """Return the worst of what stands and how much more there is, in ever fewer words; empty before any judgement."""
+    """Return the worst active finding and the number of others, in ever shorter forms."""
     findings = sorted(state.findings.values(), key=_order)
     if not findings:
-        return [[("✓ no findings", "dim")]] if state.step >= JUDGED_FROM else []
+        return [[("✓ no findings", "dim")]] if state.step >= LEAST_STEPS else []
     worst = findings[0]
     mark, role = MARKS.get(worst.severity, MARKS["warning"])
-    said = printable(in_short(worst))
+    said = printable(finding_summary(worst))
     more = f"  +{len(findings) - 1:,} more" if len(findings) > 1 else ""
     forms = dict.fromkeys((said + more, said, said.partition(":")[0]))
     return [[(f"{mark} {form}", role)] for form in forms]
 
 
-def in_short(finding: Finding) -> str:
-    """Return a finding in a few words: who, what, and after a colon why."""
+def finding_summary(finding: Finding) -> str:
+    """Return a finding in a few words: rank, problem, and after a colon its cause."""
     who = f"rank {finding.rank} " if finding.rank is not None else ""
     if finding.kind != "straggler":
         return who + WORDS.get(finding.kind, finding.kind.replace("_", " "))

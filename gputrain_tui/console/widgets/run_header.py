@@ -1,4 +1,4 @@
-"""The first lines of a run: how it goes, how far it is and how well it uses its machines."""
+"""Header of a run: status, progress and use of its devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.console.ramp import Ramp
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cut, length
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, row_cells
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import run_condition
 from gputrain_tui.headless.progress import loss_text
@@ -28,13 +28,13 @@ MARKS: dict[str, tuple[str, str]] = {
     "lost": ("?", "warning"),
 }
 """Mark and role per status."""
-BAR = (8, 48)
+BAR_CELLS = (8, 48)
 """Least and greatest width of the progress bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The figures of a whole run at one moment; None: not measured."""
+class RunFigures:
+    """Figures of a whole run; None: not measured."""
 
     step: int = 0
     epoch: int = 0
@@ -48,8 +48,8 @@ class Summary:
     """Share of step time in which they waited for the gradient synchronisation, 0 to 1."""
 
 
-def summarise(state: RunState) -> Summary:
-    """Take the figures in one pass over the ranks, which stays cheap with a thousand of them."""
+def run_figures(state: RunState) -> RunFigures:
+    """Return the figures, in one pass over the ranks."""
     steps: list[int] = []
     epoch = 0
     loss, losses = 0.0, 0
@@ -73,7 +73,7 @@ def summarise(state: RunState) -> Summary:
         working += new.compute_ms - old.compute_ms + new.optimizer_ms - old.optimizer_ms
         synced += new.synced_ms - old.synced_ms
         exposed += new.exposed_ms - old.exposed_ms
-    return Summary(
+    return RunFigures(
         step=min(steps, default=0),
         epoch=epoch,
         loss=loss / losses if losses else None,
@@ -85,7 +85,7 @@ def summarise(state: RunState) -> Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeading:
-    """What the header shows."""
+    """Content of the header."""
 
     status: str
     name: str
@@ -93,7 +93,7 @@ class RunHeading:
     id: str
     world_size: int
     hosts: int
-    summary: Summary
+    summary: RunFigures
     total: int | None = None
     """Steps after which the training ends."""
     max_epochs: int = 0
@@ -103,7 +103,7 @@ class RunHeading:
     eta_s: float | None = None
     reading: float | None = None
     """Share of the record that was read, while it is being read."""
-    verdict: Sequence[Row] = ()
+    condition: Sequence[Row] = ()
     """How it is, in ever fewer words."""
     note: str = ""
     """Such as a message of the supervisor."""
@@ -111,7 +111,7 @@ class RunHeading:
 
 def draw_header(head: RunHeading, width: int, height: int) -> list[Row]:
     """Return the header as ``height`` rows of ``width`` cells."""
-    return [cut(_names(head, width), width), cut(_figures(head, width), width)][:height]
+    return [fit_row(_names(head, width), width), fit_row(_figures(head, width), width)][:height]
 
 
 def _names(head: RunHeading, width: int) -> Row:
@@ -127,11 +127,13 @@ def _names(head: RunHeading, width: int) -> Row:
         rest = [("   left ", "dim"), (duration(head.eta_s).rjust(7), "bright")]
     right: Row = [*elapsed, *rest, (" ", "base")]
     name: Row = [(printable(head.name), "title")]
-    room = width - length(left) - length(right) - length(name) - 5
-    if rest and head.verdict and length(head.verdict[0]) + 3 > room:  # what is wrong is worth more than the clock
-        room += length(right) - length(rest) - 1
+    room = width - row_cells(left) - row_cells(right) - row_cells(name) - 5
+    if (
+        rest and head.condition and row_cells(head.condition[0]) + 3 > room
+    ):  # what is wrong is worth more than the clock
+        room += row_cells(right) - row_cells(rest) - 1
         right = [*rest, (" ", "base")]
-    how = next((form for form in head.verdict if length(form) + 3 <= room), [])
+    how = next((form for form in head.condition if row_cells(form) + 3 <= room), [])
     ranks = f"{head.world_size:,} rank{'s' * (head.world_size != 1)}"
     if head.hosts > 1:
         ranks += f" on {head.hosts:,} hosts"
@@ -143,17 +145,17 @@ def _names(head: RunHeading, width: int) -> Row:
     ]
     shown = set()
     for index in (1, 3, 0, 2):  # what matters most has the room first
-        if (taken := length(more[index]) + 3) <= min(room, width) and taken > 3:
+        if (taken := row_cells(more[index]) + 3) <= min(room, width) and taken > 3:
             shown.add(index)
             room -= taken
     for pieces in [name, *(more[index] for index in sorted(shown))]:
         left += [("   ", "base"), *pieces]
-    gap = width - length(left) - length(right)
+    gap = width - row_cells(left) - row_cells(right)
     return [*left, (" " * max(gap, 1), "base"), *right]
 
 
 def _figures(head: RunHeading, width: int) -> Row:
-    """Return progress bar and figures; what matters least goes first when there is little room."""
+    """Return progress bar and figures, the least important dropped first."""
     s = head.summary
     if not s.step:
         over = head.status in (*ENDED, "lost")
@@ -181,7 +183,7 @@ def _figures(head: RunHeading, width: int) -> Row:
     row: Row = [(" ", "base")]
     if progress is not None:
         room = width - _taken(chosen, None) - 9
-        wide = max(min(room, BAR[1]), BAR[0])
+        wide = max(min(room, BAR_CELLS[1]), BAR_CELLS[0])
         done = round(progress * wide)
         row += [("━" * done, "accent"), ("─" * (wide - done), "rule"), (f" {progress:4.0%}", "bright"), ("   ", "base")]
     for index, (_, pieces) in enumerate(chosen):
@@ -190,7 +192,7 @@ def _figures(head: RunHeading, width: int) -> Row:
 
 
 def _taken(fields: list[tuple[int, Row]], progress: float | None) -> int:
-    return 1 + sum(length(row) + 3 for _, row in fields) - 3 + (BAR[0] + 8 if progress is not None else 0)
+    return 1 + sum(row_cells(row) + 3 for _, row in fields) - 3 + (BAR_CELLS[0] + 8 if progress is not None else 0)
 
 
 def _rate(value: float | None) -> str:
@@ -211,7 +213,7 @@ class RunHeader(Panel):
     live: LiveRun
 
     def seen_version(self) -> object:
-        """The clock ticks also while nothing happens."""
+        """Change also with the seconds on the clock."""
         elapsed = self.live.elapsed_s
         return self.live.version, int(elapsed) if elapsed is not None else None
 
@@ -221,7 +223,7 @@ class RunHeader(Panel):
 
 
 def heading(live: LiveRun) -> RunHeading:
-    """Return what is told of a run."""
+    """Return the content for a run."""
     state = live.state
     status = live.status
     hosts = {view.host for view in state.ranks.values()} - {None}
@@ -231,20 +233,20 @@ def heading(live: LiveRun) -> RunHeading:
         id=live.id,
         world_size=state.world_size,
         hosts=len(hosts),
-        summary=summarise(state),
+        summary=run_figures(state),
         total=state.updates_total,
         max_epochs=state.max_epochs,
         valid_loss=evaluated.loss if (evaluated := state.last_validation()) is not None else None,
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
         reading=live.reading,
-        verdict=run_condition(state) if status == "running" else (),
+        condition=run_condition(state) if status == "running" else (),
         note=_note(live),
     )
 
 
 def _note(live: LiveRun) -> str:
-    """Return what is to be known of a run that did not finish."""
+    """Return the note on a run that did not finish."""
     if live.status == "lost":
         return "its supervisor was killed"
     resumable = live.status in ("stopped", "failed") and live.state.checkpoints

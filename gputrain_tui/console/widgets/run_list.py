@@ -1,4 +1,4 @@
-"""All runs, newest first: how they went, and which are marked for a comparison."""
+"""List of all runs, newest first, with marks for a comparison."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from gputrain_tui import tables
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, cropped, cut, fitted, headline, message
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, pad, title_row
 from gputrain_tui.console.widgets.run_header import MARKS
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.tables import duration, printable
 
-WIDE, WIDEST = 100, 150
-"""From here on there is room for the time at which a run started, and for its recipe, which its id tells too."""
+STARTED_FROM_CELLS, RECIPE_FROM_CELLS = 100, 150
+"""Fewest cells for the columns of the start time, and of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ STARTED, RECIPE = RunColumn("started", 16, right=False), RunColumn("recipe", 20,
 def columns_for(width: int) -> list[RunColumn]:
     """Return the columns at the right of the run's id."""
     columns = [RANKS, STEP, LOSS, TOOK]
-    if width < WIDE:
+    if width < STARTED_FROM_CELLS:
         return columns
-    return [RECIPE, *columns, STARTED] if width >= WIDEST else [*columns, STARTED]
+    return [RECIPE, *columns, STARTED] if width >= RECIPE_FROM_CELLS else [*columns, STARTED]
 
 
 def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
@@ -66,7 +66,7 @@ def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened
     """
     if entry["state"] == UNREADABLE:
         text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
-        return cut([(text, "dim")], width)
+        return fit_row([(text, "dim")], width)
     mark, role = MARKS.get(entry["state"], ("?", "warning"))
     columns = columns_for(width)
     cells = cells_of(entry)
@@ -76,13 +76,13 @@ def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened
         ("▸" if opened else " ", "accent"),
         (f" {mark} ", role),
         (f"{entry['state']:<10} ", role if role in ("error", "warning", "accent") else "dim"),
-        (fitted(printable(entry["id"]), room), "bright"),
+        (pad(printable(entry["id"]), room), "bright"),
     ]
     for column in columns:
-        text = cropped(cells[column], column.wide)
+        text = crop(cells[column], column.wide)
         shown = "dim" if column in (STARTED, RECIPE, RANKS) or text == EMPTY else "bright"
         row += [("  ", "base"), (text.rjust(column.wide) if column.right else text.ljust(column.wide), shown)]
-    return cut(row, width)
+    return fit_row(row, width)
 
 
 class RunList(Listing):
@@ -148,7 +148,7 @@ class RunList(Listing):
             remarks.append([("1 marked", "accent"), (", mark another to compare", "dim")])
         elif len(entries) >= MIN_RUNS:
             remarks.append([("space marks runs to compare", "dim")])
-        title = headline(width, left, remarks)
+        title = title_row(width, left, remarks)
         if not entries:
             return [title]
         columns = columns_for(width)
@@ -157,7 +157,7 @@ class RunList(Listing):
             "  " + (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide))
             for column in columns
         )
-        return [title, cut([(names, "dim")], width)]
+        return [title, fit_row([(names, "dim")], width)]
 
     def row(self, index: int, width: int) -> Row:
         """Return the line of a run."""
@@ -167,15 +167,15 @@ class RunList(Listing):
         return draw_run(entry, width, number=number, opened=entry["id"] == self.opened)
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Teach what can be done where there is no run."""
+        """Return the text of an empty list."""
         if self.entries is None:
-            return message(width, height, ["looking for runs"])
+            return centred_text(width, height, ["looking for runs"])
         lines = ["No run yet.", "", "d runs the demo: half a minute on this machine's CPU.", "2 opens a recipe."]
-        return message(width, height, lines)
+        return centred_text(width, height, lines)
 
 
 class RunCard(Canvas):
-    """More about the run with the cursor."""
+    """Details of the run with the cursor."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -190,7 +190,7 @@ class RunCard(Canvas):
         mark, role = MARKS.get(entry["state"], ("?", "warning"))
         said = entry["message"] or ""
         rows: list[Row] = [
-            headline(width, [(printable(entry["id"]), "title"), (f"  {mark} {entry['state']}", role)]),
+            title_row(width, [(printable(entry["id"]), "title"), (f"  {mark} {entry['state']}", role)]),
             [
                 ("started  ", "dim"),
                 (cells[STARTED], "bright"),
@@ -201,4 +201,4 @@ class RunCard(Canvas):
         ]
         if said:
             rows.insert(1, [(printable(said), "error" if entry["state"] == "failed" else "bright")])
-        return [cut(row, width) for row in rows[:height]]
+        return [fit_row(row, width) for row in rows[:height]]

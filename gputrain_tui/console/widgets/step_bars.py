@@ -1,4 +1,4 @@
-"""What a step's time is made of: one stacked bar per rank, or per group of ranks, all on the scale of the widest."""
+"""Step time by phase: a stacked bar per rank or group of ranks, on one scale."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from dataclasses import dataclass
 from statistics import median
 
 from gputrain_tui.console.ramp import PHASE_COLOURS, Ramp
-from gputrain_tui.console.widgets.drawing import EIGHTHS, Row, current, cut, figure, headline, merged, message
+from gputrain_tui.console.widgets.drawing import (
+    EIGHTHS,
+    Row,
+    centred_text,
+    fit_row,
+    format_number,
+    format_value,
+    merge,
+    title_row,
+)
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.state import RankView
 
 SHAPES = "▒█▓░▞·"
-"""What tells the phases apart where colours cannot."""
+"""Symbols of the phases, for terminals without colours."""
 LEGENDS = (
     ("data", "forward", "backward", "sync", "optimizer"),
     ("data", "fwd", "bwd", "sync", "opt"),
     ("d", "f", "b", "s", "o"),
 )
-LABEL = 6
+LABEL_CELLS = 6
+"""Cells of a bar's label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +42,7 @@ class Bar:
 
     @property
     def total_ms(self) -> float:
-        """The whole step."""
+        """Duration of the step, ms."""
         return sum(self.phases)
 
 
@@ -61,7 +71,7 @@ def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar
     groups = [found[begin : begin + size] for begin in range(0, len(found), size)]
     spans = [(group[0][0].rank, group[-1][0].rank) for group in groups]
     labels = [f"{first}–{last}" if last > first else f"{first}" for first, last in spans]
-    if max(map(len, labels)) > LABEL:
+    if max(map(len, labels)) > LABEL_CELLS:
         labels = [f"{first}{'…' if last > first else ''}" for first, last in spans]
     return chosen + [
         Bar(label=label, phases=tuple(map(_mean, zip(*(phases for _, phases in group), strict=True))))
@@ -92,32 +102,32 @@ def draw_bars(lines: Sequence[Bar], width: int, height: int, *, symbols: bool = 
         return []
     left: Row = [("step", "title")]
     if not lines:
-        head = headline(width, left)
-        return [cut(head, width), *message(width, height - 1, ["the parts of a step were not measured yet"])]
+        head = title_row(width, left)
+        return [fit_row(head, width), *centred_text(width, height - 1, ["the phases of a step were not measured yet"])]
     middle = median(line.total_ms for line in lines)
-    left += [(" ", "base"), (current(middle), "bright"), (" ms", "dim")]
+    left += [(" ", "base"), (format_value(middle), "bright"), (" ms", "dim")]
     legend: Row = []
     for names in LEGENDS:
         legend = _legend(names, symbols)
         if sum(len(text) for text, _ in [*left, *legend]) + 4 <= width:
             break
-    rows = [cut(headline(width, left, [legend]), width)]
-    cells = width - LABEL - 2 - 8
+    rows = [fit_row(title_row(width, left, [legend]), width)]
+    cells = width - LABEL_CELLS - 2 - 8
     widest = max(line.total_ms for line in lines) or 1.0
     for line in lines[: height - 1]:
-        row: Row = [(line.label.rjust(LABEL), "accent" if line.selected else "axis"), ("  ", "base")]
+        row: Row = [(line.label.rjust(LABEL_CELLS), "accent" if line.selected else "axis"), ("  ", "base")]
         if cells > 0:
             row += _bar(line.phases, cells, widest, symbols)
-        row.append((figure(line.total_ms, 1, 8), "bright" if line.selected else "dim"))
-        rows.append(cut(row, width))
-    return rows + [cut([], width) for _ in range(height - len(rows))]
+        row.append((format_number(line.total_ms, 1, 8), "bright" if line.selected else "dim"))
+        rows.append(fit_row(row, width))
+    return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
 
 def _legend(names: Sequence[str], symbols: bool) -> Row:
     row: Row = []
     for index, name in enumerate(names):
         mark = SHAPES[index] if symbols else "■"
-        row += [(f"{' ' if index else ''}{mark}", f"part:{PHASE_COLOURS[index]}"), (f" {name}", "dim")]
+        row += [(f"{' ' if index else ''}{mark}", f"phase:{PHASE_COLOURS[index]}"), (f" {name}", "dim")]
     return row
 
 
@@ -139,21 +149,21 @@ def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> R
         here = PHASE_COLOURS[index]
         filled = min(ends[index] - begin, 8)
         if symbols:
-            pieces.append((SHAPES[index], f"part:{here}"))
+            pieces.append((SHAPES[index], f"phase:{here}"))
         elif filled == 8:
-            pieces.append(("█", f"part:{here}"))
+            pieces.append(("█", f"phase:{here}"))
         else:
             following = next((i for i in range(index + 1, len(ends)) if ends[i] > ends[index]), None)
-            role = f"part:{here}" if following is None else f"part:{here}:{PHASE_COLOURS[following]}"
+            role = f"phase:{here}" if following is None else f"phase:{here}:{PHASE_COLOURS[following]}"
             pieces.append((EIGHTHS[filled], role))
-    return merged(pieces)
+    return merge(pieces)
 
 
 class StepBars(Panel):
-    """The composition of the newest step, per rank."""
+    """The phases of the newest step, per rank."""
 
     def seen_version(self) -> object:
-        """The bars show the newest events, complete steps or not."""
+        """Change with every event: bars show the newest ones."""
         return self.live.version
 
     def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:

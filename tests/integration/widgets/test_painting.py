@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from frames import SyntheticRun, synthetic_run
+from run_in_memory import RunInMemory, run_in_memory
 from textual import events
 from textual.app import App, ComposeResult
-from textual.geometry import Region
 from textual.message import Message
 from textual.pilot import Pilot
+from textual.strip import Strip
 from textual.widgets import Static
 
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
-from gputrain_tui.console.widgets.rank_grid import BRIGHT_S, RankGrid
+from gputrain_tui.console.widgets.rank_grid import HIGHLIGHT_S, RankGrid
 from gputrain_tui.console.widgets.step_bars import StepBars
 from trainer.contract.record import Step
 
@@ -24,7 +24,7 @@ Scenario = Callable[["Stage", Pilot[None]], Awaitable[None]]
 
 
 class Stage(App[None]):
-    def __init__(self, run: SyntheticRun) -> None:
+    def __init__(self, run: RunInMemory) -> None:
         super().__init__()
         self.time = 100.0
         self.grid = RankGrid(run, now=lambda: self.time, id="grid")
@@ -43,9 +43,9 @@ class Stage(App[None]):
         self.seen.append(message)
 
 
-def stage(scenario: Scenario, run: SyntheticRun | None = None, size: tuple[int, int] = (100, 40)) -> None:
+def stage(scenario: Scenario, run: RunInMemory | None = None, size: tuple[int, int] = (100, 40)) -> None:
     async def play() -> None:
-        app = Stage(run or synthetic_run(40, 30))
+        app = Stage(run or run_in_memory(40, 30))
         async with app.run_test(size=size) as pilot:
             app.grid.focus()
             await pilot.pause()
@@ -97,35 +97,20 @@ def test_the_mouse_picks_sorts_and_scrolls() -> None:
     stage(scenario)
 
 
-def test_nothing_is_painted_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
-        panels = [app.grid, *app.charts]
-        for panel in panels:
-            panel.tick()
-        await pilot.pause()
-        painted: list[object] = []
-        for panel in panels:
-            monkeypatch.setattr(panel, "refresh", lambda *regions, panel=panel: painted.append(panel))
-            panel.tick()
-        assert painted == []
-
-    stage(scenario)
-
-
-def test_only_lines_that_changed_are_painted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_changes_the_line_of_its_rank_and_nothing_else_and_no_step_changes_nothing() -> None:
     async def scenario(app: Stage, pilot: Pilot[None]) -> None:
         app.grid.tick()
-        await pilot.pause()
-        before = lines(app.grid)
-        painted: list[Region] = []
-        monkeypatch.setattr(app.grid, "refresh", lambda *regions: painted.extend(regions))
+        before = strips(app.grid)
+        app.grid.tick()
+        assert strips(app.grid) == before
         run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
         app.grid.tick()
-        changed = {row for row, line in enumerate(lines(app.grid)) if line != before[row]}
-        assert changed
-        assert {row for region in painted for row in range(region.y, region.bottom)} == changed
+        assert [y for y, (old, new) in enumerate(zip(before, strips(app.grid), strict=True)) if old != new] == [6]
 
-    run = synthetic_run(40, 30)
+    def strips(grid: RankGrid) -> list[Strip]:
+        return [grid.render_line(y) for y in range(grid.size.height)]
+
+    run = run_in_memory(40, 30)
     stage(scenario, run)
 
 
@@ -136,7 +121,7 @@ def test_a_changed_line_is_bright_and_dims_by_itself() -> None:
         run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
         app.grid.tick()
         bright = app.grid.render_line(6)
-        app.time += BRIGHT_S
+        app.time += HIGHLIGHT_S
         app.grid.tick()
         dim = app.grid.render_line(6)
         assert styles(bright) != styles(normal)
@@ -146,7 +131,7 @@ def test_a_changed_line_is_bright_and_dims_by_itself() -> None:
     def styles(strip: object) -> set[object]:
         return {segment.style.color for segment in strip if segment.text.strip()}  # type: ignore[attr-defined]
 
-    run = synthetic_run(40, 30)
+    run = run_in_memory(40, 30)
     stage(scenario, run)
 
 
@@ -162,7 +147,7 @@ def test_the_cursor_stays_on_its_rank_while_ranks_change_places() -> None:
         assert app.grid.selected_rank == rank
         assert lines(app.grid)[-1].startswith("▸")
 
-    run = synthetic_run(40, 30)
+    run = run_in_memory(40, 30)
     stage(scenario, run)
 
 
@@ -173,7 +158,7 @@ def test_a_filter_and_its_removal_keep_the_grid_in_bounds() -> None:
         assert [line.split()[0] for line in lines(app.grid)[2:4]] == ["0", "1"]
         app.grid.set_filter("")
         await pilot.press("end")
-        assert lines(app.grid)[-1].split()[1] == "39"
+        assert app.grid.selected_rank == 39
 
     stage(scenario)
 

@@ -3,19 +3,20 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from frames import SyntheticRun, assert_frame, synthetic_run
+from run_in_memory import RunInMemory, run_in_memory
 
 from gputrain_tui.console.widgets.band_chart import Curve, Scale, chart_columns, draw_curve
-from gputrain_tui.console.widgets.drawing import Row, text_of
+from gputrain_tui.console.widgets.drawing import Row, row_text
 from gputrain_tui.history.series import Window
 
-RUN = synthetic_run()
+RUN = run_in_memory()
 
 
-def loss_curve(run: SyntheticRun, width: int, *, rank: int | None = None, scale: Scale = "linear") -> Curve:
+def loss_curve(run: RunInMemory, width: int, *, rank: int | None = None, scale: Scale = "linear") -> Curve:
     columns = chart_columns(width)
     return Curve(
         title="loss",
@@ -35,24 +36,35 @@ def curve_of(values: list[float], *, first: int = 1, scale: Scale = "linear") ->
     return Curve(title="loss", window=window, value=values[-1] if values else math.nan, scale=scale)
 
 
+def is_curve(char: str) -> bool:
+    return 0x2800 < ord(char) <= 0x28FF
+
+
 def braille(rows: list[Row]) -> int:
-    return sum(0x2800 < ord(char) <= 0x28FF for row in rows for char in text_of(row))
+    return sum(is_curve(char) for row in rows for char in row_text(row))
 
 
 @pytest.mark.parametrize(("width", "height"), [(38, 6), (58, 12), (98, 18)])
-def test_a_loss_curve_at_three_sizes(width: int, height: int) -> None:
+def test_a_falling_loss_is_drawn_from_the_upper_left_to_the_lower_right(width: int, height: int) -> None:
     rows = draw_curve(loss_curve(RUN, width, rank=5), width, height)
-    assert_frame(f"band_chart_{width}x{height}", rows, width, height)
+    assert [len(row_text(row)) for row in rows] == [width] * height
+    assert row_text(rows[0]).startswith("loss 1.506 nats  rank 5 1.624 ")
+    assert row_text(rows[-1]).rstrip().endswith("step 200")
+    plot = [row_text(row)[8:] for row in rows[1:-1]]
+    heights = [next(y for y, line in enumerate(plot) if is_curve(line[x])) for x in range(width - 8)]
+    assert heights[0] < heights[-1] == max(heights)
+    assert all(after >= before - 1 for before, after in pairwise(heights))
 
 
 def test_a_logarithmic_curve_has_round_decades() -> None:
     rows = draw_curve(loss_curve(RUN, 58, scale="log"), 58, 12)
-    assert_frame("band_chart_log", rows, 58, 12)
+    assert row_text(rows[0]).endswith("median in min–max of 16 ranks  log")
+    assert labels(rows) == [10, 5, 2]
 
 
 def test_a_logarithmic_curve_within_a_decade_still_has_labels() -> None:
     rows = draw_curve(curve_of([1.3 + n / 50 for n in range(50)], scale="log"), 40, 12)
-    labels = [text_of(row)[:6].strip() for row in rows[1:-1]]
+    labels = [row_text(row)[:6].strip() for row in rows[1:-1]]
     assert len(set(labels) - {""}) >= 2
 
 
@@ -75,18 +87,18 @@ def test_a_logarithmic_curve_within_a_decade_still_has_labels() -> None:
 def test_odd_curves_are_drawn_within_their_cells(values: list[float], marks: int, scale: Scale) -> None:
     rows = draw_curve(curve_of(values, scale=scale), 40, 10)
     assert len(rows) == 10
-    assert {len(text_of(row)) for row in rows} == {40}
+    assert {len(row_text(row)) for row in rows} == {40}
     if scale == "linear":
         assert braille(rows) >= marks
 
 
 def test_an_empty_chart_says_why() -> None:
-    assert "no step yet" in "".join(map(text_of, draw_curve(curve_of([]), 40, 8)))
+    assert "no step yet" in "".join(map(row_text, draw_curve(curve_of([]), 40, 8)))
 
 
 def test_a_gap_stays_empty() -> None:
     values = [1.0] * 20 + [math.nan] * 20 + [1.0] * 20
-    [line] = [text_of(row) for row in draw_curve(curve_of(values), 38, 4)[1:] if braille([row])]
+    [line] = [row_text(row) for row in draw_curve(curve_of(values), 38, 4)[1:] if braille([row])]
     assert line[8:].count(" ") + line[8:].count("┈") == 10
 
 
@@ -118,7 +130,7 @@ def test_no_random_curve_leaves_its_cells() -> None:
         )
         rows = draw_curve(curve, width, height)
         assert len(rows) == height
-        assert all(len(text_of(row)) == width for row in rows)
+        assert all(len(row_text(row)) == width for row in rows)
 
 
 def spiky(values: list[float], **more: Any) -> Curve:
@@ -126,7 +138,7 @@ def spiky(values: list[float], **more: Any) -> Curve:
 
 
 def labels(rows: list[Row]) -> list[float]:
-    return [float(text) for row in rows[1:-1] if (text := text_of(row)[:6].strip())]
+    return [float(text) for row in rows[1:-1] if (text := row_text(row)[:6].strip())]
 
 
 def test_a_rare_spike_does_not_hide_what_is_usual() -> None:
@@ -134,8 +146,8 @@ def test_a_rare_spike_does_not_hide_what_is_usual() -> None:
     whole, cropped = draw_curve(curve_of(values), 58, 12), draw_curve(spiky(values), 58, 12)
     assert max(labels(whole)) == 2000
     assert max(labels(cropped)) < 40
-    assert "▴ spikes up to 2,000" in text_of(cropped[0])
-    assert text_of(cropped[1]).index("▴") == 8 + 60 // 2
+    assert "▴ spikes up to 2,000" in row_text(cropped[0])
+    assert row_text(cropped[1]).index("▴") == 8 + 60 // 2
 
 
 def test_a_new_level_at_the_end_is_no_spike() -> None:
@@ -146,4 +158,4 @@ def test_a_new_level_at_the_end_is_no_spike() -> None:
 def test_spikes_stay_whole_on_a_logarithmic_scale_and_where_they_are_low() -> None:
     values = [20.0 + n % 5 for n in range(60)] + [28.0] + [20.0 + n % 5 for n in range(39)]
     for curve in (spiky(values), spiky([*values[:60], 2000.0, *values[61:]], scale="log")):
-        assert not any("▴" in text_of(row) for row in draw_curve(curve, 58, 12))
+        assert not any("▴" in row_text(row) for row in draw_curve(curve, 58, 12))

@@ -3,10 +3,20 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from gputrain_tui.console.widgets.arrivals import Arrivals, draw_joining
-from gputrain_tui.console.widgets.drawing import Row, cells, cropped, current, cut, fitted, headline, message, text_of
+from gputrain_tui.console.widgets.drawing import (
+    Row,
+    cell_count,
+    centred_text,
+    crop,
+    fit_row,
+    format_value,
+    pad,
+    row_text,
+    title_row,
+)
 from gputrain_tui.console.widgets.rank_filter import RankFilter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
+from gputrain_tui.console.widgets.rendezvous import RendezvousProgress, draw_rendezvous
 from gputrain_tui.state import RankView
 
 SCRIPTS = ["node3", "計算機二号", "a計b", "узел", "🎉🎉", "e\u0301e\u0301", "–…▸✗●⣿█", "👩\u200d🚀", ""]
@@ -14,16 +24,16 @@ SCRIPTS = ["node3", "計算機二号", "a計b", "узел", "🎉🎉", "e\u0301
 
 @pytest.mark.parametrize("text", SCRIPTS)
 def test_cells_are_counted_as_a_terminal_counts_them(text: str) -> None:
-    assert cells(text) == cell_len(text)
+    assert cell_count(text) == cell_len(text)
 
 
 @pytest.mark.parametrize("wide", range(12))
 @pytest.mark.parametrize("text", SCRIPTS)
 def test_a_text_of_any_script_takes_exactly_the_room_it_is_given(text: str, wide: int) -> None:
-    assert cell_len(cropped(text, wide)) <= wide
-    assert cell_len(fitted(text, wide)) == wide
+    assert cell_len(crop(text, wide)) <= wide
+    assert cell_len(pad(text, wide)) == wide
     row: Row = [("ab", "dim"), (text, "bright"), ("c", "dim")]
-    assert cell_len(text_of(cut(row, wide))) == wide
+    assert cell_len(row_text(fit_row(row, wide))) == wide
 
 
 @pytest.mark.parametrize("width", [20, 40, 78, 118])
@@ -39,13 +49,15 @@ def test_names_of_any_script_and_length_keep_every_line_whole(name: str, width: 
     frames = [
         draw_grid(grid, width, 8),
         draw_grid(GridView(rows=[], ranks=3, hosts={name}, filter_text=text), width, 8),
-        draw_joining(Arrivals(hosts=[(name, [(0, "here"), (1, "joining")])], here=1, missing=[1]), width, 8),
-        message(width, 4, [name]),
-        [cut(headline(width, [(name, "title")], [[(name, "dim")]]), width)],
+        draw_rendezvous(
+            RendezvousProgress(hosts=[(name, [(0, "here"), (1, "joining")])], here=1, missing=[1]), width, 8
+        ),
+        centred_text(width, 4, [name]),
+        [fit_row(title_row(width, [(name, "title")], [[(name, "dim")]]), width)],
     ]
     for frame in frames[:3]:
-        assert all(char.isprintable() for row in frame for char in text_of(row))
-    assert {cell_len(text_of(row)) for frame in frames for row in frame} == {width}
+        assert all(char.isprintable() for row in frame for char in row_text(row))
+    assert {cell_len(row_text(row)) for frame in frames for row in frame} == {width}
 
 
 @pytest.mark.parametrize(
@@ -53,4 +65,4 @@ def test_names_of_any_script_and_length_keep_every_line_whole(name: str, width: 
     [(None, "–"), (0.3, "0.300"), (0.0123, "0.0123"), (1.0, "1.000"), (24.4, "24.40"), (1234.5, "1,234"), (0, "0.000")],
 )
 def test_a_newest_value_has_as_many_digits_as_are_worth_reading(value: float | None, text: str) -> None:
-    assert current(value) == text
+    assert format_value(value) == text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.console.widgets.findings import Entry, draw_findings
+from gputrain_tui.console.widgets.findings import FindingEntry, draw_findings
 
-LATE = Entry(
+LATE = FindingEntry(
     key=("straggler", 3, 2.0),
     time=2.0,
     severity="warning",
@@ -17,7 +17,7 @@ LATE = Entry(
     evidence=(("late_ms", 20.1),),
     advice="give its loader more workers",
 )
-OLD = Entry(key=("loss_spike", None, 1.0), time=1.0, severity="info", cleared=True, rank=None, where="",
+OLD = FindingEntry(key=("loss_spike", None, 1.0), time=1.0, severity="info", cleared=True, rank=None, where="",
             message="the loss of all ranks jumped to four times what it was before")  # fmt: skip
 
 

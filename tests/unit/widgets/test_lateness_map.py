@@ -4,10 +4,10 @@ import math
 import random
 
 import pytest
-from frames import assert_frame, synthetic_run
+from run_in_memory import run_in_memory
 
 from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PHASE_COLOURS, PLAIN, SIXTEEN, SIXTEEN_LIGHT, Ramp
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.lateness_map import (
     Heat,
     draw_heat,
@@ -17,7 +17,7 @@ from gputrain_tui.console.widgets.lateness_map import (
     thresholds,
 )
 
-RUN = synthetic_run()
+RUN = run_in_memory()
 
 
 def heat(width: int, height: int) -> Heat:
@@ -35,15 +35,22 @@ def heat(width: int, height: int) -> Heat:
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 10), (98, 18)])
-def test_lateness_at_three_sizes(width: int, height: int) -> None:
+def test_a_rank_that_becomes_late_stands_out_from_then_on(width: int, height: int) -> None:
     rows = draw_heat(heat(width, height), width, height, symbols=True)
-    assert_frame(f"lateness_map_{width}x{height}", rows, width, height)
+    assert [len(row_text(row)) for row in rows] == [width] * height
+    assert row_text(rows[0]).startswith("late 64.65 ms  rank 5 ")
+    assert row_text(rows[-1]).rstrip().endswith("step 200")
+    lines = [row_text(row)[8:] for row in rows[1:-1]]
+    assert [row_text(row)[:8].strip() for row in rows[1:-1] if "#" in row_text(row)] == ["▸5"]
+    late = next(line for line in lines if "#" in line)
+    assert late.rstrip("#") == late[: late.index("#")]
+    assert abs(late.index("#") - len(late) // 2) <= 1
 
 
 def test_two_ranks_share_a_line_in_halves() -> None:
     rows = draw_heat(heat(58, 10), 58, 10)
-    line = next(row for row in rows if "▸5" in text_of(row))
-    assert "▀" in text_of(line)
+    line = next(row for row in rows if "▸5" in row_text(row))
+    assert "▀" in row_text(line)
 
 
 @pytest.mark.parametrize(("ranks", "rows", "size"), [(2, 8, 1), (16, 8, 1), (17, 8, 2), (1024, 16, 32), (1000, 5, 104)])
@@ -70,7 +77,7 @@ def test_the_hottest_level_is_within_what_was_measured() -> None:
 
 def test_one_rank_alone_is_never_late() -> None:
     alone = Heat(columns=[], ranks=1, group=1, first_step=0, last_step=0)
-    assert "two ranks" in "".join(map(text_of, draw_heat(alone, 60, 8)))
+    assert "two ranks" in "".join(map(row_text, draw_heat(alone, 60, 8)))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +87,7 @@ def test_one_rank_alone_is_never_late() -> None:
 )
 def test_every_ramp_has_all_levels_and_parts(ramp: Ramp) -> None:
     assert len(ramp.heat) == HEAT_LEVELS
-    assert len(ramp.parts) == len(PHASE_COLOURS)
+    assert len(ramp.phases) == len(PHASE_COLOURS)
 
 
 def test_no_map_leaves_its_cells() -> None:
@@ -96,4 +103,4 @@ def test_no_map_leaves_its_cells() -> None:
         shown = Heat(columns=columns, ranks=ranks, group=group, first_step=1, last_step=source.randrange(1, 10**9))
         rows = draw_heat(shown, width, height, symbols=source.random() < 0.5)
         assert len(rows) == height
-        assert all(len(text_of(row)) == width for row in rows)
+        assert all(len(row_text(row)) == width for row in rows)

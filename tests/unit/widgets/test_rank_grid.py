@@ -4,9 +4,9 @@ import random
 from itertools import pairwise
 
 import pytest
-from frames import assert_frame, synthetic_run
+from run_in_memory import run_in_memory
 
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.rank_columns import COLUMNS, layout, sort_ranks
 from gputrain_tui.console.widgets.rank_filter import RankFilter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
@@ -14,7 +14,7 @@ from gputrain_tui.state import RankView
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Failure, RankState
 
-RUN = synthetic_run()
+RUN = run_in_memory()
 RUN.apply(Failure(time=900.0, kind="exception", message="boom", rank=9, host="node001"))
 VIEWS = list(RUN.state.ranks.values())
 LATE = RUN.state.lateness()
@@ -36,25 +36,40 @@ def grid(views: list[RankView] | None = None, **changes: object) -> GridView:
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (78, 12), (118, 12), (198, 20)])
-def test_the_grid_is_composed_at_every_width(width: int, height: int) -> None:
-    assert_frame(f"rank_grid_{width}x{height}", draw_grid(grid(), width, height), width, height)
+def test_the_cursor_the_warning_and_the_failure_are_marked_at_every_width(width: int, height: int) -> None:
+    frame = [row_text(row) for row in draw_grid(grid(), width, height)]
+    assert [len(line) for line in frame] == [width] * height
+    assert frame[0].startswith("ranks 16  1 failed ")
+    shown = {line[1:6].strip(): line[0] for line in frame[2:] if line.strip()}
+    assert list(shown) == [str(rank) for rank in range(min(height - 2, 16))]
+    assert {rank: mark for rank, mark in shown.items() if mark != " "} == {
+        rank: mark for rank, mark in {"2": "▸", "5": "▲", "9": "✗"}.items() if rank in shown
+    }
+    if width >= 78:
+        assert frame[7].index("64.6") > frame[1].index("late ms") - 2
 
 
 def test_a_sorted_and_filtered_grid_says_so() -> None:
     kept = [view for view in VIEWS if RankFilter("late>5").keeps(view, LATE)]
     rows = sort_ranks(kept, LATE, "late", descending=True)
-    frame = draw_grid(grid(rows, sort_key="late", descending=True, filter_text="late>5"), 98, 8)
-    assert_frame("rank_grid_filtered", frame, 98, 8)
+    frame = [
+        row_text(row) for row in draw_grid(grid(rows, sort_key="late", descending=True, filter_text="late>5"), 98, 8)
+    ]
+    assert frame[0].startswith("ranks 16  /late>5  4 ")
+    assert frame[0].endswith(" by late ms, down")
+    assert "▾late ms" in frame[1]
+    assert [line[1:6].strip() for line in frame[2:]] == ["5", "15", "13", "7", "", ""]
 
 
 def test_a_filter_that_keeps_nothing_is_named() -> None:
     frame = draw_grid(grid([], filter_text="host:moon"), 78, 6)
-    assert "no rank matches host:moon" in "".join(map(text_of, frame))
+    assert "no rank matches host:moon" in "".join(map(row_text, frame))
 
 
 def test_ranks_that_have_not_started_show_dashes() -> None:
-    frame = draw_grid(grid([RankView(0), RankView(1)]), 118, 6)
-    assert_frame("rank_grid_silent", frame, 118, 6)
+    frame = [row_text(row) for row in draw_grid(grid([RankView(0), RankView(1)], late={}), 118, 6)]
+    for rank, line in enumerate(frame[2:4]):
+        assert set(line.split()) == {str(rank), "–"}
 
 
 @pytest.mark.parametrize("width", range(1, 220, 7))
@@ -127,7 +142,7 @@ def test_a_filter_that_is_not_understood_says_what_is_allowed(text: str, complai
 
 def test_no_grid_leaves_its_cells() -> None:
     source = random.Random(11)
-    run = synthetic_run(40, 3)
+    run = run_in_memory(40, 3)
     for rank in range(0, 40, 3):
         run.apply(RankState(time=1e3, rank=rank, state="failed", host="h" * source.randrange(40), device="cpu"))
     views = list(run.state.ranks.values())
@@ -143,4 +158,4 @@ def test_no_grid_leaves_its_cells() -> None:
             width, height,
         )  # fmt: skip
         assert len(frame) == height
-        assert all(len(text_of(row)) == width for row in frame)
+        assert all(len(row_text(row)) == width for row in frame)

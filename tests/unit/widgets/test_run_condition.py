@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.console.widgets.drawing import length, text_of
-from gputrain_tui.console.widgets.run_condition import JUDGED_FROM, run_condition
-from gputrain_tui.console.widgets.run_header import RunHeading, Summary, draw_header
+from gputrain_tui.console.widgets.drawing import row_cells, row_text
+from gputrain_tui.console.widgets.run_condition import LEAST_STEPS, run_condition
+from gputrain_tui.console.widgets.run_header import RunFigures, RunHeading, draw_header
 from gputrain_tui.diagnosis import KINDS
 from gputrain_tui.state import RunState
 from trainer.contract.record import Finding, Step
 
 
-def state_with(*findings: Finding, step: int = JUDGED_FROM) -> RunState:
+def state_with(*findings: Finding, step: int = LEAST_STEPS) -> RunState:
     state = RunState(world_size=2)
     for rank in (0, 1):
         state.apply(Step(time=1.0, rank=rank, step=step, epoch=1, steps=1, loss=1.0, samples=8))
@@ -23,13 +23,13 @@ def late(rank: int, late_ms: float, **more: str) -> Finding:
     return Finding(time=2.0, kind="straggler", rank=rank, evidence={"late_ms": late_ms}, **more)  # type: ignore[arg-type]
 
 
-def said(*findings: Finding, step: int = JUDGED_FROM) -> list[str]:
-    return [text_of(form) for form in run_condition(state_with(*findings, step=step))]
+def said(*findings: Finding, step: int = LEAST_STEPS) -> list[str]:
+    return [row_text(form) for form in run_condition(state_with(*findings, step=step))]
 
 
 def test_a_run_without_findings_says_so_once_there_was_enough_to_judge() -> None:
     assert said() == ["✓ no findings"]
-    assert said(step=JUDGED_FROM - 1) == []
+    assert said(step=LEAST_STEPS - 1) == []
 
 
 def test_the_latest_rank_is_named_with_its_cause() -> None:
@@ -59,12 +59,12 @@ def test_every_kind_of_finding_has_its_few_words(kind: str) -> None:
 @pytest.mark.parametrize("width", range(1, 140, 3))
 def test_the_header_has_the_verdict_before_the_clock_and_the_names(width: int) -> None:
     head = RunHeading(
-        status="running", name="bert", id="20270115-080000-bert", world_size=24, hosts=3, summary=Summary(),
-        elapsed_s=60.0, eta_s=5000.0, verdict=run_condition(state_with(late(1, 20.0, cause="data"))),
+        status="running", name="bert", id="20270115-080000-bert", world_size=24, hosts=3, summary=RunFigures(),
+        elapsed_s=60.0, eta_s=5000.0, condition=run_condition(state_with(late(1, 20.0, cause="data"))),
     )  # fmt: skip
     row = draw_header(head, width, 2)[0]
-    assert length(row) == width
-    text = text_of(row)
+    assert row_cells(row) == width
+    text = row_text(row)
     if width >= 64:
         assert "rank 1 late 20 ms" in text
         assert "left 1:23:20" in text

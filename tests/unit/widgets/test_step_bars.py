@@ -1,22 +1,27 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
-from frames import assert_frame, synthetic_run
+from run_in_memory import run_in_memory
 
-from gputrain_tui.console.widgets.drawing import text_of
+from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.step_bars import Bar, bars, draw_bars
 from gputrain_tui.state import RankView
 
-RUN = synthetic_run()
+RUN = run_in_memory()
 VIEWS = [RUN.state.ranks[rank] for rank in sorted(RUN.state.ranks)]
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 9), (98, 18)])
-def test_steps_are_stacked_at_three_sizes(width: int, height: int) -> None:
-    rows = draw_bars(bars(VIEWS, height - 1, 5), width, height, symbols=True)
-    assert_frame(f"step_bars_{width}x{height}", rows, width, height)
+def test_the_phases_of_a_step_are_stacked_in_their_order(width: int, height: int) -> None:
+    rows = [row_text(row) for row in draw_bars(bars(VIEWS, height - 1, 5), width, height, symbols=True)]
+    assert [len(row) for row in rows] == [width] * height
+    assert rows[0].startswith("step 273.1 ms ")
+    phases = [re.sub(r"(.)\1*", r"\1", row[8:].split()[0]) for row in rows[1:] if row.strip()]
+    assert phases
+    assert set(phases) <= {"▒█▓░", "█▓░", "▒█▓░▞", "█▓░▞"}
 
 
 def test_the_selected_rank_stands_above_the_groups() -> None:
@@ -32,14 +37,14 @@ def test_every_rank_has_its_bar_where_there_is_room() -> None:
 def test_a_bar_ends_where_its_step_ends() -> None:
     lines = [Bar(label="0", phases=(50.0, 50.0, 0, 0, 0, 0)), Bar(label="1", phases=(25.0, 25.0, 0, 0, 0, 0))]
     rows = draw_bars(lines, 56, 3)
-    whole, half = (text_of(row)[8:48] for row in rows[1:])
+    whole, half = (row_text(row)[8:48] for row in rows[1:])
     assert whole == "█" * 40
     assert half == "█" * 20 + " " * 20
 
 
 def test_what_was_not_measured_is_said() -> None:
     assert bars([RankView(0)], 5, None) == []
-    assert "not measured yet" in "".join(map(text_of, draw_bars([], 60, 5)))
+    assert "not measured yet" in "".join(map(row_text, draw_bars([], 60, 5)))
 
 
 def test_no_bar_leaves_its_cells() -> None:
@@ -50,4 +55,4 @@ def test_no_bar_leaves_its_cells() -> None:
         lines = [Bar(label=str(index), phases=p) for index, p in enumerate(phases)]
         rows = draw_bars(lines, width, height, symbols=source.random() < 0.5)
         assert len(rows) == height
-        assert all(len(text_of(row)) == width for row in rows)
+        assert all(len(row_text(row)) == width for row in rows)

@@ -1,0 +1,50 @@
+"""Interface of the app for its screens, which so need not import it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from textual.screen import Screen
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.launch_session import LaunchSession
+    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.history.runs import Run
+    from gputrain_tui.lifecycle.start import Prepared
+    from gputrain_tui.lifecycle.warm_pool import WarmPool
+
+
+class AppProtocol(Protocol):
+    """The app, as its screens see it."""
+
+    session: LaunchSession
+    """State shared for the next launch."""
+    live: LiveRun | None
+    """The run that was opened last."""
+    warm: WarmPool | None
+    """Processes that have torch loaded; None: without them."""
+    quiet_s: float
+    """Seconds between the last two keys."""
+
+    def report(self, text: str, *, alarm: bool = False) -> None:
+        """Show a notification."""
+
+    async def action_go(self, name: str) -> None:
+        """Go to one of the four screens."""
+
+    def action_demo(self) -> None:
+        """Launch the demo."""
+
+    async def open_run(self, run: Run) -> None:
+        """Show a run from its beginning on."""
+
+    async def launch(self, prepared: Prepared) -> None:
+        """Start a prepared run, detached, and show it."""
+
+    def ask_to_stop(self, run: Run) -> None:
+        """Stop a run everywhere, once the person has confirmed it."""
+
+
+def app_of(screen: Screen[Any]) -> AppProtocol:
+    """Return the app of a screen."""
+    return cast(AppProtocol, screen.app)

@@ -1,0 +1,130 @@
+"""Ranks that have joined and that are missing, host by host, until the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gputrain_tui.console.ramp import Ramp
+from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_row, merge, pad, title_row
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.headless.progress import ranks_text
+from gputrain_tui.state import RunState
+from gputrain_tui.tables import duration, printable
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
+
+SIGNS = {
+    "absent": ("·", "dim", "not started"),
+    "spawned": ("◌", "dim", "starting"),
+    "joining": ("◍", "accent", "joining"),
+    "here": ("●", "bright", "here"),
+    "failed": ("✗", "error", "failed"),
+    "ended": ("╌", "victim", "ended with it"),
+}
+"""Sign, role and word of each state before the training."""
+
+
+LOADING = {"absent", "spawned"}
+"""States in which a rank loads torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousProgress:
+    """Progress of the rendezvous: every rank's state before the first step."""
+
+    hosts: Sequence[tuple[str, Sequence[tuple[int, str]]]]
+    """Per host its ranks, each with a key of ``SIGNS``."""
+    here: int
+    missing: Sequence[int]
+    waited_s: float | None = None
+
+
+def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
+    """Return the ranks' states before the first step."""
+    here = set(state.joined)
+    hosts: dict[str, list[tuple[int, str]]] = {}
+    for rank, view in sorted(state.ranks.items()):
+        if view.outcome is not None:
+            sign = "ended"
+        elif rank in here:
+            sign = "here"
+        elif view.state is None:
+            sign = "absent"
+        elif view.state in SIGNS:
+            sign = view.state
+        else:
+            sign = "here"
+        hosts.setdefault(view.host or "this machine", []).append((rank, sign))
+    return RendezvousProgress(
+        hosts=list(hosts.items()),
+        here=len(here),
+        missing=state.missing,
+        waited_s=max(0.0, now - state.started) if state.started is not None else None,
+    )
+
+
+def draw_rendezvous(seen: RendezvousProgress, width: int, height: int) -> list[Row]:
+    """Return the view as ``height`` rows of ``width`` cells, hosts with missing ranks first."""
+    if height < 1 or width < 1:
+        return [[] for _ in range(max(height, 0))]
+    total = sum(len(ranks) for _, ranks in seen.hosts)
+    left: Row = [("joining", "title"), (f" {seen.here:,}", "bright"), (f" of {total:,}", "dim")]
+    waited: Row = [("waiting ", "dim"), (duration(seen.waited_s), "bright")] if seen.waited_s is not None else []
+    rows: list[Row] = [title_row(width, left, [waited] if waited else []), []]
+    if seen.missing:
+        rows.append([("  waiting for ", "dim"), (ranks_text(seen.missing, limit=12), "title")])
+    elif total:
+        rows.append([("  all ranks are here; the first step comes next", "bright")])
+    if total and {sign for _, ranks in seen.hosts for _, sign in ranks} <= LOADING:
+        rows.append([("  a rank loads torch before it joins: seconds, on a busy machine more", "dim")])
+    rows.append([])
+    legend: Row = []
+    present = {sign for _, ranks in seen.hosts for _, sign in ranks}
+    for key, (sign, role, word) in SIGNS.items():
+        if key in present:
+            legend += [(f"  {sign}", role), (f" {word}", "dim")]
+    name_wide = min(max((cell_count(host) for host, _ in seen.hosts), default=0), 24)
+    hosts = sorted(seen.hosts, key=lambda item: all(sign == "here" for _, sign in item[1]))
+    room = height - len(rows) - 2
+    for index, (host, ranks) in enumerate(hosts):
+        if index >= room - 1 and len(hosts) > room:
+            rows.append([(f"  … and {len(hosts) - index:,} more hosts", "dim")])
+            break
+        rows.append(_host(host, ranks, name_wide, width))
+    rows += [[], legend]
+    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
+
+
+def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: int) -> Row:
+    count = sum(sign == "here" for _, sign in ranks)
+    span = f"{ranks[0][0]}–{ranks[-1][0]}" if len(ranks) > 1 else f"{ranks[0][0]}"
+    name = printable(host)
+    word = "ranks" if len(ranks) > 1 else "rank"
+    row: Row = [
+        ("  ", "base"),
+        (pad(name, name_wide), "bright" if count < len(ranks) else "dim"),
+        (f"  {word} {span}".ljust(18), "dim"),
+        (f"{count:>4}/{len(ranks)}  ", "bright" if count < len(ranks) else "dim"),
+    ]
+    used = sum(len(text) for text, _ in row)
+    signs = merge((SIGNS[sign][0], SIGNS[sign][1]) for _, sign in ranks[: max(width - used - 2, 0)])
+    return [*row, *signs]
+
+
+class RendezvousView(Panel):
+    """Ranks that have joined and that are missing."""
+
+    live: LiveRun
+
+    def seen_version(self) -> object:
+        """Change also with the seconds on the clock."""
+        elapsed = self.live.elapsed_s
+        return self.live.version, int(elapsed) if elapsed is not None else None
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the view."""
+        live = self.live
+        return draw_rendezvous(rendezvous_progress(live.state, live.now()), width, height)

@@ -1,0 +1,179 @@
+"""The card of a failed run: rank, host, failure, log tail, and what the other ranks were doing."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gputrain_tui.console.ramp import Ramp
+from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.headless.progress import ranks_text
+from gputrain_tui.lifecycle.attempt_outcome import last_lines
+from gputrain_tui.state import RunState
+from gputrain_tui.state.rank_outcome import LOST_PEER, STOPPED
+from gputrain_tui.tables import printable
+from trainer.contract.record import Failure
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
+
+LOG_LINES = 12
+"""Last lines kept of the failed rank's log; the card shows as many as fit."""
+MOST_GROUPS = 3
+"""Most groups of other ranks, by what they were doing."""
+STATE_TEXTS = {
+    "spawned": "were starting",
+    "joining": "waited for the others to join",
+    "ready": "were about to train",
+    "training": "were training",
+    "validating": "were validating",
+    "saving": "were saving a checkpoint",
+    "finished": "had finished",
+    "failed": "failed as well",
+    None: "had not been heard of",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootCause:
+    """Content of the card: the first failure, its log tail and the other ranks."""
+
+    failure: Failure
+    log: Sequence[str] = ()
+    """Last lines of the failed rank's log."""
+    log_path: str = ""
+    other_ranks: Sequence[str] = ()
+    """What the other ranks were doing, a line per kind."""
+
+
+def other_ranks(state: RunState, root_cause: int | None) -> list[str]:
+    """Return what the other ranks were doing when one failed, most of them first."""
+    groups: dict[str, list[int]] = {}
+    for rank, view in sorted(state.ranks.items()):
+        if rank == root_cause:
+            continue
+        failure = view.failure
+        if view.outcome == LOST_PEER:
+            doing = "waited for it in a collective"
+        elif view.outcome == STOPPED:
+            before = view.state if view.state != "failed" else "training" if view.last is not None else "spawned"
+            doing = f"{STATE_TEXTS[before]}, then were stopped"
+        elif failure is not None:
+            doing = f"failed as well: {printable(failure.message)}"
+        else:
+            doing = STATE_TEXTS[view.state]
+        if view.last is not None:
+            doing += f", step {view.last.step:,} done"
+        groups.setdefault(doing, []).append(rank)
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[1][0]))
+    lines = [f"{ranks_text(ranks, limit=4)} {_of_one(doing, ranks)}" for doing, ranks in ordered[:MOST_GROUPS]]
+    if rest := sum(len(ranks) for _, ranks in ordered[MOST_GROUPS:]):
+        lines.append(f"and {rest:,} more ranks")
+    return lines
+
+
+def _of_one(doing: str, ranks: Sequence[int]) -> str:
+    return doing.replace("were ", "was ") if len(ranks) == 1 else doing
+
+
+def root_cause_height(root_cause: RootCause, width: int, most: int) -> int:
+    """Return the lines that the card needs, at most ``most``."""
+    return min(len(_rows(root_cause, width, most)), most)
+
+
+def draw_root_cause(root_cause: RootCause, width: int, height: int) -> list[Row]:
+    """Return the card as ``height`` rows of ``width`` cells."""
+    rows = _rows(root_cause, width, height)
+    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
+
+
+def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
+    """Return the card's lines; where they do not fit, log, other ranks and message shrink in this order."""
+    failure = root_cause.failure
+    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
+    where = f" on {printable(failure.host)}" if failure.host else ""
+    when = f" at step {failure.step:,}" if failure.step is not None else ""
+    kind = failure.kind.replace("_", " ")
+    head: Row = [(f"✗ {who}{where} failed{when}", "error"), (f"  {kind}", "warning")]
+    at = time.strftime("%H:%M:%S", time.localtime(failure.time))
+    rows: list[Row] = [title_row(width, head, [[(at, "dim")]])]
+    message = textwrap.wrap(printable(failure.message), max(width - 4, 20))[: 2 if most < 9 else 4]
+    rows += [[("  ", "base"), (line, "title")] for line in message]
+    told: list[Row] = []
+    if root_cause.other_ranks:
+        told = [[("  meanwhile  " if not i else "             ", "dim"), (line, "bright")]
+                for i, line in enumerate(root_cause.other_ranks)]  # fmt: skip
+        told = told[: max(1, most // 4)]
+    room = most - len(rows) - len(told)
+    log = list(root_cause.log)
+    if log and room >= 2:
+        path = root_cause.log_path
+        rows.append([("  end of its log", "dim"), (f", {path}" if len(path) + 24 < width else "", "dim")])
+        rows += [[("  │ ", "error"), (printable(line), "dim")] for line in log[-(room - 1) :]]
+    elif log and room == 1:
+        rows.append([("  │ ", "error"), (printable(log[-1]), "dim")])
+    return rows + told
+
+
+class RootCauseCard(Panel):
+    """The card of a failed run; empty for any other."""
+
+    DEFAULT_CSS = """
+    RootCauseCard { background: $error 8%; }
+    RootCauseCard:ansi { background: ansi_default; }
+    """
+
+    live: LiveRun
+
+    def __init__(self, live: LiveRun, *, id: str | None = None) -> None:
+        super().__init__(live, id=id)
+        self._log_of: tuple[int | None, str | None, int] | None = None
+        self._log: list[str] = []
+        self._log_path = ""
+
+    def root_cause(self) -> RootCause | None:
+        """Return the content; None while nothing has failed."""
+        failure = self.live.state.root_cause
+        status = self.live.status
+        if failure is None and status == "failed" and self.live.message:
+            failure = Failure(time=self.live.state.time, kind="launch", message=self.live.message)
+        if failure is None or status not in ("failed", "running", "stopping", "lost"):
+            return None
+        self._read_log(failure)
+        return RootCause(
+            failure=failure,
+            log=self._log,
+            log_path=self._log_path,
+            other_ranks=other_ranks(self.live.state, failure.rank),
+        )
+
+    def seen_version(self) -> object:
+        """Change with failures, and with the status of the run."""
+        return self.live.version, self.live.status
+
+    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+        """Return the card."""
+        root_cause = self.root_cause()
+        return [] if root_cause is None else draw_root_cause(root_cause, width, height)
+
+    def _read_log(self, failure: Failure) -> None:
+        """Read the end of the failed rank's log, again when it grew."""
+        run_dir = self.live.run.dir
+        if failure.rank is not None:
+            path = run_dir.rank_log(failure.rank)
+        else:
+            views = self.live.state.ranks.values()
+            node = next((view.node for view in views if view.host == failure.host), None)
+            path = run_dir.node_log(node or 0)
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = -1
+        of = (failure.rank, failure.host, size)
+        if of != self._log_of:
+            self._log_of, self._log_path = of, f"logs/{path.name}"
+            self._log = last_lines(path, LOG_LINES)

@@ -1,0 +1,52 @@
+"""First line of the screens without a run: the four screens as tabs."""
+
+from __future__ import annotations
+
+from textual.events import Click
+
+from gputrain_tui.console.actions import ACTIONS
+from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.drawing import Row, fit_row
+
+
+class ScreenTabs(Canvas):
+    """The four screens with their keys, which can be clicked."""
+
+    DEFAULT_CSS = """
+    ScreenTabs { height: 1; dock: top; background: $panel; }
+    """
+
+    def __init__(self, place: str, *, remark: str = "", id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.place = place
+        self.remark = remark
+        """Stands at the right."""
+        self._spots: list[tuple[int, int, str]] = []
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the line."""
+        row: Row = [(" gputrain  ", "title")]
+        self._spots = []
+        at = 11
+        for action in ACTIONS:
+            if not action.name.startswith("go("):
+                continue
+            name = action.name.removeprefix("go('").removesuffix("')")
+            here = name == self.place
+            self._spots.append((at, at + len(action.label) + 3, action.name))
+            row += [
+                (f" {action.key_text} ", "key"),
+                (f"{action.label} ", "title" if here else "dim"),
+            ]
+            at += len(action.label) + 4
+        gap = width - at - len(self.remark) - 1
+        if gap > 0:
+            row += [(" " * gap, "base"), (self.remark, "dim")]
+        return [fit_row(row, width)]
+
+    async def on_click(self, event: Click) -> None:
+        """Go to the clicked screen."""
+        for begin, end, name in self._spots:
+            if begin <= event.x < end:
+                event.stop()
+                await self.screen.run_action(f"app.{name}")

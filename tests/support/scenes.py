@@ -1,0 +1,295 @@
+"""Every scene of the console: how to get there, from a folder, a clock and names that are the same for everybody."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, chdir, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import synthetic
+from launch_screens import NOT_READY, TEXT, two_recipes, validated
+from machines import ANSWERS, NO_DRIVER, TWO_NODES, gpu, machine, several
+from run_dirs import run_dir
+from screen_frames import NOW, console, press, settle
+from screens_at_rest import settle as rest
+from screens_at_rest import show
+from textual.pilot import Pilot
+
+from gputrain_tui import paths
+from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.cluster import ClusterScreen
+from gputrain_tui.console.screens.history import HistoryScreen
+from gputrain_tui.console.screens.launch import LaunchScreen
+from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.widgets.stack_view import StackView
+from gputrain_tui.history.runs import Run
+from gputrain_tui.recipe import model as recipes
+from trainer.contract.record import NodeSample, RankSample
+
+THEMES = {
+    "dark": "textual-dark",
+    "light": "textual-light",
+    "ansi": "ansi-dark",
+    "ansi-light": "ansi-light",
+    "plain": "",
+}
+"""Name of a picture's theme to Textual's; ``plain``: what ``NO_COLOR`` leaves of the dark one."""
+RUNS = Path("home/runs")
+T0 = 1_790_000_000.0
+"""When the first of the runs in a list started, Unix seconds."""
+
+Play = Callable[[Pilot[Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One state of the console that a person can see."""
+
+    play: Play
+    """Brings the console there once it has started."""
+    run: Callable[[], Run | None] = lambda: None
+    """Writes the run that is opened; none: the first start."""
+    theme: str = "dark"
+
+
+@contextmanager
+def fixed_place(folder: Path, theme: str) -> Iterator[None]:
+    """Work in a folder with two recipes, in UTC and in a theme; the person's own settings are not touched."""
+    environ = {"GPUTRAIN_HOME": "home", "TZ": "UTC", "XDG_CONFIG_HOME": str(folder / "config")}
+    environ |= {"TEXTUAL_THEME": THEMES[theme] or THEMES["dark"]} | ({"NO_COLOR": "1"} if theme == "plain" else {})
+    with (
+        chdir(folder),
+        mock.patch.dict(os.environ, environ),
+        mock.patch.object(paths, "runs_folder", return_value=RUNS),
+    ):
+        time.tzset()
+        (folder / "recipes").mkdir()
+        two_recipes(folder)
+        yield
+    time.tzset()
+
+
+@asynccontextmanager
+async def playing(scene: Scene, size: tuple[int, int]) -> Any:
+    """Yield the console at a scene."""
+    app = console(scene.run())
+    async with app.run_test(size=size, notifications=True) as pilot:
+        await settle(pilot)
+        await settle(pilot)
+        await scene.play(pilot)
+        await pilot.pause()
+        yield app
+
+
+# Runs that never ran
+
+
+def two_ranks() -> Run:
+    return synthetic.run(RUNS)
+
+
+def straggler() -> Run:
+    return synthetic.run(RUNS, name="bert", nodes=2, ranks_per_node=8, steps=120, straggler=5)
+
+
+def joining() -> Run:
+    return synthetic.run(RUNS, name="bert", nodes=3, ranks_per_node=8, steps=0, joined=19, status="starting")
+
+
+def failed() -> Run:
+    return synthetic.run(RUNS, name="bert", nodes=2, ranks_per_node=8, steps=120, failed_rank=11, status="failed")
+
+
+def alone() -> Run:
+    return synthetic.run(RUNS, ranks_per_node=1)
+
+
+def finished() -> Run:
+    return synthetic.run(RUNS, steps=500, status="finished")
+
+
+def three_nodes() -> Run:
+    return synthetic.run(RUNS, name="bert", nodes=3, ranks_per_node=8, steps=420, total=1000, straggler=13)
+
+
+def many_ranks() -> Run:
+    """Return 1,024 ranks, with every sample that there can be."""
+    run = synthetic.run(
+        RUNS, name="llama-70b-pretrain", nodes=128, ranks_per_node=8, steps=6, total=60_000, straggler=379
+    )
+    for node in range(128):
+        ranks = [RankSample(rank=8 * node + i, cpu_percent=99.0, rss_bytes=(5 + i) << 30) for i in range(8)]
+        sample = NodeSample(time=NOW, node=node, host=f"node{node:03}", cpu_percent=91, memory_used_bytes=9 << 30,
+                            memory_total_bytes=64 << 30, ranks=ranks)  # fmt: skip
+        synthetic.write(run.dir.node_events(node), sample)
+    return run
+
+
+# Ways to a scene
+
+
+async def stay(pilot: Pilot[Any]) -> None:
+    """Stay where the console begins."""
+
+
+def keys(*names: str) -> Play:
+    """Press keys."""
+
+    async def play(pilot: Pilot[Any]) -> None:
+        await press(pilot, *names)
+
+    return play
+
+
+def zoomed(key: str) -> Play:
+    """Press a panel's key until it has the screen."""
+
+    async def play(pilot: Pilot[Any]) -> None:
+        await press(pilot, key)
+        assert isinstance(pilot.app.screen, RunScreen)
+        if not pilot.app.screen.choice.zoomed:
+            await press(pilot, "z")
+
+    return play
+
+
+async def stack(pilot: Pilot[Any]) -> None:
+    await press(pilot, *["down"] * 6, "enter", "k")
+    frames = [
+        ("trainer/engine/loop.py", 212, "_step"),
+        ("torch/_tensor.py", 647, "backward"),
+        ("torch/autograd/graph.py", 829, "_engine_run_backward"),
+    ]
+    lines = ["Thread 0x00007f31 (most recent call first):"]
+    lines += [f'  File "{file}", line {line} in {name}' for file, line, name in reversed(frames)]
+    pilot.app.screen.query_one(StackView).show(lines, "rank 5 at 12:00:00")
+    await settle(pilot)
+
+
+async def history(pilot: Pilot[Any]) -> None:
+    run_dir(RUNS, "slow", started=T0, lr=0.01)
+    run_dir(RUNS, "fast", started=T0 + 100, lr=0.2, steps=80)
+    run_dir(RUNS, "a-name-that-needs-all-the-room-there-is", started=T0 + 150, status="stopped", steps=7)
+    run_dir(RUNS, "broken", started=T0 + 200, status="failed", message="rank 1 ran out of memory in backward")
+    await show(pilot, HistoryScreen(now=lambda: T0 + 1000, clocked=False))
+    await pilot.press("end", "space", "up", "space", "home")
+    await rest(pilot)
+
+
+async def history_empty(pilot: Pilot[Any]) -> None:
+    await show(pilot, HistoryScreen(clocked=False))
+
+
+async def compare(pilot: Pilot[Any]) -> None:
+    await history(pilot)
+    await pilot.press("c")
+    await rest(pilot)
+    assert isinstance(pilot.app, GputrainApp)
+    pilot.app.tick()
+    await rest(pilot)
+
+
+async def cluster(pilot: Pilot[Any]) -> None:
+    gpus = [gpu(index, busy=index < 3, hot=index == 2) for index in range(8)]
+    await show(pilot, ClusterScreen(take=lambda: machine(*gpus), runs=list, clocked=False))
+    await pilot.press("end", "space", "home")
+    await rest(pilot)
+
+
+async def cluster_without_gpus(pilot: Pilot[Any]) -> None:
+    await show(pilot, ClusterScreen(take=lambda: machine(note=NO_DRIVER), runs=list, clocked=False))
+
+
+async def cluster_recipe(pilot: Pilot[Any]) -> None:
+    assert isinstance(pilot.app, GputrainApp)
+    pilot.app.session.recipe = recipes.build(TWO_NODES, name="two_nodes.toml")
+    screen = ClusterScreen(
+        take=lambda: machine(note=NO_DRIVER), ask=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0
+    )
+    await show(pilot, screen)
+
+
+async def cluster_hosts(pilot: Pilot[Any]) -> None:
+    await several(pilot, Path())
+
+
+async def cluster_silent(pilot: Pilot[Any]) -> None:
+    await several(pilot, Path())
+    await pilot.press("end")
+    await rest(pilot)
+
+
+async def launch(pilot: Pilot[Any]) -> None:
+    await show(pilot, LaunchScreen(debounce_s=0, validate=validated))
+    await pilot.press("down")
+    await rest(pilot)
+
+
+async def launch_not_ready(pilot: Pilot[Any]) -> None:
+    for path in Path("recipes").iterdir():
+        path.unlink()
+    Path("recipes/books.toml").write_text(
+        TEXT.replace("tiny", "books")
+        .replace("text.txt", "data/books")
+        .replace("threads", 'save_dir = "/scratch/ours"\nthreads')
+    )
+    screen = LaunchScreen(debounce_s=0, validate=partial(validated, facts=NOT_READY))
+    await show(pilot, screen)
+    screen.form.focus()
+    screen.form.go_to("task.data")
+    await rest(pilot)
+
+
+async def launch_editing(pilot: Pilot[Any]) -> None:
+    screen = LaunchScreen(debounce_s=0, validate=validated)
+    await show(pilot, screen)
+    assert screen.draft is not None
+    screen.draft.set("train.batch_size", "1, 2, 3")
+    screen.form.focus()
+    screen.form.go_to("train.lr")
+    await pilot.press("enter", *"fast")
+    await rest(pilot)
+
+
+SCENES = {
+    "welcome": Scene(stay),
+    "run_two_ranks": Scene(stay, two_ranks),
+    "run_straggler": Scene(stay, straggler),
+    "run_joining": Scene(stay, joining),
+    "run_failed": Scene(stay, failed),
+    "run_finished": Scene(stay, finished),
+    "run_alone": Scene(stay, alone),
+    "run_many": Scene(stay, many_ranks),
+    "run_no_color": Scene(stay, straggler, theme="plain"),
+    "run_filtered": Scene(keys("slash", *"host:node001", "enter"), straggler),
+    "run_filter_line": Scene(keys("slash", *"loss<"), straggler),
+    "run_findings": Scene(zoomed("f"), straggler),
+    "run_log": Scene(zoomed("o"), straggler),
+    "run_bars": Scene(zoomed("b"), straggler),
+    "run_late": Scene(zoomed("h"), straggler),
+    "run": Scene(keys(*["down"] * 14), three_nodes),
+    "rank": Scene(keys("down", "down", "enter"), straggler),
+    "rank_failed": Scene(keys("enter"), failed),
+    "rank_stack": Scene(stack, straggler),
+    "help": Scene(keys("question_mark"), straggler),
+    "confirm": Scene(keys("S"), straggler),
+    "palette": Scene(keys("ctrl+p"), straggler),
+    "toast": Scene(keys("S"), failed),
+    "history": Scene(history),
+    "history_empty": Scene(history_empty),
+    "compare": Scene(compare),
+    "cluster": Scene(cluster),
+    "cluster_without_gpus": Scene(cluster_without_gpus),
+    "cluster_recipe": Scene(cluster_recipe),
+    "cluster_hosts": Scene(cluster_hosts),
+    "cluster_silent": Scene(cluster_silent),
+    "launch": Scene(launch),
+    "launch_not_ready": Scene(launch_not_ready),
+    "launch_editing": Scene(launch_editing),
+}
