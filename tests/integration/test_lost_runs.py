@@ -4,14 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from gputrain_tui.history import runs
-from gputrain_tui.history.runs import create, find, follow, write_status
+from gputrain_tui.history.runs import create, find, write_status
 from trainer.contract.record import RankState, RunDir, Step, encode_event
 from trainer.host.process_identity import identify
 
@@ -62,27 +62,9 @@ def test_a_running_run_whose_supervisor_was_killed_is_lost(tmp_path: Path, sleep
     assert find("last", tmp_path).state == "lost"
 
 
-# --- following -------------------------------------------------------------------------------------------------------
-
-
-def playing(*acts: Callable[[], object]) -> Callable[[float], None]:
-    """A ``sleep`` during which the next act happens instead of time passing."""
-    queue = list(acts)
-
-    def sleep(_: float) -> None:
-        queue.pop(0)()
-
-    return sleep
-
-
-def test_following_a_run_without_supervisor_ends_when_all_is_read(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_a_run_whose_supervisor_is_dead_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     run = make(tmp_path, status="running", supervisor=identify(sleeper.pid)).dir
-
-    def die() -> None:
-        sleeper.kill()
-        sleeper.wait()
-        append(run, 0, step(0, 1))
-
-    assert list(follow(run, sleep=playing(die))) == [[], [step(0, 1)]]
+    assert not runs.is_over(run)
+    sleeper.kill()
+    sleeper.wait()
+    assert runs.is_over(run)

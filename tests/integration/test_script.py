@@ -17,7 +17,7 @@ import pytest
 from trainer.__main__ import main
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.log_tail import last_error
-from trainer.agent.script_environment import launcher_environment, master
+from trainer.agent.script_environment import launcher_environment, master_address
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, Step, decode_events
@@ -347,9 +347,9 @@ def test_gpus_stay_visible_and_gloo_uses_the_loopback_only_where_the_ranks_meet_
 
 
 def test_scripts_meet_where_the_init_method_says() -> None:
-    assert master("tcp://[fd00::1]:4711", {}, free_port=0) == ("fd00::1", 4711)
-    assert master("env://", {"MASTER_ADDR": "a", "MASTER_PORT": "2"}, free_port=0) == ("a", 2)
-    assert master(None, {}, free_port=3) == ("127.0.0.1", 3)
+    assert master_address("tcp://[fd00::1]:4711", {}, free_port=0) == ("fd00::1", 4711)
+    assert master_address("env://", {"MASTER_ADDR": "a", "MASTER_PORT": "2"}, free_port=0) == ("a", 2)
+    assert master_address(None, {}, free_port=3) == ("127.0.0.1", 3)
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\n    f()\n    ^^^\n\n'

@@ -20,7 +20,7 @@ from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import PreflightFacts, run_checks
 from gputrain_tui.preflight.facts import Folder, MissingInput, Port
 from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.draft import key_of
+from gputrain_tui.recipe.draft import message_key
 from trainer.contract.errors import RequestError
 
 TEXT = """# A recipe with a comment.
@@ -68,7 +68,7 @@ def two_recipes(folder: Path) -> Path:
 
 HERE = LocalFacts(free_port=21000, names=frozenset({"10.0.0.1"}))
 READY = PreflightFacts(
-    data_seen=True,
+    data_checked=True,
     port=Port(number=21000, state="free"),
     memory_total_bytes=64 << 30,
     memory_available_bytes=48 << 30,
@@ -93,7 +93,7 @@ def validated(
         recipe = recipes.build(text, name=name, overrides=settings)
         planned = plan(recipe, {}, local=HERE)
     except RequestError as error:
-        return ValidatedRecipe(settings=tuple(settings), problem=str(error), key=key_of(str(error)))
+        return ValidatedRecipe(settings=tuple(settings), problem=str(error), key=message_key(str(error)))
     results = tuple(run_checks(recipe, planned, facts, local=HERE))
     return ValidatedRecipe(settings=tuple(settings), recipe=recipe, plan=planned, results=results)
 

@@ -113,10 +113,10 @@ def test_the_last_step_of_the_slowest_rank_tells_how_long_a_stop_may_take(run_di
     assert watch.step_s == 0.0
     record(run_dir, 1, 3, late_ms=29950.0)
     clock.seconds += INTERVAL_S
-    watch.look()
+    watch.check()
     assert watch.step_s == 30.0
     record(run_dir, 4, 4)
     clock.seconds += INTERVAL_S
-    watch.look()
+    watch.check()
     assert watch.step_s == 0.05
     watch.close()

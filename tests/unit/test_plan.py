@@ -17,7 +17,7 @@ import pytest
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.local_facts import local_facts
-from gputrain_tui.lifecycle.restart import again
+from gputrain_tui.lifecycle.restart import next_plan
 from gputrain_tui.plan.batch_script import script
 from gputrain_tui.plan.planner import Plan, plan, task_flags, with_run_dir
 from gputrain_tui.recipe.model import build, load
@@ -489,7 +489,7 @@ def test_a_failed_script_is_started_again_at_a_new_port_and_finds_its_checkpoint
     run_dir.checkpoints.mkdir()
     (run_dir.checkpoints / "own.pt").touch()
     before = plan(build(SCRIPT, name="r.toml"), {}, local=HERE)
-    after = again(before, run_dir)
+    after = next_plan(before, run_dir)
     assert after.init_method != before.init_method
     (old,), (new,) = before.nodes, after.nodes
     assert [word for word in new.argv if word not in old.argv] == [after.init_method]

@@ -13,7 +13,7 @@ import pytest
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.lifecycle import start
-from gputrain_tui.lifecycle.launchable import launching
+from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.preflight import (
     CheckResult,
@@ -427,11 +427,11 @@ def test_gpus_that_are_missing_are_the_machines_fault() -> None:
 )
 def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launcher: str, key: str, words: str) -> None:
     wanted = recipe(f'host = "{host}"\ncpu_ranks = 1', cluster=f'launcher = "{launcher}"')
-    (result,) = launching(wanted, plan(wanted, {}, local=HERE), HERE)
+    (result,) = check_launcher(wanted, plan(wanted, {}, local=HERE), HERE)
     assert (result.status, result.key) == ("error", key)
     assert result.where.endswith(f": {key}")
     assert words in result.line
 
 
 def test_what_is_started_here_needs_no_word() -> None:
-    assert launching(recipe(), plan(recipe(), {}, local=HERE), HERE) == []
+    assert check_launcher(recipe(), plan(recipe(), {}, local=HERE), HERE) == []
