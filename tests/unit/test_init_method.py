@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,16 @@ def test_a_file_from_an_earlier_run_is_refused_and_kept(tmp_path: Path, here: in
     left.write_text("rank 0 was here")
     assert "is left from an earlier run" in refused(decision(f"file://{left}", here=here))
     assert list(tmp_path.iterdir()) == [left]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)])
+def test_what_is_no_regular_file_is_refused_and_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    odd = tmp_path / "meeting"
+    make(odd)
+    assert refused(decision(f"file://{odd}", here=2)) == (
+        f"file://{odd} is no regular file: choose a name that is free (one for every run)"
+    )
+    assert list(tmp_path.iterdir()) == [odd]
 
 
 def test_a_party_that_comes_late_finds_the_file_in_use_and_joins(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def _rendezvous_file(path: Path, *, all_here: bool) -> Iterator[None]:
     The file is never empty once a rank has registered, so its content alone does not distinguish a run that is starting
     from one that failed. Every node holds a shared lock beside it: one that can lock it exclusively is alone.
     """
+    if path.exists() and not path.is_file():  # the last node deletes it, and as root also a device
+        raise RequestError(f"file://{path} is no regular file: choose a name that is free (one for every run)")
     lock_path = path.with_name(path.name + ".lock")
     try:
         lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
