@@ -69,7 +69,7 @@ def test_a_file_from_an_earlier_run_is_refused_and_kept(tmp_path: Path, here: in
     assert list(tmp_path.iterdir()) == [left]
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/null")])
 def test_what_is_no_regular_file_is_refused_and_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
     odd = tmp_path / "meeting"
     make(odd)
