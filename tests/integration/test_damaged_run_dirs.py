@@ -332,7 +332,7 @@ def test_commands_that_only_read_end_in_order_whatever_a_run_directory_holds(tem
 def test_the_console_shows_a_run_whatever_its_directory_holds(template: Path, damage: Damage, short: Damage) -> None:
     with damaged(template, damage, short) as (home, _), pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPUTRAIN_HOME", str(home))
-        patch.setattr(replay, "WHOLE_BYTES", 0)  # also a short record is shown from its digest where there is one
+        patch.setattr(replay, "READ_WHOLE_BYTES", 0)  # also a short record is shown from its digest where there is one
         asyncio.run(_look_at_everything(home))
 
 

@@ -46,7 +46,7 @@ def test_what_is_written_arrives_in_order_also_when_it_is_more_than_a_pipe_holds
 def test_narration_that_nobody_reads_is_dropped_and_not_kept(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safe_stream, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(safe_stream, "STALL_S", 0.1)
     with os.fdopen(os.dup(pipe[1]), "w") as stream:
         out = SafeStream(stream)
         for _ in range(100_000):
