@@ -23,8 +23,8 @@ def test_no_content_of_a_run_directory_leads_to_a_process_or_a_folder_of_others(
 
 def test_neither_we_nor_those_who_started_us_are_ended_as_leftovers(tmp_path: Path) -> None:
     """A rank that ends what is left of its own run, for instance, is not left."""
-    end = "from pathlib import Path; from gputrain_tui.lifecycle.leftovers import end; "
-    end += f"print(end(Path({str(tmp_path)!r})))"
+    end = "from pathlib import Path; from gputrain_tui.lifecycle.leftovers import kill_processes; "
+    end += f"print(kill_processes(Path({str(tmp_path)!r})))"
     parent = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {end!r}]).returncode)"
     environment = {**os.environ, leftovers.MARK: str(tmp_path)}
     sleeper = subprocess.Popen(["sleep", "600"], env=environment)

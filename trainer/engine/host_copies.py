@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-class Event(Protocol):
-    """What tells when a device has come to a place in its queue, as ``torch.cuda.Event`` does."""
+class DeviceEvent(Protocol):
+    """What tells when a device has come to a place in its queue, as ``torch.cuda.DeviceEvent`` does."""
 
     def record(self) -> Any:
         """Mark the place: after all that was asked of the device so far."""
@@ -25,7 +25,7 @@ class Event(Protocol):
 class HostCopy:
     """One number on its way; pinned memory and event serve the next number once this one has been read."""
 
-    def __init__(self, event: Event, *, pinned: bool) -> None:
+    def __init__(self, event: DeviceEvent, *, pinned: bool) -> None:
         self._event = event
         self._number = torch.empty((), dtype=torch.float64, pin_memory=pinned)
 
@@ -50,7 +50,7 @@ class HostCopies:
     An event is reused, never destroyed, because destroying one can wait for the device.
     """
 
-    def __init__(self, event: Callable[[], Event], *, pinned: bool) -> None:
+    def __init__(self, event: Callable[[], DeviceEvent], *, pinned: bool) -> None:
         self._event = event
         self._pinned = pinned
         self._free: list[HostCopy] = []
@@ -68,4 +68,4 @@ class HostCopies:
 
 def host_copies(device: torch.device) -> HostCopies | None:
     """Return what brings numbers from this device; None for a CPU, whose numbers are here already."""
-    return HostCopies(torch.cuda.Event, pinned=True) if device.type == "cuda" else None
+    return HostCopies(torch.cuda.DeviceEvent, pinned=True) if device.type == "cuda" else None
