@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class DeviceEvent(Protocol):
-    """What tells when a device has come to a place in its queue, as ``torch.cuda.DeviceEvent`` does."""
+    """What tells when a device has come to a place in its queue, as ``torch.cuda.Event`` does."""
 
     def record(self) -> Any:
         """Mark the place: after all that was asked of the device so far."""
@@ -68,4 +68,4 @@ class HostCopies:
 
 def host_copies(device: torch.device) -> HostCopies | None:
     """Return what brings numbers from this device; None for a CPU, whose numbers are here already."""
-    return HostCopies(torch.cuda.DeviceEvent, pinned=True) if device.type == "cuda" else None
+    return HostCopies(torch.cuda.Event, pinned=True) if device.type == "cuda" else None
