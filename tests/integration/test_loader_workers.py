@@ -151,7 +151,7 @@ def test_closing_ends_the_workers() -> None:
     list(next(updates))
     assert len(children() - before) == 2
     source.close()
-    assert children() == before
+    assert children() <= before
 
 
 RANK = """
