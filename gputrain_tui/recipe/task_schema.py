@@ -80,7 +80,7 @@ def _type(option: Option) -> Any:
             bounds["lt" if option.exclusive_maximum else "le"] = item(option.maximum)
     meta: dict[str, Any] = {
         "description": option.help,
-        "extra": {"group": option.group, "aliases": list(option.aliases)},
+        "extra": {"group": option.group, "aliases": list(option.aliases), "per_rank": option.per_rank},
     }
     # Types made at run time, from values that mypy cannot read as types.
     annotated: Any = Annotated
