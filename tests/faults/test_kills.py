@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -28,7 +29,12 @@ def ended_events(run: Run) -> list[RunEnded]:
 
 
 def successors(command: int) -> list[int]:
-    return [process.pid for process in psutil.Process(command).children() if "--adopt" in process.cmdline()]
+    found = []
+    for process in psutil.Process(command).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # gone, or a zombie: the one that was killed
+            if "--adopt" in process.cmdline():
+                found.append(process.pid)
+    return found
 
 
 def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_command(bench: Bench) -> None:
