@@ -20,7 +20,7 @@ from gputrain_tui.console.widgets.form import FieldDetail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.hosts.host_names import THIS_MACHINE, is_local
+from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.recipe.draft import Draft, Field, FieldMessage, find_field, strip_location
 from gputrain_tui.recipe.files import recipe_files
@@ -131,7 +131,9 @@ class RecipePage(Page):
             draft.set_gpus(here, gpus[THIS_MACHINE])
             index = here
         else:
-            named = next((host for host in hosts if host and is_local(host, facts) and not is_loopback(host)), None)
+            named = next(
+                (host for host in hosts if host and is_local(host, facts) and not is_loopback(address_of(host))), None
+            )
             draft.set_nodes(nodes_on_gpus(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
         self._changed()
         self.form.focus()
@@ -272,7 +274,7 @@ class RecipePage(Page):
     def _show_found(self, event: Validated) -> None:
         draft, found = event.draft, event.found
         if draft is not self.draft:
-            return  # of a recipe that is no longer value_text
+            return  # of a recipe that is no longer shown
         if list(found.settings) != draft.settings:
             self._show_tried(draft, found)
             return

@@ -78,7 +78,7 @@ class Form(Listing):
         self.title_text = ""
         self.remarks: list[Row] = []
         self.wanted = ""
-        """Only fields that hold these words are value_text."""
+        """Only fields that hold these words are shown."""
         self._fields: Sequence[Field] = ()
         self._lines: list[FieldHeading | Field] = []
         self._remarks: Mapping[str, FieldMessage] = {}
