@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LATE_ENVIRONMENT = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"}
 """Environment variables of a node that may be set after torch is loaded."""
+CLEAN_UP_S = 1.0
+"""How long a discarded agent may take to delete the folder of a fork server that is just starting."""
 END_S = 5.0
 """How long a killed process may take to end."""
 PIPE_BYTES = 1 << 20
@@ -82,9 +84,12 @@ class WarmAgent:
         return LocalProcess(node.node, node.host, self._process)
 
     def discard(self) -> None:
-        """Kill it and what it has started."""
+        """End it and what it has started."""
         with suppress(ProcessLookupError):
-            if self._process.poll() is None:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+            select.select([self.pidfd], [], [], CLEAN_UP_S)
+            # Not waited for yet, so the pid is still its own, and its group's.
+            if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
