@@ -136,6 +136,7 @@ class Loop:
             detail_every=options.sync_detail_every,
             comm_hook=wire.hook,
             wire_ratio=wire.wire_ratio,
+            sparse=task.sparse_parameters(self.raw_model),
         )
         self._finite = FiniteCheck(
             task,

@@ -29,6 +29,7 @@ from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.engine.request import task_request, training_request
 from trainer.engine.worker_context import WorkerContext
+from trainer.host.allocator import keep_freed_memory
 from trainer.host.usable_cores import cores_per_rank
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
@@ -113,6 +114,7 @@ class _Rank:
     def _train(self) -> TrainingOutcome:
         assignment = self.assignment
         self.set_state("joining")
+        keep_freed_memory()
         options, words = _training_options(assignment.words)
         torch.set_num_threads(options.threads or cores_per_rank(assignment.local_world_size))
         device = distributed.bind_device(assignment.device_id)

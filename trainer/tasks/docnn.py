@@ -114,6 +114,10 @@ class DocNNTask(Task):
         assert self._vocabulary is not None, "datasets() comes before model()"
         return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
 
+    def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """Return the embedding: a batch has a few hundred of its thousands of words."""
+        return [parameter for name, parameter in model.named_parameters() if name == "embedding.weight"]
+
     def lengths(self, split: str) -> Sequence[int]:
         """Return the number of words per sentence: similar ones share a batch, as in PyText's pooling batcher."""
         return self._splits[split].lengths

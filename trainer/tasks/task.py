@@ -61,6 +61,13 @@ class Task:
         """Return the task's own optimizer; None for that of the options."""
         return None
 
+    def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """Return parameters whose gradient has few rows that are not zero, such as a large embedding's.
+
+        CPU ranks then send only those rows; the result is the same.
+        """
+        return ()
+
     def metrics(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
         """Turn sums over a whole split into the metrics of a validation."""
         return {name: total / count for name, total in totals.items()}

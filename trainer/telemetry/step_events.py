@@ -63,6 +63,7 @@ class Synchronisation(NamedTuple):
     """After the warm-up, with the same buckets as the step before."""
     bucket_ms: Sequence[float] | None = None
     """Only on detailed steps."""
+    unsent_bytes: int = 0
 
 
 def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> Synchronisation | None:
@@ -83,7 +84,9 @@ def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -
         return None
     sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
     exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
-    return Synchronisation(sync_ms, exposed_ms, sizes, reading.warm and sizes == tuple(layout), bucket_ms)
+    settled = reading.warm and sizes == tuple(layout)
+    unsent = sum([buckets.unsent_bytes for buckets in syncs])
+    return Synchronisation(sync_ms, exposed_ms, sizes, settled, bucket_ms, unsent)
 
 
 def step_event(
@@ -138,7 +141,9 @@ def step_event(
         event.sync_ms, event.sync_exposed_ms = rounded(sync.sync_ms), rounded(sync.exposed_ms)
         if sync.bucket_bytes:
             event.sync_buckets = len(sync.bucket_bytes)
-            event.sync_bytes = None if wire_ratio is None else int(sum(sync.bucket_bytes) * wire_ratio)
+            event.sync_bytes = (
+                None if wire_ratio is None else int((sum(sync.bucket_bytes) - sync.unsent_bytes) * wire_ratio)
+            )
         if sync.bucket_ms is not None:
             event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
     return event

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class StepMeter:
         comm_hook: State and function of a comm hook to register, also when nothing is measured; None for DDP's own
             averaging.
         wire_ratio: Bytes that ``comm_hook`` sends per byte of gradient; None if unknown.
+        sparse: Parameters whose gradients have few rows that are not zero: CPU ranks send only those.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class StepMeter:
         clock: Callable[[], float] = time.perf_counter,
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
+        sparse: Sequence[nn.Parameter] = (),
     ) -> None:
         self.lap: Callable[[Phase], object] = _no_lap
         """End a phase: the time since the last mark counts to it; micro-steps add up."""
@@ -88,20 +90,21 @@ class StepMeter:
             averaging_state, average = comm_hook
             # A lambda: DDP knows torch's bf16 hook by its name and refuses it on gloo, which adds bf16 as well as NCCL.
             ddp.register_comm_hook(averaging_state, lambda state, bucket: average(state, bucket))
+        on_gpu = device.type == "cuda"
+        self._clock: Clock = CudaClock(device) if on_gpu else HostClock(clock, core_waits())
+        saves_rows = bool(sparse) and not on_gpu and comm_hook is None
+        if ddp is not None and synchronised and (saves_rows or (self._enabled and (detail_every or comm_hook))):
+            state, inner = comm_hook or (None, None)
+            self._hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not on_gpu, sparse=sparse)
         if not self._enabled:
             return
 
-        on_gpu = device.type == "cuda"
-        self._clock: Clock = CudaClock(device) if on_gpu else HostClock(clock, core_waits())
         self._mark = self._clock.mark
         self._recorder = StepRecorder(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
-        if ddp is not None and synchronised:
-            if detail_every or comm_hook:
-                state, inner = comm_hook or (None, None)
-                self._hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not on_gpu)
-            # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
-            if not on_gpu and (self._hook is None or self._hook.fault is not None or comm_hook is not None):
-                self._log = DdpLog(ddp)
+        # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
+        measures_all = self._hook is not None and self._hook.fault is None and comm_hook is None
+        if ddp is not None and synchronised and not on_gpu and not measures_all:
+            self._log = DdpLog(ddp)
         self._reported_faults: set[str] = set()
         """Faults that are recorded already."""
         self._faults_lock = threading.Lock()
