@@ -68,7 +68,7 @@ class Saving:
         if self._writer is not None:
             self._ctx.set_state("saving")
             self._begun = step
-            kept = {**state(), "rng": rng, "recipe": self._ctx.recipe}
+            kept = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
             self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best)
             self._ctx.set_state("training")
 
