@@ -28,19 +28,9 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], *, metadata: Ma
         OSError: it could not be written; nothing is left of it, and a file of that name is as it was.
         RequestError: a tensor is of a kind that the format does not have.
     """
-    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}  # held while it is written
-    specs = {
-        name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=list(tensor.shape),
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.nbytes,
-        )
-        for name, tensor in dense.items()
-    }
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        _serialize(specs, temporary, metadata)
+        _serialize(temporary, weights, metadata)
         with temporary.open("rb+") as file:
             os.fchmod(file.fileno(), 0o666 & ~_umask())  # safetensors leaves it readable by its owner alone
             os.fsync(file.fileno())
@@ -52,9 +42,19 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], *, metadata: Ma
     return size
 
 
-def _serialize(specs: Mapping[str, TensorSpec], path: Path, metadata: Mapping[str, str]) -> None:
+def _serialize(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}  # held while it is written
     try:
-        serialize_file(dict(specs), path, metadata={"format": "pt", **metadata})
+        specs = {
+            name: TensorSpec(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                data_ptr=tensor.data_ptr(),
+                data_len=tensor.nbytes,
+            )
+            for name, tensor in dense.items()
+        }
+        serialize_file(specs, path, metadata={"format": "pt", **metadata})
     except SafetensorError as error:
         if found := _OS_ERROR.search(str(error)):
             number = int(found[1])
