@@ -20,6 +20,15 @@ OPTIONS: dict[str, Any] = {"task": "tested", "batch_size": (4,), "lr": 0.05, "ma
 """The best validation comes after the first of the epochs, of 7 updates on 2 ranks: the loss rises from then on."""
 
 
+class SampledTask(TaskWithTest):
+    """Notes that it was asked for a sample, which comes right before the test."""
+
+    sampled = False
+
+    def sample(self, model: torch.nn.Module) -> None:
+        self.sampled = True
+
+
 def on_ranks(
     rank: int, world_size: int, folder: str, options: dict[str, Any], body: Callable[..., Any], *arguments: Any
 ) -> dict[str, Any]:
@@ -36,6 +45,8 @@ def on_ranks(
         timeout_s=60.0,
         join_timeout_s=60.0,
     )
+    task = SampledTask(TinyOptions())
+    stop = {"": lambda: False, "at once": lambda: True, "in the test": lambda: task.sampled}[options.get("stop", "")]
     record = Path(folder, f"{rank}.ndjson")
     writer = EventWriter(record, rank=rank)
     said: list[str] = []
@@ -49,10 +60,10 @@ def on_ranks(
             set_state=lambda state: None,
             say=said.append,
             checkpoints=Path(folder, "checkpoints") if kept else None,
-            stop_requested=lambda: options.get("stop", False),
+            stop_requested=stop,
         )
         chosen = {name: value for name, value in options.items() if name not in ("kept", "stop")}
-        outcome = body(TaskWithTest(TinyOptions()), Training(**{**OPTIONS, **chosen}), ctx, *arguments)
+        outcome = body(task, Training(**{**OPTIONS, **chosen}), ctx, *arguments)
         writer.close()
         events = decode_events(record.read_bytes()) if record.exists() else []
         return {
@@ -164,10 +175,18 @@ def test_the_best_weights_need_no_file_and_without_them_the_last_are_tested(
     assert not done["findings"]
 
 
-def test_a_training_that_is_stopped_does_not_test(do: Ranks) -> None:
-    done = do(train, {"stop": True})
+@pytest.mark.parametrize("when", ["at once", "in the test"])
+def test_a_training_that_is_stopped_does_not_test_and_keeps_its_last_weights(
+    do: Ranks, trained: tuple[dict[str, Any], Path], when: str
+) -> None:
+    first, checkpoints = trained
+    done = do(train, {"stop": when})
     assert done["stopped"]
-    assert done["evaluated"] == []
+    assert not [event for event in done["evaluated"] if event.split == "test"]
+    (kept,) = (path for path in do.checkpoints.glob("step_*.pt") if int(path.stem[5:]) == done["updates"])
+    assert done["updates"] == (first["updates"] if when == "in the test" else 2)
+    if when == "in the test":
+        assert expected_loss(kept) == expected_loss(checkpoints / kept.name)
 
 
 @pytest.mark.parametrize("there", [True, False])
