@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ class Exported(msgspec.Struct, kw_only=True):
     """Size of the file."""
     left_out: list[str] = []
     """Entries of the model's state that are no dense tensors, which the format does not have."""
+    passed_over: list[str] = []
+    """A line for each newer checkpoint that cannot be used."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -47,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     output: Path = args.output
     try:
         _require_place(output, force=args.force)
-        if find_spec("safetensors") is None:
+        if not _has_safetensors():
             narrate(MISSING, program="trainer")
             return ExitCode.REFUSED
         exported = _export(args.checkpoint, output)
@@ -79,13 +81,21 @@ def _require_place(output: Path, *, force: bool) -> None:
         raise RequestError(f"{output}: there is no folder {output.parent}")
 
 
+def _has_safetensors() -> bool:
+    """Whether the package is there, in a version that takes tensors by their address."""
+    try:
+        return hasattr(import_module("safetensors"), "TensorSpec")
+    except ImportError:
+        return False
+
+
 def _export(checkpoint: Path, output: Path) -> Exported:
     from torch import Tensor, strided
 
     from trainer.checkpoint import open_checkpoint, weights_of
     from trainer.checkpoint.safetensors_file import write_safetensors
 
-    source, state, _ = open_checkpoint(checkpoint, asked="--checkpoint")
+    source, state, passed_over = open_checkpoint(checkpoint, asked="--checkpoint")
     entries = weights_of(state, source=str(source))
     weights: dict[str, Tensor] = {}
     left_out: list[str] = []
@@ -105,6 +115,7 @@ def _export(checkpoint: Path, output: Path) -> Exported:
         tensors=len(weights),
         bytes=write_safetensors(output, weights, metadata=metadata),
         left_out=left_out,
+        passed_over=passed_over,
     )
 
 

@@ -39,6 +39,7 @@ class Written(msgspec.Struct, kw_only=True):
     tensors: int
     bytes: int
     left_out: list[str]
+    passed_over: list[str]
 
 
 def _safetensors(chosen: ChosenCheckpoint, output: Path, force: bool) -> int:
@@ -52,6 +53,8 @@ def _safetensors(chosen: ChosenCheckpoint, output: Path, force: bool) -> int:
         narrate(lines[-1].removeprefix("trainer: ") if lines else f"it ended with exit code {done.returncode}")
         return done.returncode if done.returncode in set(ExitCode) else ExitCode.FAILED
     written = msgspec.json.decode(done.stdout, type=Written)
+    for line in written.passed_over:
+        narrate(line)
     narrate(f"exported {chosen.why}, {written.checkpoint}")
     if written.left_out:
         narrate(f"left out, because they are no tensors: {', '.join(written.left_out)}")

@@ -64,8 +64,7 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
         if which is not None:
             raise RequestError(f"--checkpoint {which} chooses among those of a run, but {named} is a file: name one")
         return _named_file(path)
-    trained = (run for run in list_runs() if not evaluates(run.dir))
-    run = (next(trained, None) if named == "last" else None) or find(named)
+    run = _last_trained() if named == "last" else find(named)
     if checkpoint := evaluates(run.dir):
         raise RequestError(f"{run.id} is an evaluation, of {checkpoint}: name that, or the run that trained")
     if which not in (None, "best", "newest"):
@@ -73,13 +72,22 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
     newest = checkpoint_to_resume(run.dir)
     if newest is None:
         raise RequestError(none_left(run))
-    best = newest / BEST  # in a folder that the run shares with others it may be another's, and newest is a file
-    if which != "newest" and best.is_file():
+    best = newest / BEST
+    # In a folder that is not the run's alone it is another's, unless the run has written one there.
+    own = newest == run.dir.checkpoints or any(
+        path.parent == newest.absolute() for path in recorded_checkpoints(run.dir, only_best=True)
+    )
+    if which != "newest" and own and best.is_file():
         return ChosenCheckpoint(path=best.absolute(), run=run, why=f"the best checkpoint of {run.id}")
     if which == "best":
         raise RequestError(f"{run.id} has no best checkpoint: take the newest with --checkpoint newest")
     why = f"the newest checkpoint of {run.id}" + (", which has no best one" if which is None else "")
     return ChosenCheckpoint(path=newest.absolute(), run=run, why=why)
+
+
+def _last_trained() -> Run:
+    """Return the newest run that is no evaluation."""
+    return next((run for run in list_runs() if not evaluates(run.dir)), None) or find("last")
 
 
 def evaluates(run_dir: RunDir) -> str:

@@ -101,7 +101,14 @@ class Saving:
             self._on_disk = saved
         path = os.fsencode(saved.path).decode(errors="backslashreplace")  # a name need not be UTF-8, the record is
         self._ctx.writer.write(
-            record.Checkpoint(time=time.time(), step=saved.step, path=path, bytes=saved.bytes, write_ms=saved.write_ms)
+            record.Checkpoint(
+                time=time.time(),
+                step=saved.step,
+                path=path,
+                bytes=saved.bytes,
+                write_ms=saved.write_ms,
+                best=saved.best,
+            )
         )
 
     def _failed(self, step: int, why: str) -> None:

@@ -226,6 +226,8 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     path: str
     bytes: Count
     write_ms: FiniteFloat
+    best: bool = False
+    """Whether it is the best so far, and ``best.pt`` of its folder as well."""
 
 
 class Checksum(Event, kw_only=True, tag="checksum"):
