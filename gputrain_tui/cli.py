@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
+    "eval": ("gputrain_tui.commands.eval", "evaluate a checkpoint without training, exact over all ranks"),
+    "export": ("gputrain_tui.commands.export", "write the weights of a checkpoint as another program reads them"),
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
     "check": ("gputrain_tui.commands.check", "say what would go wrong with a recipe here, and the fix; start nothing"),
     "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),

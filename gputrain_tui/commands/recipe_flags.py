@@ -18,6 +18,11 @@ def add_recipe(parser: ArgumentParser, *, optional: bool = False) -> None:
         nargs="?" if optional else None,
         help="a recipe in TOML or JSON; - reads standard input",
     )
+    add_settings(parser)
+
+
+def add_settings(parser: ArgumentParser) -> None:
+    """Declare ``--set``."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",

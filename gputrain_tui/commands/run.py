@@ -12,6 +12,7 @@ from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.lifecycle import start
 from gputrain_tui.output import narrate
 from gputrain_tui.preflight import NotReadyError, warnings
+from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import ExitCode
 from trainer.host.stop_request import StopRequest
 
@@ -23,6 +24,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     add_recipe(parser, optional=True)
     parser.add_argument("--resume", metavar="RUN", help="continue from the last checkpoint of a stopped or failed run")
+    add_output(parser)
+
+
+def add_output(parser: ArgumentParser) -> None:
+    """Declare ``--json`` and ``--detach``."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print every event as a line of JSON, and nothing else")
     how.add_argument("--detach", action="store_true", help="print the run id and return; the run goes on by itself")
@@ -31,11 +37,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Run the recipe; return the run's exit code."""
     recipe = start.load(args.recipe, overrides=args.overrides, resume=args.resume, stdin=sys.stdin)
+    return run_recipe(recipe, json=args.json, detach=args.detach)
+
+
+def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
+    """Run a recipe on the one path of every run; return the run's exit code.
+
+    Args:
+        recipe: checked.
+        json: print every event and nothing else.
+        detach: print the run's id and return.
+    """
     try:
         prepared = start.prepare(recipe)
         for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
             narrate(note)
-        return _detached(prepared) if args.detach else _foreground(prepared, json=args.json)
+        return _detached(prepared) if detach else _foreground(prepared, json=json)
     except NotReadyError as refused:
         for problem in refused.errors:
             narrate(problem.line)

@@ -246,7 +246,7 @@ def conclude(
         how = status.status
         state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
-    if narrate and all(view.last is not None for view in state.ranks.values()):
+    if narrate and (state.validations or all(view.last is not None for view in state.ranks.values())):
         columns = shutil.get_terminal_size().columns
         for line in progress.closing_lines(state, columns, is_there=lambda path: Path(path).exists()):
             out.write(progress.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")

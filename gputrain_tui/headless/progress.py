@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.tables import TableColumn, duration, printable, size, table
+from gputrain_tui.tables import TableColumn, duration, evaluation, of_weights, printable, size, table
 from gputrain_tui.tables import width as cells
-from trainer.contract.outcome import NO_UPDATE_LEFT, SEED_ON_RESUME
+from trainer.contract.outcome import EVALUATED_CHECKPOINT, NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def _starting(state: RunState, now: float) -> list[Piece]:
         text = f"joined {len(here)} of {state.world_size}, waiting for {ranks_text(missing)}"
     elif missing or not state.world_size:
         text = f"starting {count}"
+    elif any(view.state == "validating" for view in state.ranks.values()):
+        text = f"{count} evaluate"
     else:
         text = f"{count} ready"
     return [(text, ""), (waited, "dim")]
@@ -202,12 +204,12 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
     """Return a line for an event that deserves one of its own, None for the others."""
     match event:
         case Validation():
-            metrics = "".join(f"  {name} {value:.4f}" for name, value in event.metrics.items())
-            text = f"epoch {event.epoch}  step {event.step}  loss {loss_text(event.loss)}{metrics}"
+            weights, step = event.weights_step, f"epoch {event.epoch}  step {event.step}"
+            text = evaluation(step if weights is None else of_weights(weights), event.loss, event.metrics)
             return [(f"{event.split} ", "dim"), (text, "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
-        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME):
+        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT):
             return [(event.message or "", "bold")]
         case Finding() if event.severity != "info":
             what = event.message or event.kind.replace("_", " ")
@@ -264,14 +266,14 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
 def closing_lines(
     state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True
 ) -> list[list[Piece]]:
-    """Return the closing lines of a run that trained: table, last evaluations, findings, last checkpoint, sample.
+    """Return the closing lines of a run: table where it trained, last evaluations, findings, last checkpoint, sample.
 
     Args:
         state: of the run.
         width: columns of the terminal.
         is_there: whether a checkpoint still exists.
     """
-    lines = closing_table(state, width)
+    lines = closing_table(state, width) if state.step else []
     for split in ("valid", "test"):
         validation = state.last_validation(split)
         if validation is not None:
@@ -311,8 +313,9 @@ def ending(state: RunState) -> list[Piece]:
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
     style = "alarm" if status == "failed" else "bold"
-    steps = f"{state.step} step{'s' * (state.step != 1)}"
-    return [(status, style), (f"{took}, {steps}, {samples:,} samples", "")]
+    steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
+    only_evaluated = not state.step and state.validations
+    return [(status, style), (took if only_evaluated else took + steps, "")]
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:

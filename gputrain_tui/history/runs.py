@@ -30,6 +30,7 @@ from trainer.contract.record import (
     RunEnded,
     RunStatusName,
     Step,
+    Validation,
     decode_events,
     write_atomically,
 )
@@ -70,6 +71,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Optimizer steps done when this was written."""
     loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
+    tested: Validation | None = None
+    """The last test, or what an evaluation found; written at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +326,18 @@ def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> Step |
         return None
     steps = [event for event in decode_events(data[: data.rfind(b"\n") + 1]) if isinstance(event, Step)]
     return steps[-1] if steps else None
+
+
+def last_test(run: RunDir, *, tail_bytes: int = 16_384) -> Validation | None:
+    """Return the newest evaluation of weights that need not be the last ones, from the end of the record of rank 0."""
+    try:
+        data = read_tail(run.rank_events(0), tail_bytes)
+    except OSError:
+        return None
+    events = decode_events(data[: data.rfind(b"\n") + 1])
+    return next(
+        (event for event in reversed(events) if isinstance(event, Validation) and event.weights_step is not None), None
+    )
 
 
 class RunReader:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, last_step
+from trainer.contract.record import Validation
 
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
 SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "started", "ended", "duration_s", "exit_code", "message",
-    "run_dir",
+    "tested", "run_dir",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 UNREADABLE = "unreadable"
@@ -50,5 +51,15 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "duration_s": None if until is None else until - status.started,
         "exit_code": status.exit_code,
         "message": status.message,
+        "tested": None if status.tested is None else _tested(status.tested),
         "run_dir": str(run.dir.path),
+    }
+
+
+def _tested(found: Validation) -> dict[str, Any]:
+    return {
+        "split": found.split,
+        "weights_step": found.weights_step,
+        "loss": found.loss,
+        "metrics": found.metrics,
     }

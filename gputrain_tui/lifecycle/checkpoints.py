@@ -1,12 +1,19 @@
-"""Finds the checkpoint that continues a run: in its run directory, or in the folder that ``train.save_dir`` names."""
+"""Finds the checkpoints of a run: in its run directory, or in the folder that ``train.save_dir`` names."""
 
 from __future__ import annotations
 
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
+from gputrain_tui.history.runs import Run, find, list_runs, open_run
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import RunDir, recorded_checkpoints
+from trainer.contract.record.regular_file import read_whole
 
-NAMES = ("step_*.pt", "best.pt")
+BEST = "best.pt"
+NAMES = ("step_*.pt", BEST)
 """Names of checkpoints; the folder holds other files as well, such as its lock."""
 
 
@@ -23,8 +30,102 @@ def checkpoint_to_resume(run_dir: RunDir) -> Path | None:
         return None
     last = named[-1]
     own = {path.name for path in named if path.parent == last.parent}
-    return last.parent if _checkpoints_in(last.parent) <= {*own, "best.pt"} else last
+    return last.parent if _checkpoints_in(last.parent) <= {*own, BEST} else last
 
 
 def _checkpoints_in(folder: Path) -> set[str]:
     return {path.name for name in NAMES for path in folder.glob(name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenCheckpoint:
+    """A checkpoint that is to be evaluated or exported."""
+
+    path: Path
+    """A file, or a folder whose newest good one is meant; absolute."""
+    run: Run | None
+    """The run that it belongs to, where that is known."""
+    why: str
+    """Which one it is, in words."""
+
+
+def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
+    """Return the checkpoint of a run or of a file.
+
+    Args:
+        named: a run (an id, a prefix of one, or ``last``, the last one that trained), or a checkpoint's file.
+        which: of a run: ``best``, ``newest``, or the name of a file; None for the best where there is one.
+
+    Raises:
+        RequestError: there is no such run, file or checkpoint.
+    """
+    path = Path(named)
+    if path.suffix == ".pt" or len(path.parts) > 1 or path.is_file():
+        if which is not None:
+            raise RequestError(f"--checkpoint {which} chooses among those of a run, but {named} is a file: name one")
+        return _named_file(path)
+    run = _last_trained() if named == "last" else find(named)
+    if checkpoint := evaluates(run.dir):
+        raise RequestError(f"{run.id} is an evaluation, of {checkpoint}: name that, or the run that trained")
+    if which not in (None, "best", "newest"):
+        return _file_of(run, str(which))
+    newest = checkpoint_to_resume(run.dir)
+    if newest is None:
+        raise RequestError(none_left(run))
+    best = newest / BEST
+    # In a folder that is not the run's alone it is another's, unless the run has written one there.
+    own = newest == run.dir.checkpoints or any(
+        path.parent == newest.absolute() for path in recorded_checkpoints(run.dir, only_best=True)
+    )
+    if which != "newest" and own and best.is_file():
+        return ChosenCheckpoint(path=best.absolute(), run=run, why=f"the best checkpoint of {run.id}")
+    if which == "best":
+        raise RequestError(f"{run.id} has no best checkpoint: take the newest with --checkpoint newest")
+    why = f"the newest checkpoint of {run.id}" + (", which has no best one" if which is None else "")
+    return ChosenCheckpoint(path=newest.absolute(), run=run, why=why)
+
+
+def _last_trained() -> Run:
+    """Return the newest run that is no evaluation."""
+    return next((run for run in list_runs() if not evaluates(run.dir)), None) or find("last")
+
+
+def evaluates(run_dir: RunDir) -> str:
+    """Return the checkpoint that a run evaluates; empty for a run that trains."""
+    try:
+        recipe = tomllib.loads(read_whole(run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    train = recipe.get("train")
+    return str(train.get("eval_only", "")) if isinstance(train, dict) else ""
+
+
+def _named_file(path: Path) -> ChosenCheckpoint:
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise RequestError(f"{path} {what}: name a checkpoint, such as FOLDER/{BEST}, or a run")
+    path = path.absolute()
+    folder = path.parent
+    run = open_run(folder.parent) if folder == RunDir(folder.parent).checkpoints else None
+    return ChosenCheckpoint(path=path, run=run, why="the checkpoint" if run is None else f"a checkpoint of {run.id}")
+
+
+def _file_of(run: Run, name: str) -> ChosenCheckpoint:
+    """Return a checkpoint of a run by its path, or by its name in one of the run's folders."""
+    folders = dict.fromkeys([run.dir.checkpoints, *(path.parent for path in recorded_checkpoints(run.dir))])
+    for path in (Path(name), *(folder / name for folder in folders)):
+        if path.is_file():
+            return ChosenCheckpoint(path=path.absolute(), run=run, why=f"a checkpoint of {run.id}")
+    known = sorted(set().union(*map(_checkpoints_in, folders)))
+    listed = f"; it has {', '.join(known)}" if known else ""
+    raise RequestError(
+        f"--checkpoint {quoted(name)} is no checkpoint of {run.id}; it is best, newest or a file"
+        f"{nearest(name, ['best', 'newest', *known]) or listed}"
+    )
+
+
+def none_left(run: Run) -> str:
+    """Describe in one line that a run has no checkpoint, or no longer."""
+    gone = recorded_checkpoints(run.dir)[-1:]
+    where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""
+    return f"{run.id} has no checkpoint in {run.dir.checkpoints}{where}"

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from gputrain_tui.history.runs import Status, last_step, read_status, write_status
+from gputrain_tui.history.runs import Status, last_step, last_test, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.plan.planner import Plan
@@ -105,6 +105,7 @@ class RunStatusWriter:
             status.step = min(step.step for step in last)
             losses = [step.loss for step in last if step.loss is not None]
             status.loss = sum(losses) / len(losses) if losses else None
+        status.tested = last_test(self._dir)
         self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
         self._write_status()
         if self._events >= 0:

@@ -30,7 +30,7 @@ from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.options import require_stop_condition
-from trainer.contract.record import RunDir, recorded_checkpoints
+from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_regular, open_to_append
 from trainer.host.process_identity import ProcessIdentity
 from trainer.host.stop_request import STOP_SIGNALS
@@ -83,9 +83,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             )
         found = checkpoints.checkpoint_to_resume(run.dir)
         if found is None:
-            gone = recorded_checkpoints(run.dir)[-1:]
-            where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""
-            raise RequestError(f"--resume {resume}: {run.id} has no checkpoint in {run.dir.checkpoints}{where}")
+            raise RequestError(f"--resume {resume}: {checkpoints.none_left(run)}")
         if run.state == "finished" and source is None and not overrides:
             raise RequestError(
                 f"--resume {resume}: {run.id} has finished, nothing is left to train; "

@@ -76,7 +76,11 @@ KEY_MAP: dict[Key, Key] = {
 
 IGNORED_KEYS = {
     "version": "every version's keys are read alike",
-    "use_tensorboard": "`gputrain export` writes TensorBoard from the record",
+    "use_tensorboard": "every value is in the record, which `gputrain attach` draws",
+    **dict.fromkeys(
+        ("export", "export_caffe2_path", "export_onnx_path", "export_torchscript_path"),
+        "`gputrain export RUN --to safetensors` writes the weights of the best checkpoint",
+    ),
     "gpu_streams_for_distributed_training": "the gradients' reduction has a stream of its own",
     "save_snapshot_path": "checkpoints go to the run directory",
     "modules_save_dir": "checkpoints hold the whole model",

@@ -232,6 +232,10 @@ class RunState:
         """Return the newest evaluation of a split."""
         return next((v for v in reversed(self.validations) if v.split == split), None)
 
+    def last_test(self) -> Validation | None:
+        """Return the newest evaluation of weights that need not be the last ones: a test, or a run of ``eval``."""
+        return next((v for v in reversed(self.validations) if v.weights_step is not None), None)
+
     # Changed by events
 
     def rank(self, rank: int) -> RankView:

@@ -160,14 +160,26 @@ def test_samples_that_differ_at_each_reading_are_no_other_data(tmp_path: Path) -
     assert [code for code, _ in train(tmp_path, [[], []], task="two_tasks:Noisy")] == [0, 0]
 
 
-def test_other_code_of_the_task_on_a_rank_is_refused(tmp_path: Path) -> None:
+OWN_TASK = "from tiny_task import TinyTask\nclass Own(TinyTask):\n    def model(self):\n        import widths\n"
+OWN_TASK += "        self.options.width = widths.WIDTH\n        return super().model()\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [("own.py", "code of task own:Own: "), ("widths.py", "code of widths.py, which task own:Own imports: ")],
+)
+def test_other_code_of_the_task_on_a_rank_is_refused_by_name(tmp_path: Path, file: str, named: str) -> None:
     folders = [tmp_path / "host0", tmp_path / "host1"]
     for rank, folder in enumerate(folders):
         folder.mkdir()
-        (folder / "own.py").write_text(f"from tiny_task import TinyTask\nclass Own(TinyTask):\n    n = {rank}\n")
+        (folder / "own.py").write_text(OWN_TASK)
+        (folder / "widths.py").write_text("WIDTH = 16\n")
+        with (folder / file).open("a") as written:
+            written.write(f"# of rank {rank}\n")
     for code, output in train(tmp_path, [[], []], task="own:Own", folders=folders):
         assert code == 2, output
-        assert "code of task own:Own: " in output
+        assert named in output
+        assert output.count("code of ") == 1
 
 
 def test_rank_0_reads_the_checkpoint_and_nobody_else_needs_it(tmp_path: Path) -> None:

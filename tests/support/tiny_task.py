@@ -121,6 +121,13 @@ class _Points:
         return self.inputs[index], self.targets[index]
 
 
+class TaskWithTest(TinyTask):
+    """Has a test split, of a number of samples that no batch size divides."""
+
+    def datasets(self) -> Mapping[str, SizedDataset]:
+        return {**super().datasets(), "test": _Points(31, 9)}
+
+
 class OtherTask(TinyTask):
     """The same, under another name."""
 

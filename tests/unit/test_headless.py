@@ -182,6 +182,17 @@ def test_the_end_tells_evaluation_agreement_checkpoint_and_sample() -> None:
     assert paint(ending(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
 
 
+def test_a_run_that_only_evaluates_ends_with_what_it_found_and_no_steps() -> None:
+    state = started()
+    for rank in (0, 1):
+        state.apply(RankState(time=1001.0, rank=rank, state="validating", host="node-a", device="cpu"))
+    assert plain_line(state, now=1002.0) == "2 ranks evaluate  2 s"
+    state.apply(Validation(time=1003.0, step=340, epoch=3, split="test", loss=2.55, weights_step=340))
+    state.apply(RunEnded(time=1004.0, status="finished", exit_code=0))
+    assert plain(closing_lines(state, 80)).splitlines() == ["test       (weights of step 340)  loss 2.5500"]
+    assert paint(ending(state), colour=False) == "finished in 4 s"
+
+
 def test_the_end_tells_what_was_found_and_what_of_it_still_stands() -> None:
     state = trained()
     state.apply(Finding(time=1005.0, kind="straggler", rank=1, step=70, message="rank 1 is late", advice="look"))
@@ -222,6 +233,10 @@ def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
             "test epoch 1  step 5  loss 0.5000  accuracy 0.9000",
         ),
         (
+            Validation(time=1.0, step=360, epoch=3, split="test", loss=0.5, weights_step=340),
+            "test (weights of step 340)  loss 0.5000",
+        ),
+        (
             Checkpoint(time=1.0, step=5, path="/c/5.pt", bytes=1_572_864, write_ms=3.0),
             "saved step 5  /c/5.pt (1.5 MiB)",
         ),
@@ -238,6 +253,7 @@ def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
             "cleared at step 90: rank 1 is late",
         ),
         (Finding(time=1.0, kind="seed_on_resume", severity="info", message="seed 9 orders"), "seed 9 orders"),
+        (Finding(time=1.0, kind="evaluated_checkpoint", severity="info", message="evaluates b.pt"), "evaluates b.pt"),
         (Finding(time=1.0, kind="note", severity="info"), None),
         (RankState(time=1.0, rank=0, state="ready"), None),
     ],

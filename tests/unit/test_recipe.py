@@ -449,13 +449,15 @@ def test_pytexts_training_settings_are_translated() -> None:
             "model": {"DocModel": {"representation": {"DocNNRepresentation": {"cnn": {"kernel_sizes": [2, 3, 4]}}}}},
         }
     }
-    found = of(pytext(task=task, random_seed=5, use_tensorboard=True))
+    found = of(pytext(task=task, random_seed=5, use_tensorboard=True, export_onnx_path="/tmp/model.onnx"))
     train = found.train
     assert (train.batch_size, train.max_epochs, train.optimizer, train.lr, train.momentum) == ((4,), 3, "sgd", 0.1, 0.9)
     assert (train.seed, train.clip_norm) == (5, 0.0)
     assert found.task_options["kernel_sizes"] == [2, 3, 4]
     assert found.task_options["format"] == "label_text"
-    assert ["use_tensorboard has no effect" in note for note in found.notes] == [True]
+    tensorboard, export = found.notes
+    assert "use_tensorboard has no effect" in tensorboard
+    assert "export_onnx_path has no effect: `gputrain export RUN --to safetensors` writes the weights" in export
 
 
 @pytest.mark.parametrize(

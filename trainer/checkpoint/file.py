@@ -57,6 +57,11 @@ class _Checked:
         """Nothing: the file is flushed and synced once, at the end."""
 
 
+def step_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step_{step:08d}.pt"
+
+
 def write_file(path: Path, state: Mapping[str, Any], *, place: int = 0) -> int:
     """Write a checkpoint under a temporary name, sync it and give it its name; return its size in bytes.
 

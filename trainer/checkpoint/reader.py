@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import file as files
-from trainer.contract.errors import CheckpointError, printable
+from trainer.contract.errors import CheckpointError, RequestError, printable
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -68,6 +68,29 @@ def good_ones(folder: Path | str, *, on_skipped: Callable[[str], None]) -> Itera
             yield path, load(path)
         except CheckpointError as error:
             on_skipped(f"passed over: {error}")
+
+
+def open_checkpoint(path: Path, *, asked: str) -> tuple[Path, dict[str, Any], list[str]]:
+    """Return the checkpoint that a path names, a file or a folder's newest good one: file, state, and what was skipped.
+
+    Args:
+        path: the file or the folder.
+        asked: the flag that names it, for the message.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if not path.is_dir():
+        return path, load(path), []
+    passed_over: list[str] = []
+    found = next(good_ones(path, on_skipped=passed_over.append), None)
+    if found is not None:
+        return *found, passed_over
+    if not passed_over:
+        raise RequestError(f"{asked} {path}: the folder holds no checkpoint")
+    newest, *others = (line.removeprefix("passed over: ") for line in passed_over)
+    more = f" (and {len(others)} more)" if others else ""
+    raise RequestError(f"{asked} {path}: the folder holds no good checkpoint: {newest}{more}")
 
 
 def tell(line: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.file import BEST, LAST_PLACE, clear_unfinished, link, place_of, write_file
+from trainer.checkpoint.file import BEST, LAST_PLACE, clear_unfinished, link, place_of, step_name, write_file
 from trainer.checkpoint.folder_lock import FolderLock
 from trainer.checkpoint.reader import in_order, tell
 from trainer.checkpoint.state import copy_to_cpu
@@ -196,7 +196,7 @@ class CheckpointWriter:
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
         self._require_folder(job.step)
-        path = self.folder / f"step_{job.step:08d}.pt"
+        path = self.folder / step_name(job.step)
         size = write_file(path, job.state, place=job.place)
         if job.best:
             link(path, self.folder / BEST)

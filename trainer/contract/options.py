@@ -288,6 +288,27 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             extra={"group": "Validation"},
         ),
     ] = True
+    test_best: Annotated[
+        bool,
+        Meta(
+            description="test the weights of the best validation; otherwise, and without one, the last ones",
+            extra={"group": "Validation"},
+        ),
+    ] = True
+    eval_only: (
+        Annotated[
+            str,
+            Meta(
+                description="evaluate this checkpoint, or the newest good one of a folder, and train nothing",
+                extra={"group": "Validation"},
+            ),
+        ]
+        | None
+    ) = None
+    eval_split: Annotated[
+        Literal["test", "valid"],
+        Meta(description="the split that --eval-only evaluates", extra={"group": "Validation"}),
+    ] = "test"
 
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="seed", extra={"group": "Numerics"})] = 1
     precision: Annotated[
@@ -406,11 +427,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def require_stop_condition(options: Training) -> None:
-    """Require a limit that ends the training.
+    """Require a limit that ends the training; an evaluation ends by itself.
 
     Raises:
         RequestError: no limit is set.
     """
+    if options.eval_only:
+        return
     if options.max_epochs or options.max_updates or options.stop_time or options.patience or options.min_lr >= 0:
         return
     raise RequestError("nothing would end this training: set max_epochs, max_updates, stop_time, patience or min_lr")

@@ -23,6 +23,10 @@ NO_UPDATE_LEFT = "no_update_left"
 """Kind of the finding that a resumed training had made all of its updates before."""
 SEED_ON_RESUME = "seed_on_resume"
 """Kind of the finding that a resumed training was given another seed, and what that does."""
+BEST_NOT_TESTED = "best_not_tested"
+"""Kind of the finding that the last weights were tested because the best ones are not there any more."""
+EVALUATED_CHECKPOINT = "evaluated_checkpoint"
+"""Kind of the finding that names the checkpoint of an evaluation."""
 STOP_STEPS = 3
 """Steps that ranks may take to answer a stop request: the one under way, the next, after which all know of it, and
 one more, as none is exactly as long as those before."""

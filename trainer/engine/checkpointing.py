@@ -68,7 +68,7 @@ class Saving:
         if self._writer is not None:
             self._ctx.set_state("saving")
             self._begun = step
-            kept = {**state(), "rng": rng, "recipe": self._ctx.recipe}
+            kept = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
             self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best)
             self._ctx.set_state("training")
 
@@ -101,7 +101,14 @@ class Saving:
             self._on_disk = saved
         path = os.fsencode(saved.path).decode(errors="backslashreplace")  # a name need not be UTF-8, the record is
         self._ctx.writer.write(
-            record.Checkpoint(time=time.time(), step=saved.step, path=path, bytes=saved.bytes, write_ms=saved.write_ms)
+            record.Checkpoint(
+                time=time.time(),
+                step=saved.step,
+                path=path,
+                bytes=saved.bytes,
+                write_ms=saved.write_ms,
+                best=saved.best,
+            )
         )
 
     def _failed(self, step: int, why: str) -> None:

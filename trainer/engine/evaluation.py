@@ -1,8 +1,9 @@
-"""Exact validation: every example of a split once, summed over all ranks."""
+"""Exact evaluation: every example of a split once, summed over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,12 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.data.batches import EvalBatches
+from trainer.contract.errors import TrainingError
+from trainer.contract.options import Training
+from trainer.data.batches import EvalBatches, rank_batch_sizes
+from trainer.data.dataset import SizedDataset
 from trainer.engine.model import to_device
+from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 
 
@@ -23,6 +28,25 @@ class Evaluation:
     loss: float
     """Mean over the split, in nats."""
     metrics: dict[str, float]
+
+
+def eval_batches(task: Task, split: str, dataset: SizedDataset, options: Training, ctx: WorkerContext) -> EvalBatches:
+    """Return this rank's batches of a split.
+
+    Raises:
+        RequestError: the split is empty, or the task's lengths do not fit it.
+    """
+    largest = max(rank_batch_sizes(options.batch_size, ctx.world_size))
+    return EvalBatches(
+        dataset,
+        collate=task.collate,
+        batch_sizes=(options.valid_batch_size or largest,) * ctx.world_size,
+        rank=ctx.rank,
+        split=split,
+        num_workers=options.num_workers,
+        lengths=task.lengths(split),
+        pin_memory=ctx.device.type == "cuda",
+    )
 
 
 @torch.no_grad()
@@ -38,6 +62,9 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate this rank's share of the split and sum with the others; None on all ranks once one was asked to stop.
 
+    The batches are the same on any number of ranks, and their sums are added without rounding, so that the result is
+    too.
+
     Args:
         task: gives the loss and the metrics.
         model: the unwrapped model; its mode is restored afterwards.
@@ -46,28 +73,43 @@ def evaluate(
         autocast: the precision of the forward pass.
         stop_requested: whether this rank is to stop; asked after every batch.
         waits: told before this rank waits for the others.
+
+    Raises:
+        TrainingError: the task gives other metrics on other ranks.
     """
     training = model.training
     model.eval()
-    totals: dict[str, float] = {"loss": 0.0, "count": 0.0, "stopped": 0.0}
+    each: dict[str, list[float]] = {"loss": [], "count": []}
+    stopped = False
     try:
         for micro in batches:
-            weight = 1.0 if micro.samples else 0.0
             with autocast:
-                loss, items, sums = summed_loss(task, model, to_device(micro.batch, device))
-            totals["loss"] += float(loss) * weight
-            totals["count"] += float(items) * weight
+                loss, items, metrics = summed_loss(task, model, to_device(micro.batch, device))
+            sums = {"loss": loss, "count": items, **{f"metric:{name}": value for name, value in metrics.items()}}
             for name, value in sums.items():
-                totals[f"metric:{name}"] = totals.get(f"metric:{name}", 0.0) + float(value) * weight
+                each.setdefault(name, []).append(float(value) if micro.samples else 0.0)
             if stop_requested():  # not before the first batch, which tells what the metrics are called
-                totals["stopped"] = 1.0
+                stopped = True
                 break
     finally:
         model.train(training)
     waits()
-    totals = {name: float(value) for name, value in distributed.all_reduce_dict(totals, device).items()}
-    if totals["stopped"]:
+    mine = {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
+    ranks = distributed.all_gather_list((stopped, mine))
+    if any(rank_stopped for rank_stopped, _ in ranks):
         return None
+    named = [", ".join(values) for _, values in ranks]
+    if len(set(named)) > 1:
+        raise TrainingError(
+            f"ranks sum unlike values: {'; '.join(f'rank {n} has {text}' for n, text in enumerate(named))}"
+        )
+    totals = {name: _exact_sum([value for _, values in ranks for value in values[name].tolist()]) for name in mine}
     count = totals["count"]
-    sums_all = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
-    return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(sums_all, count))
+    summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
+    return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    """Return the sum, rounded once, so that it does not depend on the order."""
+    # fsum refuses infinities of both signs, of which the sum is no number.
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

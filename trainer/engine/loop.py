@@ -18,15 +18,16 @@ from torch import Tensor
 from trainer import distributed
 from trainer.contract.errors import NotKeptError, RequestError, TrainingError
 from trainer.contract.options import Training, require_stop_condition
-from trainer.contract.outcome import SEED_ON_RESUME, describe_stop
-from trainer.data.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
+from trainer.contract.outcome import BEST_NOT_TESTED, SEED_ON_RESUME, describe_stop
+from trainer.data.batches import EpochBatches, Update, rank_batch_sizes
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.agreement import Agreement, LoopRequests
+from trainer.engine.best_weights import BestWeights
 from trainer.engine.checkpointing import Saving
 from trainer.engine.data_sample import DataSample, require_same_data
-from trainer.engine.evaluation import Evaluation, evaluate
+from trainer.engine.evaluation import Evaluation, eval_batches, evaluate
 from trainer.engine.host_copies import host_copies
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model import (
@@ -97,16 +98,7 @@ class Loop:
             drop_last=options.drop_last,
         )
         self.eval_batches = {
-            split: EvalBatches(
-                dataset,
-                collate=task.collate,
-                batch_sizes=(options.valid_batch_size or max(sizes),) * ctx.world_size,
-                rank=ctx.rank,
-                split=split,
-                num_workers=options.num_workers,
-                lengths=task.lengths(split),
-                pin_memory=ctx.device.type == "cuda",
-            )
+            split: eval_batches(task, split, dataset, options, ctx)
             for split, dataset in self.splits.items()
             if split != "train"
         }
@@ -146,6 +138,10 @@ class Loop:
             copies=ctx.copies or host_copies(ctx.device),
         )
         self.best = Best.of(options)
+        self._tests = options.test and "test" in self.splits
+        self._best_weights = BestWeights(wanted=self._tests and options.test_best and ctx.rank == 0)
+        self._holds_best = False
+        """Whether the model holds the best weights in place of the last ones, at the very end."""
         self.updates = 0
         self.epoch = 1
         # One item per sample until a count is known; far less would overflow fp16's first gradient.
@@ -381,7 +377,7 @@ class Loop:
             self._save()
 
     def _finish(self, reason: str) -> None:
-        """Validate, test and save at the end, each only if the last step has not been yet, until asked to stop.
+        """Validate and save at the end, each only if the last step has not been yet, and test, until asked to stop.
 
         Raises:
             NotKeptError: the last checkpoint, or the best one, is not on disk.
@@ -395,15 +391,18 @@ class Loop:
             return
         if self.updates:
             self._save()
-        if self.options.test and "test" in self.splits:
-            result = self._evaluation("test")
-            if result is None:
-                return
-            reports.report_validation(self.ctx, "test", result, step=self.updates, epoch=self.epoch)
         self._desync.begin(step=self.updates)
         self._desync.finish()
         if self.ctx.rank == 0 and (text := self.task.sample(self.raw_model)):
             reports.report_sample(self.ctx, text, step=self.updates)
+        if self._tests:
+            weights_step = self._load_best()
+            result = self._evaluation("test")
+            if result is None:
+                return
+            reports.report_validation(
+                self.ctx, "test", result, step=self.updates, epoch=self.epoch, weights_step=weights_step
+            )
         self.ctx.stopping()  # whoever asks from here on waits for the disk
         if not_kept := self._saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
@@ -423,10 +422,27 @@ class Loop:
         if result is not None:
             self._validated_at = self.updates
             reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
-            if self.best.see(result.loss, result.metrics, step=self.updates) and self._saving.enabled:
-                self._save(best=True)
+            if self.best.see(result.loss, result.metrics, step=self.updates):
+                self._best_weights.keep(self.raw_model)
+                if self._saving.enabled:
+                    self._save(best=True)
         self.ctx.set_state("training")
         self.meter.start()
+
+    def _load_best(self) -> int:
+        """Give the model of every rank the weights that are to be tested; return after how many updates they were."""
+        best = self.best
+        if not self.options.test_best or best.value is None or best.step == self.updates:
+            return self.updates
+        self.ctx.waits()
+        weights, why_not = distributed.from_master(lambda: self._best_weights.find(best))
+        if weights is None:
+            text = f"the last weights are tested, of step {self.updates}, not the best, of step {best.step}: {why_not}"
+            reports.remark(self.ctx, BEST_NOT_TESTED, text, severity="warning")
+            return self.updates
+        self._holds_best = True
+        self.raw_model.load_state_dict(weights)
+        return best.step
 
     def _evaluation(self, split: str) -> Evaluation | None:
         """Evaluate a split; a rank that is asked to stop meanwhile breaks it off on all ranks."""
@@ -445,12 +461,12 @@ class Loop:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def _save(self, *, best: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this update.
+        """Write a checkpoint, unless there is one of this update or the model no longer is that of this update.
 
         Raises:
             NonFiniteError: there is nothing that is worth keeping.
         """
-        if self._saving.last_update == self.updates and not best:
+        if self._holds_best or (self._saving.last_update == self.updates and not best):
             return
         self.meter.pause()
         self._make_whole()
@@ -515,6 +531,7 @@ class Loop:
         self.updates = self._saving.last_update = kept.updates
         self._validated_at = kept.validated_at
         self._count_estimate = kept.count_estimate
+        self._best_weights.resumed(source)
         resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
         ctx.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")

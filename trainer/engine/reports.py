@@ -47,17 +47,35 @@ def announce(
     )
 
 
-def report_validation(ctx: WorkerContext, split: Any, result: Evaluation, *, step: int, epoch: int) -> None:
-    """Tell the result of an evaluation; rank 0 only."""
+def report_validation(
+    ctx: WorkerContext, split: Any, result: Evaluation, *, step: int, epoch: int, weights_step: int | None = None
+) -> None:
+    """Report the result of an evaluation; rank 0 only.
+
+    Args:
+        ctx: of this rank.
+        split: what was evaluated.
+        result: over all ranks.
+        step: updates done.
+        epoch: of the training.
+        weights_step: updates of the weights where they need not be the last ones.
+    """
     if ctx.rank != 0:
         return
     ctx.writer.write(
         record.Validation(
-            time=time.time(), step=step, epoch=epoch, split=split, loss=result.loss, metrics=result.metrics
+            time=time.time(),
+            step=step,
+            epoch=epoch,
+            split=split,
+            loss=result.loss,
+            metrics=result.metrics,
+            weights_step=weights_step,
         )
     )
     metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
-    ctx.say(f"{split} at step {step}: loss {result.loss:.4f} nats{metrics}")
+    which = f"at step {step}" if weights_step is None else f"(weights of step {weights_step})"
+    ctx.say(f"{split} {which}: loss {result.loss:.4f} nats{metrics}")
 
 
 def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from trainer.contract.options import Training
 from trainer.contract.schema import describe, text_of
+from trainer.engine.task_sources import task_sources
 from trainer.tasks.task import Task
 
 PACKAGE = Path(__file__).parents[1]
@@ -34,8 +35,12 @@ def task_request(name: str, kind: type[Task], options: Any) -> dict[str, str]:
     therefore this is compared later.
     """
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    own = file is not None and not Path(file).is_relative_to(PACKAGE)
-    return {**({f"code of task {name}": _digest(Path(str(file)))} if own else {}), **_values(options)}
+    if file is None or Path(file).is_relative_to(PACKAGE):
+        return _values(options)
+    own, *helpers = task_sources(kind.__module__, Path(file), known=PACKAGE).items()
+    code = {f"code of task {name}": _digest(own[1])}
+    code |= {f"code of {path}, which task {name} imports": _digest(helper) for path, helper in helpers}
+    return {**code, **_values(options)}
 
 
 def _values(options: Any) -> dict[str, str]:

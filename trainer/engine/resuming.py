@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint import ENTRIES, CheckpointError, difference, kinds, restore_rng
+from trainer.checkpoint import ENTRIES, CheckpointError, difference, kinds, restore_rng, weights_of
 from trainer.contract.errors import RequestError
 from trainer.engine.optimizers import require_state_of, restore
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+S = TypeVar("S")
 _FIELD = re.compile(r"(?P<reason>.*) - at `\$(?P<path>.*)`")
 
 
@@ -81,6 +83,37 @@ class Kept(msgspec.Struct):
     recipe: str
 
 
+class _Weights(msgspec.Struct):
+    """What an evaluation needs to know of a checkpoint besides its weights."""
+
+    task: str
+    updates: Count
+    position: _Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptWeights:
+    """The weights of a checkpoint, which fit a model."""
+
+    weights: dict[str, Any]
+    updates: int
+    epoch: int
+
+
+def require_weights(state: Mapping[str, Any], model: nn.Module, *, task: str, source: str) -> KeptWeights:
+    """Refuse a checkpoint whose weights are of another task or do not fit this model; the rest of it does not matter.
+
+    Raises:
+        RequestError: one line that names the file and the entry.
+    """
+    kept = _convert(state, _Weights, source)
+    _require_task(kept.task, task, source)
+    weights = weights_of(state, source=source)
+    if wrong := difference(kinds(weights, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"):
+        raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
+    return KeptWeights(weights=weights, updates=kept.updates, epoch=kept.position.epoch)
+
+
 def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, task: str, source: str) -> Kept:
     """Refuse a checkpoint of which any entry is not as it was saved, or does not fit this model and optimizer.
 
@@ -106,13 +139,14 @@ def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     found = kinds({key: value for key, value in state.items() if key != ENTRIES})
     if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of what was saved"):
         raise CheckpointError(f"{source}: {_line(wrong)}")
-    kept = _convert(state, source)
+    kept = _convert(state, Kept, source)
+    if kept.scaler:
+        _convert(state, _InFp16, source)
     if kept.schedule.updates != kept.updates:
         raise CheckpointError(
             f"{source}: entry schedule['updates'] is {kept.schedule.updates}, but updates is {kept.updates}"
         )
-    if kept.task != task:
-        raise RequestError(f"{source} is of task {kept.task!r}, but this run trains {task!r}: see its entry task")
+    _require_task(kept.task, task, source)
     wrong = difference(
         kinds(kept.model, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"
     ) or _other_parameters(kept.parameters, parameter_names(model, optimizer))
@@ -125,12 +159,14 @@ def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     return kept
 
 
-def _convert(state: Mapping[str, Any], source: str) -> Kept:
+def _require_task(kept: str, task: str, source: str) -> None:
+    if kept != task:
+        raise RequestError(f"{source} is of task {kept!r}, but this run trains {task!r}: see its entry task")
+
+
+def _convert(state: Mapping[str, Any], schema: type[S], source: str) -> S:
     try:
-        kept = msgspec.convert(state, Kept)
-        if kept.scaler:
-            msgspec.convert(state, _InFp16)
-        return kept
+        return msgspec.convert(state, schema)
     except msgspec.ValidationError as error:
         matched = _FIELD.fullmatch(_line(str(error)))
         where = f"entry {matched['path'].removeprefix('.')}: " if matched else ""

@@ -15,7 +15,7 @@ from trainer import distributed
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
 from trainer.agent.narration import Narration
-from trainer.checkpoint import CheckpointError, good_ones, load
+from trainer.checkpoint import CheckpointError, good_ones, open_checkpoint
 from trainer.contract import record
 from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
 from trainer.contract.options import Training
@@ -24,6 +24,7 @@ from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir,
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
 from trainer.engine import reports
+from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
 from trainer.engine.loop import Loop, TrainingOutcome
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -135,7 +136,11 @@ class _Rank:
         )
         self.set_state("ready")
         task, request = self._task(options, words)
-        loop = Loop(task, options, self._context(options, device, request))
+        ctx = self._context(options, device, request)
+        if options.eval_only:
+            assignment.stoppable()
+            return evaluate_checkpoint(task, options, ctx)
+        loop = Loop(task, options, ctx)
         self.step = lambda: loop.updates
         self._resume(loop, options)
         assignment.stoppable()
@@ -164,7 +169,7 @@ class _Rank:
             writer=self.writer,
             set_state=self.set_state,
             say=self._say if assignment.rank == 0 else _discard_line,
-            checkpoints=folder,
+            checkpoints=None if options.eval_only else folder,
             stop_requested=assignment.stop_requested,
             step_took=assignment.step_took,
             stopping=assignment.stopping,
@@ -266,28 +271,13 @@ def _choose(loop: Loop, path: Path) -> tuple[str, dict[str, Any], list[str]]:
     Raises:
         RequestError: there is none; a good one beside it is offered.
     """
-    passed_over: list[str] = []
     source = path
     try:
-        if path.is_dir():
-            found = next(good_ones(path, on_skipped=passed_over.append), None)
-            if found is None:
-                raise RequestError(_no_good_one(path, passed_over))
-            source, state = found
-        else:
-            state = load(path)
+        source, state, passed_over = open_checkpoint(path, asked="--resume")
         loop.require_fit(state, source=str(source))
     except RequestError as error:
         raise RequestError(f"{error}{_offer(loop, source)}") from None
     return str(source), state, passed_over
-
-
-def _no_good_one(folder: Path, passed_over: list[str]) -> str:
-    if not passed_over:
-        return f"--resume {folder}: the folder holds no checkpoint"
-    newest, *others = (line.removeprefix("passed over: ") for line in passed_over)
-    more = f" (and {len(others)} more)" if others else ""
-    return f"--resume {folder}: the folder holds no good checkpoint: {newest}{more}"
 
 
 def _offer(loop: Loop, source: Path) -> str:

@@ -13,7 +13,8 @@ from gputrain_tui.console.widgets.run_condition import run_condition
 from gputrain_tui.headless.progress import loss_text
 from gputrain_tui.history.runs import ENDED
 from gputrain_tui.state import RunState
-from gputrain_tui.tables import duration, printable
+from gputrain_tui.tables import duration, evaluation, of_weights, printable
+from trainer.contract.record import Validation
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -98,7 +99,9 @@ class RunHeading:
     """Steps after which the training ends."""
     max_epochs: int = 0
     valid_loss: float | None = None
-    """Of the newest evaluation, nats."""
+    """Of the newest validation, nats."""
+    tested: Validation | None = None
+    """The newest test, or what an evaluation found."""
     elapsed_s: float | None = None
     eta_s: float | None = None
     reading: float | None = None
@@ -157,6 +160,9 @@ def _names(head: RunHeading, width: int) -> Row:
 def _figures(head: RunHeading, width: int) -> Row:
     """Return progress bar and figures, the least important dropped first."""
     s = head.summary
+    if not s.step and head.tested is not None:
+        shown = evaluation(of_weights(head.tested.weights_step or 0), head.tested.loss, head.tested.metrics)
+        return [(f" {head.tested.split} ", "dim"), (printable(shown), "title")]
     if not s.step:
         over = head.status in (*ENDED, "lost")
         return [(" no step was made" if over else " no step yet: the ranks come together", "dim")]
@@ -173,6 +179,10 @@ def _figures(head: RunHeading, width: int) -> Row:
     ]
     if head.valid_loss is not None:
         fields.insert(3, (4, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
+    if head.tested is not None:
+        which = of_weights(head.tested.weights_step or 0)
+        loss = loss_text(head.tested.loss)
+        fields.insert(3, (4, [(f"{head.tested.split} ", "dim"), (loss, "bright"), (f" {which}", "dim")]))
     if head.world_size == 1:
         fields = [field for field in fields if field[0] != 3]
     progress = min(s.step / head.total, 1.0) if head.total else None
@@ -237,6 +247,7 @@ def heading(live: LiveRun) -> RunHeading:
         total=state.updates_total,
         max_epochs=state.max_epochs,
         valid_loss=evaluated.loss if (evaluated := state.last_validation()) is not None else None,
+        tested=state.last_test(),
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
         reading=live.reading,

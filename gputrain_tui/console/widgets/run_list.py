@@ -13,7 +13,7 @@ from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop,
 from gputrain_tui.console.widgets.run_header import MARKS
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.summary import UNREADABLE
-from gputrain_tui.tables import duration, printable
+from gputrain_tui.tables import duration, evaluation, of_weights, printable
 
 STARTED_FROM_CELLS, RECIPE_FROM_CELLS = 100, 150
 """Fewest cells for the columns of the start time, and of the recipe."""
@@ -199,6 +199,9 @@ class RunCard(Canvas):
             ],
             [("folder   ", "dim"), (printable(entry["run_dir"]), "dim")],
         ]
+        if (tested := entry.get("tested")) is not None:
+            shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
+            rows.insert(1, [(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])
         if said:
             rows.insert(1, [(printable(said), "error" if entry["state"] == "failed" else "bright")])
         return [fit_row(row, width) for row in rows[:height]]

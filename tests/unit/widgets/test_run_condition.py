@@ -7,7 +7,7 @@ from gputrain_tui.console.widgets.run_condition import LEAST_STEPS, run_conditio
 from gputrain_tui.console.widgets.run_header import RunFigures, RunHeading, draw_header
 from gputrain_tui.diagnosis import KINDS
 from gputrain_tui.state import RunState
-from trainer.contract.record import Finding, Step
+from trainer.contract.record import Finding, Step, Validation
 
 
 def state_with(*findings: Finding, step: int = LEAST_STEPS) -> RunState:
@@ -70,3 +70,20 @@ def test_the_header_has_the_verdict_before_the_clock_and_the_names(width: int) -
         assert "left 1:23:20" in text
     if "on 3 hosts" in text or "elapsed" in text:
         assert "late 20 ms: data loading" in text or width < 64
+
+
+@pytest.mark.parametrize("steps", [0, 42])
+def test_the_header_says_which_weights_were_tested(steps: int) -> None:
+    head = RunHeading(
+        status="finished",
+        name="demo",
+        id="20261121-demo",
+        world_size=2,
+        hosts=1,
+        summary=RunFigures(step=steps, epoch=1, loss=1.0) if steps else RunFigures(),
+        tested=Validation(
+            time=1.0, step=42, epoch=6, split="test", loss=0.5, metrics={"accuracy": 0.9}, weights_step=7
+        ),
+    )
+    figures = row_text(draw_header(head, 120, 2)[1])
+    assert ("test 0.5000 (weights of step 7)" if steps else "test (weights of step 7)  loss 0.5000  acc") in figures

@@ -215,6 +215,8 @@ class Validation(Event, kw_only=True, tag="validation"):
     loss: FiniteFloat
     """Mean over every example of the split, in nats."""
     metrics: dict[str, FiniteFloat] = {}
+    weights_step: Count | None = None
+    """Optimizer steps of the weights that a test evaluated: of the best ones fewer than ``step``."""
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -224,6 +226,8 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     path: str
     bytes: Count
     write_ms: FiniteFloat
+    best: bool = False
+    """Whether it is the best so far, and ``best.pt`` of its folder as well."""
 
 
 class Checksum(Event, kw_only=True, tag="checksum"):

@@ -1,0 +1,19 @@
+"""Flags for a checkpoint, shared by the commands that read one."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+
+def add_checkpoint(parser: ArgumentParser) -> None:
+    """Declare ``RUN|CHECKPOINT`` and ``--checkpoint``."""
+    parser.add_argument(
+        "named",
+        metavar="RUN|CHECKPOINT",
+        help="run id, a unique prefix of one, or `last`; or a checkpoint's file",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="best|newest|FILE",
+        help="which of the run's; default: the best one, or the newest where there is no best",
+    )

@@ -1,0 +1,47 @@
+"""``gputrain eval``: evaluates a checkpoint on a split, as a run of its own that trains nothing."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from gputrain_tui.commands import run as run_command
+from gputrain_tui.commands.checkpoint_flags import add_checkpoint
+from gputrain_tui.commands.recipe_flags import add_settings
+from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.checkpoints import choose_checkpoint
+from gputrain_tui.lifecycle.evaluation import evaluation_recipe
+from gputrain_tui.output import narrate
+from trainer.contract.errors import RequestError
+
+NAME = "eval"
+HELP = "evaluate a checkpoint without training, exact over all ranks"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    add_checkpoint(parser)
+    parser.add_argument("--split", choices=("test", "valid"), default="test", help="what to evaluate; default: test")
+    parser.add_argument("--recipe", metavar="FILE", help="a recipe in place of the run's own")
+    add_settings(parser)
+    run_command.add_output(parser)
+
+
+def run(args: Namespace) -> int:
+    """Evaluate; return the run's exit code.
+
+    Raises:
+        RequestError: there is no such run or checkpoint, or nothing says which task it is of.
+    """
+    chosen = choose_checkpoint(args.named, args.checkpoint)
+    source = args.recipe
+    if source is None and chosen.run is None:
+        raise RequestError(f"{args.named} lies in no run directory: name the recipe of its training with --recipe FILE")
+    if source is None:
+        assert chosen.run is not None
+        source = start.recipe_of(chosen.run)
+    recipe = evaluation_recipe(
+        source, overrides=args.overrides, checkpoint=chosen.path, split=args.split, stdin=sys.stdin
+    )
+    narrate(f"evaluating {args.split} with {chosen.why}, {chosen.path}")
+    return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

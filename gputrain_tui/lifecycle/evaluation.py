@@ -1,0 +1,52 @@
+"""Makes the recipe of a run that evaluates a checkpoint: on the path of every run, and it trains nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
+from trainer.contract.errors import RequestError
+
+PREFIX = "eval-"
+"""Begins the names of evaluations, by which a list of runs shows what they are."""
+
+
+def evaluation_recipe(
+    source: str, *, overrides: list[str], checkpoint: Path, split: str, stdin: IO[str] | None = None
+) -> Recipe:
+    """Return the recipe that evaluates a checkpoint where and how the given one trains.
+
+    Args:
+        source: the recipe of the training, a file or ``-``.
+        overrides: ``KEY=VALUE`` settings.
+        checkpoint: a file, or a folder whose newest good one is taken.
+        split: what is evaluated.
+        stdin: what ``-`` reads.
+
+    Raises:
+        RequestError: the recipe is wrong, or runs a script.
+    """
+    recipe = recipes.load(source, overrides=overrides, stdin=stdin)
+    if recipe.script is not None:
+        raise RequestError(f"{source} runs a script, which evaluates by itself: only tasks are evaluated from here")
+    largest = max(recipe.train.batch_size)  # one value fits any number of ranks, and all have the same batches
+    train = msgspec.structs.replace(
+        recipe.train,
+        eval_only=str(checkpoint),
+        eval_split=split,
+        resume=None,
+        save_dir=None,
+        batch_size=(largest,),
+    )
+    changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
+    return dataclasses.replace(
+        recipe,
+        name=(PREFIX + recipe.name)[:MAX_NAME_CHARS],
+        train=train,
+        origin=dataclasses.replace(recipe.origin, overridden=recipe.origin.overridden | changed),
+    )

@@ -1,0 +1,256 @@
+"""The weights of the best validation are tested, and a checkpoint is evaluated alike on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_group import Processes, Raised
+from tiny_task import TaskWithTest, TinyOptions
+
+from trainer import distributed
+from trainer.checkpoint import load
+from trainer.contract.options import Training
+from trainer.contract.record import EventWriter, Finding, Validation, decode_events
+
+OPTIONS: dict[str, Any] = {"task": "tested", "batch_size": (4,), "lr": 0.05, "max_epochs": 6, "save_every_updates": 1}
+"""The best validation comes after the first of the epochs, of 7 updates on 2 ranks: the loss rises from then on."""
+
+
+class SampledTask(TaskWithTest):
+    """Notes that it was asked for a sample, which comes right before the test."""
+
+    sampled = False
+
+    def sample(self, model: torch.nn.Module) -> None:
+        self.sampled = True
+
+
+def on_ranks(
+    rank: int, world_size: int, folder: str, options: dict[str, Any], body: Callable[..., Any], *arguments: Any
+) -> dict[str, Any]:
+    """Do something with the tested task as one rank of a group; return what came into the record."""
+    from trainer.engine.worker_context import WorkerContext
+
+    url = f"file://{folder}/rendezvous"
+    distributed.distributed_init(
+        init_method=url if world_size > 1 else None,
+        world_size=world_size,
+        rank=rank,
+        backend="gloo",
+        device=torch.device("cpu"),
+        timeout_s=60.0,
+        join_timeout_s=60.0,
+    )
+    task = SampledTask(TinyOptions())
+    stop = {"": lambda: False, "at once": lambda: True, "in the test": lambda: task.sampled}[options.get("stop", "")]
+    record = Path(folder, f"{rank}.ndjson")
+    writer = EventWriter(record, rank=rank)
+    said: list[str] = []
+    try:
+        kept = options.get("kept", True)
+        ctx = WorkerContext(
+            rank=rank,
+            world_size=world_size,
+            device=torch.device("cpu"),
+            writer=writer,
+            set_state=lambda state: None,
+            say=said.append,
+            checkpoints=Path(folder, "checkpoints") if kept else None,
+            stop_requested=stop,
+        )
+        chosen = {name: value for name, value in options.items() if name not in ("kept", "stop")}
+        outcome = body(task, Training(**{**OPTIONS, **chosen}), ctx, *arguments)
+        writer.close()
+        events = decode_events(record.read_bytes()) if record.exists() else []
+        return {
+            "updates": outcome.updates,
+            "best": outcome.best.step,
+            "stopped": outcome.stopped,
+            "evaluated": [event for event in events if isinstance(event, Validation)],
+            "findings": [event for event in events if isinstance(event, Finding)],
+            "said": said,
+        }
+    finally:
+        writer.close()
+        distributed.shutdown()
+
+
+def train(task: TaskWithTest, options: Training, ctx: Any, resume: str | None = None) -> Any:
+    from trainer.engine.loop import Loop
+
+    loop = Loop(task, options, ctx)
+    if resume is not None:
+        loop.load_state_dict(load(resume), source=resume)
+    return loop.run()
+
+
+def evaluate(task: TaskWithTest, options: Training, ctx: Any) -> Any:
+    from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
+
+    return evaluate_checkpoint(task, options, ctx)
+
+
+class Ranks:
+    """Does something on so many ranks in a folder of its own, and returns what rank 0 recorded."""
+
+    def __init__(self, processes: Processes, folder: Path) -> None:
+        self._processes, self._folder, self._count = processes, folder, 0
+
+    def __call__(self, body: Callable[..., Any], options: dict[str, Any], *arguments: Any, ranks: int = 2) -> Any:
+        self._count += 1
+        self.folder = self._folder / str(self._count)
+        self.folder.mkdir()
+        self.checkpoints = self.folder / "checkpoints"
+        members = self._processes.take(ranks)
+        for rank, member in enumerate(members):
+            member.begin(on_ranks, rank, ranks, str(self.folder), options, body, *arguments)
+        outcomes = [member.outcome() for member in members]
+        return outcomes[0]
+
+
+@pytest.fixture
+def do(processes: Processes, tmp_path: Path) -> Ranks:
+    return Ranks(processes, tmp_path)
+
+
+def result_of_test(done: dict[str, Any]) -> Validation:
+    (found,) = (event for event in done["evaluated"] if event.split == "test")
+    assert isinstance(found, Validation)
+    return found
+
+
+def expected_loss(checkpoint: Path) -> float:
+    task = TaskWithTest(TinyOptions())
+    model = task.model()
+    model.load_state_dict(load(checkpoint)["model"])
+    model.eval()
+    data = task.datasets()["test"]
+    with torch.no_grad():
+        loss, count, _ = task.loss(model, task.collate([data[index] for index in range(len(data))]))
+    return float(loss / count)
+
+
+@pytest.fixture(scope="module")
+def trained(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A training whose best weights are not its last ones, and its checkpoints."""
+    do = Ranks(processes, tmp_path_factory.mktemp("trained"))
+    done = do(train, {})
+    assert 0 < done["best"] < done["updates"], done
+    return done, do.checkpoints
+
+
+def test_the_best_weights_are_tested_and_the_record_says_of_which_step_they_are(
+    trained: tuple[dict[str, Any], Path],
+) -> None:
+    done, checkpoints = trained
+    found = result_of_test(done)
+    assert (found.weights_step, found.step) == (done["best"], done["updates"])
+    assert found.loss == pytest.approx(expected_loss(checkpoints / "best.pt"), rel=1e-6)
+    last = checkpoints / f"step_{done['updates']:08d}.pt"
+    assert found.loss != pytest.approx(expected_loss(last), rel=1e-3), "the last checkpoint is of the last weights"
+    assert [line for line in done["said"] if line.startswith(f"test (weights of step {done['best']}): loss ")]
+    assert not done["findings"]
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"kept": False}, False),
+        ({"test_best": False}, True),
+        ({"valid_every_epochs": 9, "max_epochs": 0, "max_updates": 42}, True),
+    ],
+    ids=["nothing saved", "switched off", "the last is the best"],
+)
+def test_the_best_weights_need_no_file_and_without_them_the_last_are_tested(
+    do: Ranks, trained: tuple[dict[str, Any], Path], options: dict[str, Any], last: bool
+) -> None:
+    done = do(train, options)
+    assert done["updates"] == trained[0]["updates"]
+    assert result_of_test(done).weights_step == (done["updates"] if last else trained[0]["best"])
+    assert (result_of_test(done).loss == result_of_test(trained[0]).loss) is not last
+    assert not done["findings"]
+
+
+@pytest.mark.parametrize("when", ["at once", "in the test"])
+def test_a_training_that_is_stopped_does_not_test_and_keeps_its_last_weights(
+    do: Ranks, trained: tuple[dict[str, Any], Path], when: str
+) -> None:
+    first, checkpoints = trained
+    done = do(train, {"stop": when})
+    assert done["stopped"]
+    assert not [event for event in done["evaluated"] if event.split == "test"]
+    (kept,) = (path for path in do.checkpoints.glob("step_*.pt") if int(path.stem[5:]) == done["updates"])
+    assert done["updates"] == (first["updates"] if when == "in the test" else 2)
+    if when == "in the test":
+        assert expected_loss(kept) == expected_loss(checkpoints / kept.name)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_does_not(
+    do: Ranks, trained: tuple[dict[str, Any], Path], tmp_path: Path, there: bool
+) -> None:
+    first, checkpoints = trained
+    folder = tmp_path / "before"
+    folder.mkdir()
+    for path in checkpoints.glob("*.pt"):
+        if there or path.name != "best.pt":
+            (folder / path.name).write_bytes(path.read_bytes())
+    source = folder / f"step_{first['updates']:08d}.pt"
+    done = do(train, {"max_epochs": 7}, str(source))
+    assert done["best"] == first["best"]
+    found = result_of_test(done)
+    if there:
+        assert (found.weights_step, found.loss) == (first["best"], result_of_test(first).loss)
+        assert not done["findings"]
+        return
+    assert found.weights_step == done["updates"]
+    (finding,) = done["findings"]
+    assert (finding.kind, finding.severity) == ("best_not_tested", "warning")
+    assert finding.message == (
+        f"the last weights are tested, of step {done['updates']}, not the best, of step {first['best']}: "
+        f"no checkpoint of it in {folder}, from which the training was resumed"
+    )
+
+
+def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
+    do: Ranks, trained: tuple[dict[str, Any], Path]
+) -> None:
+    first, checkpoints = trained
+    before = {path: path.stat() for path in checkpoints.iterdir()}
+    results = []
+    for ranks in (1, 2, 3):
+        done = do(evaluate, {"eval_only": str(checkpoints / "best.pt"), "valid_batch_size": 4}, ranks=ranks)
+        results.append((result_of_test(done).loss, result_of_test(done).metrics, result_of_test(done).weights_step))
+        assert f"evaluates test with the weights of step {first['best']}: {checkpoints / 'best.pt'}" in done["said"]
+        assert not do.checkpoints.exists(), "nothing is saved"
+    assert results == [(result_of_test(first).loss, result_of_test(first).metrics, first["best"])] * 3
+    assert {path: path.stat() for path in checkpoints.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_only": "{folder}/none.pt"}, "{folder}/none.pt: cannot be read (No such file or directory)"),
+        ({"eval_only": "{folder}/empty"}, "--eval-only {folder}/empty: the folder holds no checkpoint"),
+        ({"eval_only": "{best}", "resume": "{best}"}, "--eval-only does not train, and --resume does: leave one"),
+        ({"eval_only": "{best}", "task": "other"}, "{best} is of task 'tested', but this run trains 'other'"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_in_one_line(
+    do: Ranks,
+    trained: tuple[dict[str, Any], Path],
+    tmp_path: Path,
+    options: dict[str, str],
+    message: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"folder": tmp_path, "best": trained[1] / "best.pt"}
+    refused = do(evaluate, {name: text.format(**places) for name, text in options.items()})
+    assert isinstance(refused, Raised), refused
+    assert refused.kind in ("RequestError", "CheckpointError")
+    assert refused.message.startswith(message.format(**places))
+    assert "\n" not in refused.message

@@ -1,0 +1,81 @@
+"""Which checkpoint of a run is evaluated and exported, also where its folder is not its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import run_dirs
+
+from gputrain_tui.lifecycle.checkpoints import choose_checkpoint
+from trainer.contract.errors import RequestError
+from trainer.contract.record import Checkpoint, encode_event
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def make(home: Path, *, own: str, elsewhere: str, recorded: str, name: str = "trained") -> str:
+    """Make a run with these checkpoints in its directory and in another folder, and in its record; return its id."""
+    run = run_dirs.run_dir(home / "home" / "runs", name)
+    kept = home / "kept"
+    kept.mkdir()
+    for folder, names in ((run.dir.checkpoints, own), (kept, elsewhere)):
+        for file in names.split():
+            (folder / file).touch()
+    with run.dir.rank_events(0).open("ab") as record:
+        for word in recorded.split():
+            path = str(kept / word.rstrip("*"))
+            record.write(
+                encode_event(Checkpoint(time=1.0, step=1, path=path, bytes=1, write_ms=1.0, best=word.endswith("*")))
+            )
+    return run.id
+
+
+@pytest.mark.parametrize(
+    ("own", "elsewhere", "recorded", "which", "chosen"),
+    [
+        ("step_2.pt best.pt", "", "", None, "own/best.pt"),
+        ("step_2.pt best.pt", "", "", "newest", "own"),
+        ("step_2.pt best.pt", "", "", "step_2.pt", "own/step_2.pt"),
+        ("step_2.pt", "", "", None, "own"),
+        ("", "step_2.pt best.pt", "step_1.pt* step_2.pt", None, "kept/best.pt"),
+        ("", "step_2.pt best.pt", "step_1.pt* step_2.pt", "step_2.pt", "kept/step_2.pt"),
+        # Another training left its best one in the folder, or still has its files there.
+        ("", "step_2.pt best.pt", "step_1.pt step_2.pt", None, "kept"),
+        ("", "step_2.pt best.pt step_9.pt", "step_1.pt* step_2.pt", None, "kept/step_2.pt"),
+    ],
+)
+def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(
+    home: Path, own: str, elsewhere: str, recorded: str, which: str | None, chosen: str
+) -> None:
+    run = make(home, own=own, elsewhere=elsewhere, recorded=recorded)
+    found = choose_checkpoint("last", which)
+    folder = home / "home" / "runs" / run / "checkpoints"
+    assert found.path == {"own": folder, "kept": home / "kept"}[chosen.partition("/")[0]] / chosen.partition("/")[2]
+    assert found.run is not None
+    assert found.run.id == run
+    assert run in found.why
+
+
+@pytest.mark.parametrize(
+    ("own", "which", "message"),
+    [
+        ("", None, "{run} has no checkpoint in "),
+        ("step_2.pt", "best", "{run} has no best checkpoint: take the newest with --checkpoint newest"),
+        (
+            "step_2.pt best.pt",
+            "step_3.pt",
+            "--checkpoint 'step_3.pt' is no checkpoint of {run}; it is best, newest or a file; "
+            "did you mean 'step_2.pt'?",
+        ),
+    ],
+)
+def test_what_a_run_does_not_have_is_one_line(home: Path, own: str, which: str | None, message: str) -> None:
+    run = make(home, own=own, elsewhere="", recorded="")
+    with pytest.raises(RequestError) as refused:
+        choose_checkpoint(run, which)
+    assert str(refused.value).startswith(message.format(run=run))

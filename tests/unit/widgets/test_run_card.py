@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+import run_dirs
+
+from gputrain_tui.console.widgets.drawing import row_text
+from gputrain_tui.console.widgets.run_list import RunCard
+from gputrain_tui.history.runs import Run, open_run, write_status
+from gputrain_tui.history.summary import summarize
+from trainer.contract.record import Validation
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return run_dirs.run_dir(tmp_path, "demo", steps=2)
+
+
+@pytest.mark.parametrize("split", ["test", "valid"])
+def test_the_card_of_a_run_says_which_weights_were_tested(run: Run, split: Literal["test", "valid"]) -> None:
+    found = Validation(time=1.0, step=360, epoch=3, split=split, loss=0.5, metrics={"accuracy": 0.9}, weights_step=340)
+    write_status(run.dir, msgspec.structs.replace(run.status, tested=found))
+    again = open_run(run.dir.path)
+    assert again is not None
+    entry = summarize(again, now=0.0)
+    assert entry["tested"] == {"split": split, "weights_step": 340, "loss": 0.5, "metrics": {"accuracy": 0.9}}
+    card = RunCard()
+    card.entry = entry
+    texts = [row_text(row).rstrip() for row in card.draw(100, 8)]
+    assert f"{split:<9}(weights of step 340)  loss 0.5000  accuracy 0.9000" in texts

@@ -1,0 +1,69 @@
+"""Writes weights as a safetensors file, which other programs read without torch and without running any code.
+
+https://huggingface.co/docs/safetensors: a header in JSON, then the bytes of each tensor. Two names never share bytes
+there, so tied weights are written under each of their names, and a strict ``load_state_dict`` takes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, TensorSpec, serialize_file
+from torch import Tensor
+
+from trainer.contract.errors import RequestError
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How safetensors, which is written in Rust, ends the text of an error of the system."""
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> int:
+    """Write tensors under a temporary name, sync the file and give it its name; return its size in bytes.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it, and a file of that name is as it was.
+        RequestError: a tensor is of a kind that the format does not have.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        _serialize(temporary, weights, metadata)
+        with temporary.open("rb+") as file:
+            os.fchmod(file.fileno(), 0o666 & ~_umask())  # safetensors leaves it readable by its owner alone
+            os.fsync(file.fileno())
+            size = file.seek(0, os.SEEK_END)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return size
+
+
+def _serialize(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}  # held while it is written
+    try:
+        specs = {
+            name: TensorSpec(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                data_ptr=tensor.data_ptr(),
+                data_len=tensor.nbytes,
+            )
+            for name, tensor in dense.items()
+        }
+        serialize_file(specs, path, metadata={"format": "pt", **metadata})
+    except SafetensorError as error:
+        if found := _OS_ERROR.search(str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from None
+        raise RequestError(f"safetensors: {error}") from None
+
+
+def _umask() -> int:
+    """Return the process's mask, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

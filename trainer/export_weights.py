@@ -1,0 +1,123 @@
+"""``python -m trainer.export_weights CHECKPOINT OUTPUT``: write a checkpoint's weights as a safetensors file.
+
+For the console, which does not import torch; prints as JSON what it wrote. What takes long to import is imported only
+once the request is known to be right.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trainer.contract.errors import ExitCode, RequestError, narrate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MISSING = "safetensors is not installed: pip install 'safetensors>=0.8'"
+
+
+class Exported(msgspec.Struct, kw_only=True):
+    """What was written."""
+
+    checkpoint: str
+    """The file that was read."""
+    step: int
+    """Optimizer steps of the weights."""
+    tensors: int
+    bytes: int
+    """Size of the file."""
+    left_out: list[str] = []
+    """Entries of the model's state that are no dense tensors, which the format does not have."""
+    passed_over: list[str] = []
+    """A line for each newer checkpoint that cannot be used."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; what is wrong is one line on standard error."""
+    parser = ArgumentParser(prog="python -m trainer.export_weights", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="a file, or a folder whose newest good one is taken")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    args = parser.parse_args(words)
+    output: Path = args.output
+    try:
+        _require_place(output, force=args.force)
+        if not _has_safetensors():
+            narrate(MISSING, program="trainer")
+            return ExitCode.REFUSED
+        exported = _export(args.checkpoint, output)
+    except RequestError as error:
+        narrate(str(error), program="trainer")
+        return ExitCode.BAD_REQUEST
+    except OSError as error:
+        narrate(f"cannot write {output}: {error.strerror or error}", program="trainer")
+        return ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.STOPPED
+    print(msgspec.json.encode(exported).decode())
+    return ExitCode.FINISHED
+
+
+def _require_place(output: Path, *, force: bool) -> None:
+    """Refuse a place at which no file may be written.
+
+    Raises:
+        RequestError: one line about why.
+    """
+    if output.is_dir():
+        raise RequestError(f"{output} is a folder: name a file in it")
+    if output.exists() and not output.is_file():
+        raise RequestError(f"{output} is no regular file, and is not replaced by one")
+    if output.exists() and not force:
+        raise RequestError(f"{output} is there already: replace it with --force, or name another file")
+    if not output.parent.is_dir():
+        raise RequestError(f"{output}: there is no folder {output.parent}")
+
+
+def _has_safetensors() -> bool:
+    """Whether the package is there, in a version that takes tensors by their address."""
+    try:
+        return hasattr(import_module("safetensors"), "TensorSpec")
+    except ImportError:
+        return False
+
+
+def _export(checkpoint: Path, output: Path) -> Exported:
+    from torch import Tensor, strided
+
+    from trainer.checkpoint import open_checkpoint, weights_of
+    from trainer.checkpoint.safetensors_file import write_safetensors
+
+    source, state, passed_over = open_checkpoint(checkpoint, asked="--checkpoint")
+    entries = weights_of(state, source=str(source))
+    weights: dict[str, Tensor] = {}
+    left_out: list[str] = []
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and value.layout is strided:
+            weights[str(name)] = value
+        else:
+            left_out.append(str(name))
+    if not weights:
+        raise RequestError(f"{source}: holds no weights")
+    step = state.get("updates")
+    known = {"task": state.get("task"), "step": step, "run": state.get("run")}
+    metadata = {name: str(value) for name, value in known.items() if isinstance(value, str | int)}
+    return Exported(
+        checkpoint=str(source),
+        step=step if isinstance(step, int) else 0,
+        tensors=len(weights),
+        bytes=write_safetensors(output, weights, metadata=metadata),
+        left_out=left_out,
+        passed_over=passed_over,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
