@@ -26,7 +26,7 @@ class MicroBatch:
     """What one rank reads in one micro-step."""
 
     batch: Any
-    """The collated samples; of a dummy, the first sample of the dataset twice, as a batch norm needs two."""
+    """The collated samples; of a dummy, one sample of the dataset twice, as a batch norm needs two."""
     samples: int
     """How many samples the batch has; 0 marks a dummy, whose loss counts zero."""
 
@@ -116,6 +116,8 @@ class BatchLoader:
         self._fetch = _Fetch(dataset, collate)
         self._pin = pinned if pin_memory else None
         self._requests = _Requests()
+        self.dummy = 0
+        """The sample of which a dummy batch is made."""
         self._ahead: Iterator[Any] = iter(())
         self._loader: DataLoader[Any] | None = None
         if num_workers:
@@ -177,7 +179,7 @@ class BatchLoader:
                 self._ahead = iter(())
 
     def _dummy(self) -> MicroBatch:
-        return MicroBatch(self._fetch([0, 0]), 0)
+        return MicroBatch(self._fetch([self.dummy] * 2), 0)
 
     def close(self) -> None:
         """End the workers; they end when the loader and its iterator are let go."""

@@ -47,6 +47,7 @@ from trainer.engine.optimizers import Schedule, build_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
 from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
 from trainer.engine.stopping import Best, StepTimes, end_reached
+from trainer.engine.token_sizes import sample_lengths, token_limit
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 from trainer.telemetry.step_meter import StepMeter
@@ -83,7 +84,9 @@ class Loop:
         self.splits = task.datasets()
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
-        self.sizes = sizes = rank_batch_sizes(options.batch_size, ctx.world_size)
+        limit = token_limit(options)
+        by_samples = None if limit else options.batch_size  # by tokens the size of a batch is not known beforehand
+        self.sizes = sizes = rank_batch_sizes(by_samples, ctx.world_size)
         self.train_batches = EpochBatches(
             self.splits["train"],
             collate=task.collate,
@@ -92,10 +95,14 @@ class Loop:
             seed=options.seed,
             shuffle=options.shuffle,
             num_workers=options.num_workers,
-            lengths=task.lengths("train"),
+            lengths=sample_lengths(task, "train", self.splits["train"], limit),
+            limit=limit,
+            curriculum=options.curriculum,
+            fix_batches=options.fix_batches_to_gpus,
             pin_memory=ctx.device.type == "cuda",
             drop_last=options.drop_last,
         )
+        valid_limit = None if options.valid_batch_size else limit
         self.eval_batches = {
             split: EvalBatches(
                 dataset,
@@ -104,7 +111,8 @@ class Loop:
                 rank=ctx.rank,
                 split=split,
                 num_workers=options.num_workers,
-                lengths=task.lengths(split),
+                lengths=sample_lengths(task, split, dataset, valid_limit),
+                limit=valid_limit,
                 pin_memory=ctx.device.type == "cuda",
             )
             for split, dataset in self.splits.items()
@@ -211,6 +219,7 @@ class Loop:
                 if self._stopped:
                     break
                 self.train_batches.next_epoch()
+                self.schedule.begin_epoch(self.train_batches.position.epoch)
         if not self._stopped:
             agreement.close()
             self._finish(reason)
@@ -510,6 +519,7 @@ class Loop:
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(kept.scaler)
         self.train_batches.load_state_dict(state["position"])
+        self.schedule.begin_epoch(self.train_batches.position.epoch)
         self.best.load_state_dict(state["best"])
         self.updates = self._saving.last_update = kept.updates
         self._validated_at = kept.validated_at

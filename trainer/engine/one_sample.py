@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainer.contract.errors import RequestError
-from trainer.contract.options import Training
+from trainer.contract.options import DEFAULT_BATCH_SIZE, Training
 from trainer.data.dataset import SizedDataset
 from trainer.data.loader import BatchLoader
 from trainer.tasks.task import Task
@@ -41,7 +41,7 @@ def require_batches_for_norms(
     except ValueError as error:
         if _TOO_FEW not in str(error):
             raise
-        if min(options.batch_size) == 1:
+        if min(options.batch_size or (DEFAULT_BATCH_SIZE,)) == 1:
             raise RequestError("the model has a batch norm, which needs a --batch-size of at least 2") from None
         raise RequestError(
             f"the training data has {len(dataset)} samples, whose last batch is 1 sample on a rank, and the model's "

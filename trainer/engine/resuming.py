@@ -26,6 +26,13 @@ class _Position(msgspec.Struct):
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     shuffle: Annotated[int, Meta(ge=0, le=1)]
     chunk: Annotated[int, Meta(ge=0, le=2**32)]
+    # What a checkpoint of an earlier version lacks:
+    curriculum: Count = 0
+    fixed_ranks: Count = 0
+    fixed_batch: Count = 0
+    max_tokens: Count = 0
+    max_samples: Count = 0
+    multiple: Annotated[int, Meta(ge=1, le=2**53)] = 1
 
 
 class _Schedule(msgspec.Struct):

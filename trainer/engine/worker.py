@@ -23,6 +23,7 @@ from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
+from trainer.contract.seed_flags import settle
 from trainer.engine import reports
 from trainer.engine.loop import Loop, TrainingOutcome
 from trainer.engine.non_finite import NonFiniteError
@@ -144,6 +145,9 @@ class _Rank:
         kind = load_task(options.task)
         schema = describe(kind.Options)
         values, rest = read_flags(words, schema)
+        rest, notes = settle(rest)
+        for note in notes if self.assignment.rank == 0 else ():
+            self._say(note)
         if rest:
             raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
         flags = {option.name: option.flag for option in schema}

@@ -57,6 +57,10 @@ class Task:
         """Return the length of each sample, to batch samples of similar length; None for no grouping."""
         return None
 
+    def sizes(self, split: str) -> Sequence[int] | None:
+        """Return the tokens of each sample, for ``--max-tokens``; None asks the dataset's ``size(index)``."""
+        return self.lengths(split)
+
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Return the task's own optimizer; None for that of the options."""
         return None
