@@ -596,3 +596,21 @@ def require_stop_condition(options: Training) -> None:
     if options.max_epochs or options.max_updates or options.stop_time or options.patience or options.min_lr >= 0:
         return
     raise RequestError("nothing would end this training: set max_epochs, max_updates, stop_time, patience or min_lr")
+
+
+RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
+"""Options that say what of a checkpoint is not taken."""
+
+
+def require_consistent(options: Training) -> None:
+    """Require that options which mean nothing alone have the one that they belong to.
+
+    Raises:
+        RequestError: one stands alone.
+    """
+    lonely = [name for name in RESETS if getattr(options, name) and not options.resume]
+    if options.finetune_partial and not options.finetune_from:
+        lonely.append("finetune_partial")
+    if lonely:
+        needed = "--finetune-from FILE" if lonely[0] == "finetune_partial" else "--resume PATH"
+        raise RequestError(f"--{lonely[0].replace('_', '-')} belongs to {needed}, which is not given")

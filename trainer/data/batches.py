@@ -356,11 +356,12 @@ class EpochBatches:
         Raises:
             RequestError: too few samples to give every rank a batch, or not one length per sample.
         """
-        self._samples = len(dataset)
+        self.samples = len(dataset)
+        """Samples of an epoch."""
         self._shares = Shares(tuple(batch_sizes), rank, drop_last)
-        if self._samples == 0:
+        if self.samples == 0:
             raise RequestError("the training data is empty")
-        self._lengths = None if lengths is None else _checked_lengths(lengths, self._samples)
+        self._lengths = None if lengths is None else _checked_lengths(lengths, self.samples)
         # With equal sizes a chunk is one rank's batch, which makes the order of W ranks with batch B the order of
         # one rank with batch B and W micro-steps. Unequal batches fit into a chunk only all together.
         world_size, equal = len(batch_sizes), len(set(batch_sizes)) == 1
@@ -393,10 +394,10 @@ class EpochBatches:
                     f"{world_size} ranks need at least {world_size}, or some rank never gets a batch: use fewer ranks "
                     "or a smaller --max-tokens"
                 )
-        elif self._samples < self._shares.needed:
+        elif self.samples < self._shares.needed:
             sizes = sorted(set(self._shares.batch_sizes))
             raise RequestError(
-                f"the training data has {self._samples} samples, but {world_size} ranks with a batch size of "
+                f"the training data has {self.samples} samples, but {world_size} ranks with a batch size of "
                 f"{' or '.join(map(str, sizes))} need at least {self._shares.needed}{dropping}, or some rank never "
                 "gets a batch: use fewer ranks or a smaller --batch-size"
             )
@@ -413,7 +414,7 @@ class EpochBatches:
         return {
             "epoch": self._position.epoch + ended,
             "consumed": 0 if ended else self._position.consumed,
-            "samples": self._samples,
+            "samples": self.samples,
             **{name: int(value) for name, value in asdict(plan).items()},
         }
 
@@ -440,10 +441,15 @@ class EpochBatches:
             RequestError: the state belongs to other data.
         """
         epoch, consumed = state["epoch"], state["consumed"]
-        if consumed and state["samples"] != self._samples:
+        if consumed and state.get("stream"):
+            raise RequestError(
+                f"the checkpoint is inside epoch {epoch} of a stream, but the training data has samples by index now; "
+                "resume with the same data, or --reset-dataloader begins at epoch 1"
+            )
+        if consumed and state["samples"] != self.samples:
             raise RequestError(
                 f"the checkpoint is at sample {consumed} of {state['samples']} of epoch {epoch}, but the training data "
-                f"has {self._samples} samples now; resume with the same data"
+                f"has {self.samples} samples now; resume with the same data"
             )
         plan = OrderPlan.of(state)
         if consumed and plan.shuffle and (plan.chunk or plan.max_tokens) and self._lengths is None:
@@ -460,20 +466,20 @@ class EpochBatches:
     @property
     def smallest(self) -> int:
         """The fewest samples that any rank reads in one micro-step of an epoch; by tokens that may be one."""
-        return 1 if self._own_plan.max_tokens else self._shares.smallest(self._samples)
+        return 1 if self._own_plan.max_tokens else self._shares.smallest(self.samples)
 
     def _order(self) -> tuple[Tensor | range, list[int]]:
         """Return the order of this epoch, and where each batch ends if it was planned by tokens."""
         plan, epoch = self._plan, self._position.epoch
         if self._ordered is None or self._ordered[:2] != (plan, epoch):
-            self._ordered = plan, epoch, plan.order(self._samples, epoch, self._lengths)
+            self._ordered = plan, epoch, plan.order(self.samples, epoch, self._lengths)
         return self._ordered[2]
 
     def _micro_steps(self, consumed: int) -> MicroSteps:
         """Return the micro-steps of this epoch from a position on."""
         limit, shares = self._own_plan.limit, self._shares
         if limit is None:
-            return shares.micro_steps(consumed, self._samples)
+            return shares.micro_steps(consumed, self.samples)
         order, ends = self._order()
         if self._plan.limit == limit and (consumed == 0 or consumed in ends):
             ends = [end for end in ends if end > consumed]
@@ -488,7 +494,7 @@ class EpochBatches:
 
     def updates_left(self, update_freq: int) -> int:
         """Return how many updates the rest of the epoch has."""
-        if self._position.consumed == self._samples:
+        if self._position.consumed == self.samples:
             return 0
         return -(-len(self._micro_steps(self._position.consumed).starts) // update_freq)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.data.batches import EvalBatches
+from trainer.data.loader import MicroBatch
 from trainer.engine.model import to_device
 from trainer.tasks.task import Task, summed_loss
 
@@ -29,7 +29,7 @@ class Evaluation:
 def evaluate(
     task: Task,
     model: nn.Module,
-    batches: EvalBatches,
+    batches: Iterable[MicroBatch],
     *,
     device: torch.device,
     autocast: AbstractContextManager[Any],

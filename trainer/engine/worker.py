@@ -136,6 +136,7 @@ class _Rank:
         task, request = self._task(options, words)
         loop = Loop(task, options, self._context(options, device, request))
         self.step = lambda: loop.updates
+        self._warm_start(loop, options)
         self._resume(loop, options)
         assignment.stoppable()
         return loop.run()
@@ -158,7 +159,7 @@ class _Rank:
         assignment = self.assignment
         # Absolute, because the record names the files for readers in other folders.
         given = Path(options.save_dir).absolute() if options.save_dir else None
-        folder = given or (self.run_dir.checkpoints if self.run_dir else None)
+        folder = given or (self.run_dir.checkpoints if self.run_dir else None) if options.save else None
         return WorkerContext(
             rank=assignment.rank,
             world_size=assignment.world_size,
@@ -176,6 +177,22 @@ class _Rank:
             recipe=_recipe_in(self.run_dir),
         )
 
+    def _warm_start(self, loop: Loop, options: Training) -> None:
+        """Begin with the weights of another training, if any are named; a run that resumes has its own.
+
+        Raises:
+            RequestError: the file cannot be read, or does not fit the model.
+        """
+        file = options.finetune_from
+        if not file or options.resume:
+            reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
+            return
+        # Rank 0 sends what it has read: nobody else needs the file, or could have another one.
+        weights, other = distributed.from_master(lambda: loop.fitting_weights(file, partial=options.finetune_partial))
+        loop.begin_with(weights)
+        took = f"the model begins with {len(weights)} weights of {file}"
+        reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {other}" if other else took)
+
     def _resume(self, loop: Loop, options: Training) -> None:
         """Continue from a checkpoint, if there is something to continue.
 
@@ -191,7 +208,8 @@ class _Rank:
         path = Path(options.resume)
         # Rank 0 sends what it has read: nobody else needs the file, or could choose another one.
         source, state, passed_over = distributed.from_master(lambda: _choose(loop, path))
-        loop.load_state_dict(state, source=source)
+        # A run that goes on after its own last checkpoint has begun afresh already.
+        loop.load_state_dict(state, source=source, again=distributed.from_master(lambda: self._is_own(source)))
         reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
         if not (reason := loop.at_its_end()):
             return
@@ -205,14 +223,17 @@ class _Rank:
         Raises:
             RequestError: nothing is left to train.
         """
-        source = Path(name)
         # A run that is started again after its last checkpoint has trained; another one would end without having.
-        again = self.run_dir is not None and (
+        if not self._is_own(name) and not loop.validation_missing:
+            raise RequestError(f"{name} is at update {loop.updates}, and nothing is left to train: {reason}")
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a checkpoint was written by this very run."""
+        source = Path(name)
+        return self.run_dir is not None and (
             source.resolve().is_relative_to(self.run_dir.path.resolve())
             or source.absolute() in recorded_checkpoints(self.run_dir)
         )
-        if not again and not loop.validation_missing:
-            raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
 
     def _say(self, line: str) -> None:
         self._narration.say(line)

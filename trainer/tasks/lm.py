@@ -177,6 +177,11 @@ class LanguageModel(Task):
         """Return the decoder."""
         return Decoder(self.options)
 
+    def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the decoder's blocks."""
+        assert isinstance(model, Decoder)
+        return list(model.blocks)
+
     def collate(self, samples: Any) -> Tensor:
         """Return bytes ``[B, T + 1]``; they stay bytes until they are on the device."""
         return samples if isinstance(samples, Tensor) else torch.stack(samples)

@@ -171,6 +171,11 @@ class MaskedLanguageModel(Task):
         """Return BERT in the chosen size."""
         return Bert(PRESETS[self.options.preset], vocabulary=self.vocabulary.size, dropout=self.options.dropout)
 
+    def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return BERT's layers."""
+        assert isinstance(model, Bert)
+        return list(model.layers)
+
     def collate(self, samples: Any) -> tuple[Tensor, Tensor]:
         """Return tokens ``[B, L]`` and the samples' indices ``[B]``."""
         if isinstance(samples, tuple):
