@@ -133,6 +133,14 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
     ("text", "message"),
     [
         (MNIST.replace("lr = ", "lrr = "), "r.toml:17: train.lrr is not known; did you mean 'lr'?"),
+        (
+            MNIST.replace("lr = 1.01", "fast_stat_sync = true"),
+            "r.toml:17: train.fast_stat_sync is not known: remove it, counts and losses are always",
+        ),
+        (
+            MNIST.replace("lr = 1.01", "stop_time_hours = 2"),
+            "r.toml:17: train.stop_time_hours is not known: --stop-time MINUTES",
+        ),
         (MNIST.replace("1.01", '"fast"'), "r.toml:17: train.lr is 'fast', but must be one or more numbers > 0"),
         (MNIST.replace("1.01", "-1"), "r.toml:17: train.lr is -1, but must be one or more numbers > 0"),
         (MNIST.replace("1.01", "nan"), "r.toml:17: train.lr is nan, but must be a finite number"),

@@ -43,7 +43,7 @@ REFUSED: dict[str, str] = {
     "--user-dir": _OWN_TASK,
     "--config_file": "the task's own options have the sizes of the model, see --task TASK --help",
     "--dict": "the task builds its vocabulary from the data, see --task TASK --help",
-    "--max_pred_length": "the task's own options have the lengths, such as --max-length of masked_lm",
+    "--max_pred_length": "the task's own options have the lengths, such as --sequence-length of masked_lm",
     "--num_file": "--data names the files",
     "--hetseq_state_dict": "--finetune-from FILE",
     "--transformers_state_dict": "--finetune-from FILE",

@@ -39,6 +39,8 @@ class Saving:
         """Whether the checkpoints of epoch ends are kept besides the newest."""
         self.last_update = -1
         """The update after which the last checkpoint was begun, or from which training was resumed."""
+        self.last_epoch: int | None = None
+        """The epoch at whose end that was, if it was kept as such."""
         self.last_time = time.monotonic()
         """When that was."""
         self._ctx = ctx
@@ -66,7 +68,7 @@ class Saving:
             best: whether the last validation was the best so far.
             epoch: the epoch that ends here, if one does.
         """
-        self.last_update, self.last_time = step, time.monotonic()
+        self.last_update, self.last_epoch, self.last_time = step, epoch, time.monotonic()
         self._ctx.waits()
         rng = distributed.all_gather_list(capture_rng())
         if self._writer is not None:

@@ -360,10 +360,12 @@ class Loop:
         )
 
     def _end_of_epoch(self, epoch: int) -> None:
+        saves = bool(self.options.save_every_epochs) and epoch % self.options.save_every_epochs == 0
+        ended = epoch if saves and self._saving.keeps_epochs else None
         if self.options.valid_every_epochs and epoch % self.options.valid_every_epochs == 0:
-            self._validate()
-        if not self._stopped and self.options.save_every_epochs and epoch % self.options.save_every_epochs == 0:
-            self._save(epoch=epoch if self._saving.keeps_epochs else None)
+            self._validate(ended=ended)
+        if not self._stopped and saves:
+            self._save(ended=ended)
 
     def _finish(self, reason: str) -> None:
         """Validate, test and save at the end, each only if the last step has not been yet, until asked to stop.
@@ -399,7 +401,7 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------ validation
 
-    def _validate(self) -> None:
+    def _validate(self, *, ended: int | None = None) -> None:
         if "valid" not in self.splits or self._validated_at == self.updates:
             return  # an epoch may end where an evaluation was due by updates
         self.meter.pause()
@@ -411,7 +413,7 @@ class Loop:
             self._validated_at = self.updates
             reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
             if self.best.see(result.loss, result.metrics, step=self.updates) and self._saving.enabled:
-                self._save(best=True)
+                self._save(best=True, ended=ended)
         self.ctx.set_state("training")
         self.meter.start()
 
@@ -431,19 +433,23 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def _save(self, *, best: bool = False, epoch: int | None = None) -> None:
-        """Write a checkpoint, unless there is one of this update that has the names which it is to have.
+    def _save(self, *, best: bool = False, ended: int | None = None) -> None:
+        """Write a checkpoint, unless there is one of this update under all names that it is to have.
+
+        Args:
+            best: whether the last validation was the best so far.
+            ended: the epoch that ended here, if its checkpoint is kept as such.
 
         Raises:
             NonFiniteError: there is nothing that is worth keeping.
         """
-        if self._saving.last_update == self.updates and not best and epoch is None:
+        if self._saving.last_update == self.updates and not best and ended in (None, self._saving.last_epoch):
             return
         self.meter.pause()
         self._make_whole()
         if self._saving.enabled:
             with self.average.in_place():
-                self._saving.save(self.state_dict, step=self.updates, best=best, epoch=epoch)
+                self._saving.save(self.state_dict, step=self.updates, best=best, epoch=ended)
         self.meter.start()
 
     def _make_whole(self) -> None:
