@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer.contract.record import RunDir, recorded_checkpoints
 
-NAMES = ("step_*.pt", "best.pt")
+NAMES = ("step_*.pt", "epoch_*.pt", "best.pt")
 """Names of checkpoints; the folder holds other files as well, such as its lock."""
 
 

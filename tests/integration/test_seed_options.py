@@ -318,3 +318,5 @@ def test_a_reset_leaves_out_that_part_of_a_checkpoint(
     assert (changed["error"], plain["updates"], changed["updates"]) == ("", 14, updates)
     assert state_of(tmp_path)["position"]["epoch"] == epoch
     assert same(changed["model"], plain["model"]) == (reset == "reset_meters")
+    again = trained(two_ranks, None, resume=str(pretrained), again=True, **{reset: True})
+    assert same(again["model"], plain["model"]), "a run that is started again goes on"

@@ -12,7 +12,7 @@ from rank_group import Gang
 from test_loop import TASK, Trained, train
 from torch.utils.data import IterableDataset
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.stream import StreamBatches, StreamEvalBatches
 from trainer.distributed import all_gather_list, get_rank, get_world_size
 
@@ -108,6 +108,12 @@ def test_every_sample_is_read_once_and_all_ranks_end_the_epoch_together(
         assert {(rank["ended"], rank["state"]["epoch"], rank["state"]["consumed"]) for rank in ranks} == {(0, 2, 0)}
 
 
+def test_drop_last_leaves_out_the_samples_that_do_not_fill_the_batch_of_every_rank(three_ranks: Gang) -> None:
+    ranks = three_ranks.run(an_epoch, Count(31), [3, 1, 2], {"drop_last": True}, 2)
+    assert samples_of([rank["first"] for rank in ranks]) == list(range(30))
+    assert [[update[:2] for update in rank["first"]] for rank in ranks] == [[(2, 12), (2, 12), (1, 6)]] * 3
+
+
 def broken_off(
     _rank: int, _world_size: int, dataset: Any, sizes: list[int], options: dict[str, Any], stop: int
 ) -> tuple[Epoch, Epoch]:
@@ -174,6 +180,23 @@ def test_an_evaluation_of_a_stream_reads_every_sample_once(three_ranks: Gang) ->
     ranks = three_ranks.run(evaluated, Count(13))
     assert samples_of([[(1, 1, micros)] for micros in ranks]) == list(range(13))
     assert len({len(micros) for micros in ranks}) == 1
+
+
+def uneven_evaluation(rank: int, world_size: int) -> str:
+    split = StreamEvalBatches(
+        Count(13 - rank), collate=list, batch_sizes=[2] * world_size, rank=rank, exchange=all_gather_list
+    )
+    list(split)
+    try:
+        split.require_same()
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def test_an_evaluation_in_which_the_ranks_read_other_numbers_of_samples_fails(three_ranks: Gang) -> None:
+    line = "the ranks read different streams of the valid data: rank 0 has 13 samples, rank 1 12"
+    assert three_ranks.run(uneven_evaluation) == [line] * 3
 
 
 # ------------------------------------------------------------------------------------------------- whole trainings

@@ -25,12 +25,13 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         world_size: of the gang.
         task: ``module:Class`` in this folder.
         folder: for checkpoints.
-        options: of ``Training``; ``task_options`` are the task's.
+        options: of ``Training``; ``task_options`` are the task's, and ``again`` says that the run goes on.
     """
     torch.set_num_threads(1)
     module, name = task.split(":")
     kind = getattr(importlib.import_module(module), name)
     given = dict(options)
+    again = given.pop("again", False)
     own = kind.Options(**given.pop("task_options", {}))
     training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
     said: list[str] = []
@@ -59,7 +60,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
             said.append(other)
         if training.resume:
             state = state_of(training.resume)
-            loop.load_state_dict(state, source=training.resume)
+            loop.load_state_dict(state, source=training.resume, again=again)
         loop.run()
     except (RequestError, TrainingError) as error:
         return {"error": str(error), "said": said}

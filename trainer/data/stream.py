@@ -453,6 +453,8 @@ class StreamEvalBatches:
     ) -> None:
         """Prepare to read; see ``StreamBatches`` for the arguments."""
         self._split, self._exchange = split, exchange
+        self._total = 0
+        """Samples of the stream in the last pass."""
         self._reader = StreamReader(
             dataset,
             collate=collate,
@@ -478,9 +480,25 @@ class StreamEvalBatches:
                 f"the ranks read different streams of the {self._split} data: every rank must read the same one, of "
                 "which the trainer gives each its share"
             )
+        self._total = 0
         while block.total:
+            self._total += block.total
             yield MicroBatch(block.batch, block.samples)
             block = next(read)
+
+    def require_same(self) -> None:
+        """Compare what the ranks have read in a whole pass; every rank takes part.
+
+        Raises:
+            TrainingError: they have read other numbers of samples of what should be one stream.
+        """
+        totals = [0] if self._reader.shards else self._exchange(self._total)
+        for rank, total in enumerate(totals):
+            if total != totals[0]:
+                raise TrainingError(
+                    f"the ranks read different streams of the {self._split} data: rank 0 has {totals[0]} samples, rank "
+                    f"{rank} {total}"
+                )
 
     def close(self) -> None:
         """End the reading processes."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer import distributed
 from trainer.data.loader import MicroBatch
+from trainer.data.stream import StreamEvalBatches
 from trainer.engine.model import to_device
 from trainer.tasks.task import Task, summed_loss
 
@@ -68,6 +69,8 @@ def evaluate(
     totals = {name: float(value) for name, value in distributed.all_reduce_dict(totals, device).items()}
     if totals["stopped"]:
         return None
+    if isinstance(batches, StreamEvalBatches):
+        batches.require_same()
     count = totals["count"]
     sums_all = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
     return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(sums_all, count))
