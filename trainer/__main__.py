@@ -147,6 +147,7 @@ def _check_training(words: Sequence[str]) -> None:
         RequestError: an option is wrong, or data of a built-in task is missing.
     """
     from trainer.contract.builtin_tasks import check_data, options_schema
+    from trainer.contract.seed_flags import settle
 
     training, left = _read(Training, words)
     schema = options_schema(training.task)
@@ -156,6 +157,7 @@ def _check_training(words: Sequence[str]) -> None:
             raise RequestError(f"{quoted(stray[0])} belongs to no option")
         return
     values, unknown = read_flags(left, describe(schema))
+    unknown, _ = settle(unknown)  # rank 0 says which have no effect, also where the ranks are of several nodes
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
     check_data(check(schema, values, where=_flag_names(describe(schema))))

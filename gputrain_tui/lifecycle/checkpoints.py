@@ -13,7 +13,7 @@ from trainer.contract.record import RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 
 BEST = "best.pt"
-NAMES = ("step_*.pt", BEST)
+NAMES = ("step_*.pt", "epoch_*.pt", BEST)
 """Names of checkpoints; the folder holds other files as well, such as its lock."""
 
 

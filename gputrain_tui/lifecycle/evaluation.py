@@ -34,14 +34,14 @@ def evaluation_recipe(
     recipe = recipes.load(source, overrides=overrides, stdin=stdin)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script, which evaluates by itself: only tasks are evaluated from here")
-    largest = max(recipe.train.batch_size)  # one value fits any number of ranks, and all have the same batches
+    sizes = recipe.train.batch_size
     train = msgspec.structs.replace(
         recipe.train,
         eval_only=str(checkpoint),
         eval_split=split,
         resume=None,
         save_dir=None,
-        batch_size=(largest,),
+        batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
     )
     changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
     return dataclasses.replace(

@@ -29,7 +29,7 @@ from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, er
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.options import require_stop_condition
+from trainer.contract.options import RESETS, require_stop_condition
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_regular, open_to_append
 from trainer.host.process_identity import ProcessIdentity
@@ -95,7 +95,10 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         raise RequestError(
             "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
         )
-    return recipes.load(source, overrides=settings, stdin=stdin)
+    recipe = recipes.load(source, overrides=settings, stdin=stdin)
+    # What the run has reset when it began is not reset again, unless somebody asks now.
+    done = [f"train.{name}=false" for name in RESETS if resume is not None and getattr(recipe.train, name)]
+    return recipes.load(source, overrides=[*done, *settings], stdin=stdin) if done and source != "-" else recipe
 
 
 def recipe_of(run: Run) -> str:

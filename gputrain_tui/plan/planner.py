@@ -179,8 +179,8 @@ def _distributed_flags(
 
 
 def _check_batch_size(recipe: Recipe, world_size: int) -> None:
-    count = len(recipe.train.batch_size)
-    if count not in (1, world_size):
+    count = len(recipe.train.batch_size or ())
+    if count not in (0, 1, world_size):
         raise RequestError(
             f"{recipe.where('train', 'batch_size')} has {count} values, but the run has "
             f"{world_size} rank{'s' if world_size > 1 else ''}: give one value, or one per rank"

@@ -20,6 +20,7 @@ from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.schema import Option, check, describe
+from trainer.contract.seed_flags import NO_EFFECT, REFUSED
 
 __all__ = [
     "LAUNCH_OPTIONS",
@@ -369,7 +370,9 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
             raise RecipeError(f"{where} is computed; {COMPUTED_FLAGS[key]}")
         if key in Distributed.__struct_fields__:
             raise RecipeError(f"{where} is computed for every node; remove it")
-        raise RecipeError(f"{where} is not known{_task_table_hint(source, key) or nearest(key, known)}")
+        raise RecipeError(
+            f"{where} is not known{_task_table_hint(source, key) or _seed_hint(key) or nearest(key, known)}"
+        )
     task_names = known - script_names - set(LAUNCH_OPTIONS)
     train = _check(Training, {key: table[key] for key in table if key in task_names}, source, "train")
     launch = _check(Distributed, {key: table[key] for key in table if key in LAUNCH_OPTIONS}, source, "train")
@@ -407,6 +410,14 @@ def _task_table_hint(source: Source, key: str) -> str:
     schema = options_schema(task) if isinstance(task, str) and task in BUILT_IN else None
     known = {option.name for option in describe(schema)} if schema is not None else set()
     return "; it belongs in [task]" if key in known else ""
+
+
+def _seed_hint(key: str) -> str:
+    """Return what to use instead of a key that is a flag of fairseq or HetSeq."""
+    flag = "--" + key.replace("_", "-")
+    if flag in NO_EFFECT:
+        return f": remove it, {NO_EFFECT[flag].why}"
+    return f": {REFUSED[flag]}" if flag in REFUSED else ""
 
 
 def _task_options(source: Source, task: str) -> dict[str, Any]:

@@ -80,7 +80,13 @@ def _type(option: Option) -> Any:
             bounds["lt" if option.exclusive_maximum else "le"] = item(option.maximum)
     meta: dict[str, Any] = {
         "description": option.help,
-        "extra": {"group": option.group, "aliases": list(option.aliases), "per_rank": option.per_rank},
+        "extra": {
+            "group": option.group,
+            "aliases": list(option.aliases),
+            "spellings": option.spellings,
+            "switches": option.switches,
+            "per_rank": option.per_rank,
+        },
     }
     # Types made at run time, from values that mypy cannot read as types.
     annotated: Any = Annotated

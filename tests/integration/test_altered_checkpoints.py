@@ -30,7 +30,7 @@ from trainer.engine.worker_context import WorkerContext
 Keys = tuple[Any, ...]
 SAVED_AT, END = 3, 6
 TRAININGS: dict[str, dict[str, Any]] = {
-    "adam": {"optimizer": "adam", "lr": 0.01},
+    "adam": {"optimizer": "adam", "lr": (0.01,), "ema_decay": 0.9},
     "sgd in fp16": {"optimizer": "sgd", "momentum": 0.9, "precision": "fp16"},
 }
 

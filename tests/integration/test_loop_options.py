@@ -44,7 +44,7 @@ def train(
         "batch_size": (8,),
         "max_updates": UPDATES,
         "optimizer": "adam",
-        "lr": 0.01,
+        "lr": (0.01,),
     }
     loop = Loop(
         getattr(tiny_task, task)(TinyOptions(samples=192, dropout=0.0 if masked else 0.1, width=32, masked=masked)),
@@ -107,7 +107,7 @@ def test_counts_that_jump_from_step_to_step_cost_a_compressed_gradient_nothing(
     two_ranks: Gang, options: dict[str, Any]
 ) -> None:
     """What is compressed is the mean, which half precision holds, however many items the step before had."""
-    given = {"lr": 0.002, **options}
+    given = {"lr": (0.002,), **options}
     compressed = two_ranks.run(train, {"ddp_comm_hook": "fp16", **given}, None, "JumpingCounts")
     exact = two_ranks.run(train, given, None, "JumpingCounts")
     agree(compressed, moved=0.01)

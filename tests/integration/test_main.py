@@ -102,7 +102,7 @@ def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capsys:
         (["--batch-sise", "4"], "--batch-sise is no option of the trainer or of task lm; did you mean '--batch-size'?"),
         (["--dimm=4"], "--dimm is no option of the trainer or of task lm; did you mean '--dim'?"),
         (["stray"], "'stray' belongs to no option"),
-        (["--lr", "fast"], "--lr is 'fast', but must be a number > 0"),
+        (["--lr", "fast"], "--lr is 'fast', but must be one or more numbers > 0"),
         (["--lr"], "--lr needs a value"),
         (["--layers", "0"], "--layers is '0', but must be an integer >= 1"),
         (["--data", "/no/such/text"], "/no/such/text"),

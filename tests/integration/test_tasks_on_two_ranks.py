@@ -64,7 +64,7 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
     kind = load_task(task_name)
     loop = Loop(
         kind(kind.Options(**task_options)),
-        Training(task=task_name, batch_size=(6,), max_epochs=2, optimizer="adamw", lr=3e-3, save_every_epochs=0),
+        Training(task=task_name, batch_size=(6,), max_epochs=2, optimizer="adamw", lr=(3e-3,), save_every_epochs=0),
         WorkerContext(
             rank=rank,
             world_size=world_size,

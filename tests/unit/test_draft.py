@@ -53,7 +53,7 @@ def test_a_change_is_what_set_says_and_keeps_comments() -> None:
     one.set("task.dim", "64")
     assert field(one, "train.lr").changed
     recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
-    assert (recipe.train.lr, recipe.task_options["dim"]) == (0.5, 64)
+    assert (recipe.train.lr, recipe.task_options["dim"]) == ((0.5,), 64)
     saved = dump_toml(recipe)
     assert "# What it is for." in saved
     assert "# two of them" in saved
@@ -105,8 +105,8 @@ def test_an_empty_value_means_the_default() -> None:
     ("key", "text", "said"),
     [
         ("train.lr", "0.5", ""),
-        ("train.lr", "-1", "a number > 0"),
-        ("train.lr", "high", "a number > 0"),
+        ("train.lr", "-1", "one or more numbers > 0"),
+        ("train.lr", "high", "one or more numbers > 0"),
         ("train.batch_size", "8, 4", ""),
         ("train.batch_size", "0", "integers >= 1"),
         ("train.optimizer", "adan", "did you mean"),

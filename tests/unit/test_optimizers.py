@@ -22,14 +22,14 @@ def schedule(**options: Any) -> Schedule:
     return Schedule(training, build_optimizer(training, parameters()))
 
 
-HETSEQ_MNIST = {"lr": 1.01, "lr_scheduler": "polynomial_decay", "total_num_update": 50_000}
+HETSEQ_MNIST = {"lr": (1.01,), "lr_scheduler": "polynomial_decay", "total_num_update": 50_000}
 HETSEQ_BERT = {
-    "lr": 1e-4,
+    "lr": (1e-4,),
     "lr_scheduler": "polynomial_decay",
     "warmup_updates": 10_000,
     "total_num_update": 1_000_000,
 }
-FAIRSEQ_LM = {"lr": 5e-4, "lr_scheduler": "inverse_sqrt", "warmup_updates": 4000, "warmup_init_lr": 1e-7}
+FAIRSEQ_LM = {"lr": (5e-4,), "lr_scheduler": "inverse_sqrt", "warmup_updates": 4000, "warmup_init_lr": 1e-7}
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_learning_rates_are_those_of_the_seeds(options: dict[str, Any], update: 
     ],
 )
 def test_every_shape_starts_after_a_linear_warm_up(options: dict[str, Any], expected: dict[int, float]) -> None:
-    built = schedule(lr=1.0, **options)
+    built = schedule(lr=(1.0,), **options)
     assert {update: built.lr_at(update) for update in expected} == pytest.approx(expected)
 
 
 def test_total_num_update_wins_over_max_updates() -> None:
-    built = schedule(lr=1.0, lr_scheduler="polynomial_decay", total_num_update=10, max_updates=1000)
+    built = schedule(lr=(1.0,), lr_scheduler="polynomial_decay", total_num_update=10, max_updates=1000)
     assert built.lr_at(5) == pytest.approx(0.5)
 
 
@@ -93,6 +93,11 @@ def test_total_num_update_wins_over_max_updates() -> None:
         (
             {"lr_scheduler": "polynomial_decay"},
             "--lr-scheduler polynomial_decay needs --total-num-update or --max-updates, to know where it ends",
+        ),
+        (
+            {"lr": (0.1, 0.01), "lr_scheduler": "inverse_sqrt"},
+            "--lr has 2 values, one per epoch, but --lr-scheduler inverse_sqrt makes its own way from one: give one, "
+            "or --lr-scheduler fixed",
         ),
         (
             {"lr_scheduler": "cosine"},
@@ -145,7 +150,7 @@ def test_a_model_without_parameters_is_refused() -> None:
 )
 def test_optimizers_by_name_are_those_of_torch(options: dict[str, Any], reference: Any) -> None:
     ours, theirs = parameters(), parameters()
-    optimizers = build_optimizer(Training(lr=0.1, **options), ours), reference(theirs)
+    optimizers = build_optimizer(Training(lr=(0.1,), **options), ours), reference(theirs)
     for _ in range(3):
         for params, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
@@ -158,7 +163,7 @@ def test_weight_decay_of_adam_is_l2_and_that_of_adamw_is_decoupled() -> None:
     moved = {}
     for name in ("adam", "adamw"):
         [parameter] = parameters()
-        optimizer = build_optimizer(Training(lr=0.1, optimizer=name, weight_decay=0.5), [parameter])
+        optimizer = build_optimizer(Training(lr=(0.1,), optimizer=name, weight_decay=0.5), [parameter])
         parameter.grad = torch.zeros(2)
         optimizer.step()
         moved[name] = parameter.tolist()
@@ -169,7 +174,7 @@ def test_weight_decay_of_adam_is_l2_and_that_of_adamw_is_decoupled() -> None:
 
 def test_a_group_keeps_the_ratio_of_its_learning_rate() -> None:
     [first], [second] = parameters(), parameters()
-    training = Training(lr=1.0, lr_scheduler="polynomial_decay", max_updates=10)
+    training = Training(lr=(1.0,), lr_scheduler="polynomial_decay", max_updates=10)
     optimizer = build_optimizer(training, [{"params": [first]}, {"params": [second], "lr": 0.1}])
     built = Schedule(training, optimizer)
     for update in range(11):
@@ -178,8 +183,18 @@ def test_a_group_keeps_the_ratio_of_its_learning_rate() -> None:
     assert built.lr == 0.0
 
 
+def test_a_list_of_learning_rates_has_one_per_epoch_and_the_last_for_all_that_follow() -> None:
+    built = schedule(lr=(0.1, 0.05, 0.01), warmup_updates=4)
+    rates = []
+    for epoch, update in [(1, 1), (1, 4), (2, 5), (3, 6), (9, 7)]:
+        built.begin_epoch(epoch)
+        built.step(update)
+        rates.append(built.lr)
+    assert rates == pytest.approx([0.025, 0.1, 0.05, 0.01, 0.01])
+
+
 def test_a_warm_up_from_zero_does_not_waste_the_first_update() -> None:
-    built = schedule(lr=1.0, warmup_updates=10)
+    built = schedule(lr=(1.0,), warmup_updates=10)
     rates = [built.lr]
     for update in range(1, 4):
         built.step(update)
@@ -188,7 +203,7 @@ def test_a_warm_up_from_zero_does_not_waste_the_first_update() -> None:
 
 
 def test_a_resumed_schedule_continues_at_the_saved_update() -> None:
-    options = {"lr": 0.7, "lr_scheduler": "cosine", "warmup_updates": 3, "max_updates": 20}
+    options = {"lr": (0.7,), "lr_scheduler": "cosine", "warmup_updates": 3, "max_updates": 20}
     straight, resumed = schedule(**options), schedule(**options)
     straight.step(13)
     resumed.load_state_dict(straight.state_dict())
@@ -196,7 +211,7 @@ def test_a_resumed_schedule_continues_at_the_saved_update() -> None:
 
 
 def test_loading_an_optimizer_before_its_schedule_keeps_the_ratios() -> None:
-    training = Training(lr=1.0, lr_scheduler="polynomial_decay", max_updates=10)
+    training = Training(lr=(1.0,), lr_scheduler="polynomial_decay", max_updates=10)
 
     def build() -> tuple[torch.optim.Optimizer, Schedule]:
         optimizer = build_optimizer(training, [{"params": parameters()}, {"params": parameters(), "lr": 0.1}])

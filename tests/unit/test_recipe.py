@@ -87,7 +87,7 @@ def test_a_recipe_is_read_with_its_tables_typed() -> None:
     assert found.cluster == Cluster(
         port=11111, nodes=(Node(host="10.0.0.1", gpus=4), Node(host="10.0.0.2", cpu_ranks=2))
     )
-    assert (found.train.task, found.train.batch_size, found.train.lr) == ("mnist", (64,), 1.01)
+    assert (found.train.task, found.train.batch_size, found.train.lr) == ("mnist", (64,), (1.01,))
     assert found.launch.join_timeout == 20.0
     assert found.task_options == {"data": "/data/mnist"}
     assert found.script is None
@@ -133,10 +133,18 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
     ("text", "message"),
     [
         (MNIST.replace("lr = ", "lrr = "), "r.toml:17: train.lrr is not known; did you mean 'lr'?"),
-        (MNIST.replace("1.01", '"fast"'), "r.toml:17: train.lr is 'fast', but must be a number > 0"),
-        (MNIST.replace("1.01", "-1"), "r.toml:17: train.lr is -1, but must be a number > 0"),
+        (
+            MNIST.replace("lr = 1.01", "fast_stat_sync = true"),
+            "r.toml:17: train.fast_stat_sync is not known: remove it, counts and losses are always",
+        ),
+        (
+            MNIST.replace("lr = 1.01", "stop_time_hours = 2"),
+            "r.toml:17: train.stop_time_hours is not known: --stop-time MINUTES",
+        ),
+        (MNIST.replace("1.01", '"fast"'), "r.toml:17: train.lr is 'fast', but must be one or more numbers > 0"),
+        (MNIST.replace("1.01", "-1"), "r.toml:17: train.lr is -1, but must be one or more numbers > 0"),
         (MNIST.replace("1.01", "nan"), "r.toml:17: train.lr is nan, but must be a finite number"),
-        (MNIST.replace("1.01", "true"), "r.toml:17: train.lr is True, but must be a number > 0"),
+        (MNIST.replace("1.01", "true"), "r.toml:17: train.lr is True, but must be one or more numbers > 0"),
         (MNIST.replace("64", "[64, 0]"), "r.toml:14: train.batch_size is [64, 0], but must be "),
         (
             MNIST.replace('"adadelta"', '"adadlta"'),
@@ -249,8 +257,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "read"),
     [
-        ("train.lr=0.5", lambda found: found.train.lr == 0.5),
-        ("train.lr = 2", lambda found: found.train.lr == 2.0),
+        ("train.lr=0.5", lambda found: found.train.lr == (0.5,)),
+        ("train.lr = 2", lambda found: found.train.lr == (2.0,)),
         ("train.optimizer=sgd", lambda found: found.train.optimizer == "sgd"),
         ('train.optimizer="sgd"', lambda found: found.train.optimizer == "sgd"),
         ("train.batch_size=[32, 8]", lambda found: found.train.batch_size == (32, 8)),
@@ -279,7 +287,7 @@ def test_a_setting_makes_the_tables_that_it_needs() -> None:
     ("setting", "message"),
     [
         ("train.lrr=1", "--set train.lrr is not known; did you mean 'lr'?"),
-        ("train.lr=fast", "--set train.lr is 'fast', but must be a number > 0"),
+        ("train.lr=fast", "--set train.lr is 'fast', but must be one or more numbers > 0"),
         ("train.lr", "--set train.lr is not KEY=VALUE"),
         ("=1", "--set =1 is not KEY=VALUE"),
         ("train..lr=1", "is not KEY=VALUE"),
@@ -383,7 +391,7 @@ def test_a_recipe_changed_in_a_form_is_written_with_its_comments() -> None:
     changed = replace(
         found,
         name="form",
-        train=msgspec.structs.replace(found.train, lr=2.0, task="mnist", batch_size=(16, 16)),
+        train=msgspec.structs.replace(found.train, lr=(2.0,), task="mnist", batch_size=(16, 16)),
         cluster=msgspec.structs.replace(found.cluster, port=None, max_restarts=3),
         task_options={"data": "/elsewhere", "valid_subset": "none"},
     )
@@ -413,7 +421,7 @@ def test_pytexts_own_configuration_becomes_a_docnn_recipe() -> None:
     }
     train = found.train
     assert (train.task, train.batch_size, train.max_epochs, train.optimizer) == ("docnn", (16,), 10, "adam")
-    assert (train.lr, train.weight_decay, train.seed, train.best_metric) == (1e-3, 1e-5, 0, "accuracy")
+    assert (train.lr, train.weight_decay, train.seed, train.best_metric) == ((1e-3,), 1e-5, 0, "accuracy")
 
 
 def pytext(**changes: Any) -> str:
@@ -451,7 +459,13 @@ def test_pytexts_training_settings_are_translated() -> None:
     }
     found = of(pytext(task=task, random_seed=5, use_tensorboard=True, export_onnx_path="/tmp/model.onnx"))
     train = found.train
-    assert (train.batch_size, train.max_epochs, train.optimizer, train.lr, train.momentum) == ((4,), 3, "sgd", 0.1, 0.9)
+    assert (train.batch_size, train.max_epochs, train.optimizer, train.lr, train.momentum) == (
+        (4,),
+        3,
+        "sgd",
+        (0.1,),
+        0.9,
+    )
     assert (train.seed, train.clip_norm) == (5, 0.0)
     assert found.task_options["kernel_sizes"] == [2, 3, 4]
     assert found.task_options["format"] == "label_text"
@@ -487,7 +501,7 @@ def test_what_pytext_says_and_nothing_here_does_is_refused_by_name(text: str, me
 
 def test_pytexts_values_are_overridden_under_either_name() -> None:
     assert of(pytext(), "config.distributed_world_size=2").cluster.nodes == (Node(ranks=2),)
-    assert of(pytext(), "train.lr=0.5").train.lr == 0.5
+    assert of(pytext(), "train.lr=0.5").train.lr == (0.5,)
     assert "--set config.distributed_world_size is 'x'" in refusal(pytext(), "config.distributed_world_size=x")
 
 

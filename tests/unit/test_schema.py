@@ -48,14 +48,14 @@ def test_options_come_in_the_order_of_their_declaration() -> None:
 
 
 def test_an_option_has_what_a_front_end_needs() -> None:
-    assert option(Training, "lr") == Option(
-        name="lr",
+    assert option(Training, "power") == Option(
+        name="power",
         kind="float",
-        default=1e-3,
+        default=1.0,
         minimum=0,
         exclusive_minimum=True,
-        help="learning rate at its peak",
-        group="Optimizer",
+        help="exponent of polynomial_decay",
+        group="Schedule",
     )
     assert option(Distributed, "device_id").optional
     assert option(Distributed, "device_id").aliases == ("--local_rank", "--local-rank")
@@ -68,7 +68,7 @@ def test_an_option_has_what_a_front_end_needs() -> None:
     [
         (Training, "shuffle", "true or false"),
         (Training, "task", "text"),
-        (Training, "lr", "a number > 0"),
+        (Training, "power", "a number > 0"),
         (Training, "momentum", "a number >= 0 and < 1"),
         (Training, "min_lr", "a number"),
         (Training, "seed", "an integer >= 0 and <= 4294967295"),
@@ -118,8 +118,14 @@ def test_a_description_survives_json() -> None:
         (Training, "batch_size", "64", (64,)),
         (Training, "adam_betas", "(0.9, 0.98)", (0.9, 0.98)),
         (Training, "adam_betas", [0, 0.5], (0.0, 0.5)),
-        (Training, "lr", "1e-3", 1e-3),
-        (Training, "lr", 1, 1.0),
+        (Training, "power", "1e-3", 1e-3),
+        (Training, "power", 1, 1.0),
+        (Training, "lr", "0.1,0.05,0.01", (0.1, 0.05, 0.01)),
+        (Training, "lr", 1, (1.0,)),
+        (Training, "lr_scheduler", "PolynomialDecayScheduler", "polynomial_decay"),
+        (Training, "lr_scheduler", "InverseSquareRootSchedule", "inverse_sqrt"),
+        (Training, "optimizer", "Adadelta", "adadelta"),
+        (Training, "optimizer", "_Adam", "adamw"),
         (Training, "min_lr", "-1", -1.0),
         (Training, "seed", " 5 ", 5),
         (Training, "shuffle", "no", False),
@@ -160,13 +166,13 @@ def test_values_are_read_as_a_person_writes_them(schema: type[Any], name: str, v
         (Training, "batch_size", {"a": 1}, "--batch-size is {'a': 1}, but must be one or more integers >= 1"),
         (Training, "adam_betas", "0.9", "--adam-betas is '0.9', but must be 2 numbers >= 0 and < 1"),
         (Training, "adam_betas", [0.9, 1], "--adam-betas is [0.9, 1], but must be 2 numbers >= 0 and < 1"),
-        (Training, "lr", "fast", "--lr is 'fast', but must be a number > 0"),
-        (Training, "lr", 0, "--lr is 0, but must be a number > 0"),
-        (Training, "lr", "nan", "--lr is 'nan', but must be a number > 0"),
-        (Training, "lr", float("inf"), "--lr is inf, but must be a number > 0"),
-        (Training, "lr", True, "--lr is True, but must be a number > 0"),
-        (Training, "lr", None, "--lr is None, but must be a number > 0"),
-        (Training, "lr", [1], "--lr is [1], but must be a number > 0"),
+        (Training, "power", "fast", "--power is 'fast', but must be a number > 0"),
+        (Training, "power", 0, "--power is 0, but must be a number > 0"),
+        (Training, "power", "nan", "--power is 'nan', but must be a number > 0"),
+        (Training, "power", float("inf"), "--power is inf, but must be a number > 0"),
+        (Training, "power", True, "--power is True, but must be a number > 0"),
+        (Training, "power", None, "--power is None, but must be a number > 0"),
+        (Training, "power", [1], "--power is [1], but must be a number > 0"),
         (Training, "seed", "1.0", "--seed is '1.0', but must be an integer >= 0 and <= 4294967295"),
         (Training, "seed", 2**80, f"--seed is {2**80}, but must be an integer >= 0 and <= 4294967295"),
         (Training, "seed", "", "--seed is '', but must be an integer >= 0 and <= 4294967295"),
@@ -225,8 +231,8 @@ def test_flags_are_read_and_others_left(words: list[str], values: dict[str, Any]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lr"], "--lr needs a value: a number > 0"),
-        (["--lr", "--seed", "3"], "--lr needs a value: a number > 0"),
+        (["--lr"], "--lr needs a value: one or more numbers > 0"),
+        (["--lr", "--seed", "3"], "--lr needs a value: one or more numbers > 0"),
         (["--no-shuffle=yes"], "--no-shuffle takes no value; write --no-shuffle or --shuffle"),
     ],
 )
@@ -234,6 +240,18 @@ def test_a_flag_that_cannot_be_read_is_refused(words: list[str], message: str) -
     with pytest.raises(RequestError) as refusal:
         read_flags(words, describe(Training))
     assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (["--fp16"], {"precision": "fp16"}),
+        (["--disable-validation", "--save-interval", "2"], {"valid_every_epochs": "0", "save_every_epochs": "2"}),
+        (["--restore-file", "a.pt", "--save-interval-updates=5"], {"resume": "a.pt", "save_every_updates": "5"}),
+    ],
+)
+def test_flags_of_the_seeds_stand_for_options_here(words: list[str], values: dict[str, Any]) -> None:
+    assert read_flags(words, describe(Training)) == (values, [])
 
 
 def test_a_switch_has_its_aliases() -> None:
@@ -245,8 +263,8 @@ def test_a_switch_has_its_aliases() -> None:
     "options",
     [
         Training(),
-        Training(task="a b", batch_size=(32, 8), shuffle=False, lr=0.1, adam_betas=(0.9, 0.98), min_lr=-0.5),
-        Training(maximize_best_metric=False, valid_batch_size=3, lr=1 / 3, update_freq=(4, 2, 1), save_dir="--odd"),
+        Training(task="a b", batch_size=(32, 8), shuffle=False, lr=(0.1,), adam_betas=(0.9, 0.98), min_lr=-0.5),
+        Training(maximize_best_metric=False, valid_batch_size=3, lr=(1 / 3,), update_freq=(4, 2, 1), save_dir="--odd"),
         Distributed(distributed_init_method="tcp://[::1]:29500", distributed_world_size=4, cpu=True),
         Odd(name="x"),
         Odd(name="", depth=34, share=None, words=("a b", "", "(c)", "d,e", '"'), pair=(1, 2, 3), fast=True),
@@ -263,6 +281,6 @@ def test_flags_carry_every_value_over(options: Any) -> None:
 
 def test_flags_say_only_what_differs_from_the_defaults() -> None:
     assert to_flags(Training()) == []
-    assert to_flags(Training(lr=0.5, shuffle=False, batch_size=(8, 4))) == [
+    assert to_flags(Training(lr=(0.5,), shuffle=False, batch_size=(8, 4))) == [
         "--batch-size", "8,4", "--no-shuffle", "--lr", "0.5",
     ]  # fmt: skip

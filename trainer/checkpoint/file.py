@@ -21,6 +21,8 @@ from trainer.contract.errors import CheckpointError
 
 BEST = "best.pt"
 """The best checkpoint so far: a further name of the file of its step."""
+EPOCH = "epoch_{}.pt"
+"""A further name of the file of the step at which an epoch ended, where those are kept."""
 
 MAGIC = b"gputrain ckpt 1\n"
 _TRAILER = struct.Struct("<16sQQ32s")
@@ -140,6 +142,15 @@ def place_of(path: Path) -> int:
     """
     with path.open("rb") as file:
         return _trailer(path, file)[2]
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file ends as a checkpoint of ours does; its checksum is not looked at."""
+    try:
+        place_of(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def check(path: Path, file: BinaryIO) -> None:

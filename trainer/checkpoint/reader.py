@@ -19,22 +19,36 @@ def load(path: Path | str) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, torn, altered, of another program or not a checkpoint at all.
     """
+    state = load_plain(path, checked=True)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a training's state")
+    return state
+
+
+def load_plain(path: Path | str, *, checked: bool = False) -> Any:
+    """Return what ``torch.save`` has put into a file, its tensors on the CPU.
+
+    Args:
+        path: the file.
+        checked: whether it must have our checksum, and that must be right.
+
+    Raises:
+        CheckpointError: the file is missing, torn, altered or not one of torch's at all.
+    """
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # a pipe without a writer would be waited for
             raise CheckpointError(f"{path}: is not a file")
         with path.open("rb") as file:
-            files.check(path, file)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+            if checked:
+                files.check(path, file)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001 - whatever reading a file makes torch raise, it cannot be used
         raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a training's state")
-    return state
 
 
 def _reason(error: Exception) -> str:
@@ -99,9 +113,9 @@ def tell(line: str) -> None:
 
 
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
-    """Return the folder's checkpoints, newest first; a step's own name comes before the name of the best."""
+    """Return the folder's checkpoints, newest first; a step's own name comes before its further ones."""
     found = []
-    for path in (*folder.glob("step_*.pt"), *folder.glob(files.BEST)):
+    for path in (path for name in ("step_*.pt", files.EPOCH.format("*"), files.BEST) for path in folder.glob(name)):
         try:
             if not path.is_file():  # a pipe without a writer would be waited for
                 on_skipped(f"passed over: {path}: is not a file")

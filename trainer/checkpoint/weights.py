@@ -1,11 +1,23 @@
-"""Chooses what of a checkpoint is evaluated, tested and exported."""
+"""The weights of a model: of a checkpoint, or read from a file of any kind that holds them by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from trainer.checkpoint.file import is_ours
+from trainer.checkpoint.reader import load, load_plain
 from trainer.contract.errors import CheckpointError
+
+_WITHIN = ("model", "state_dict", "model_state_dict")
+"""Entries that hold the weights in a checkpoint of ours, of fairseq, of Lightning and of torch's tutorials."""
+_PREFIXES = ("module.", "_orig_mod.")
+"""What DDP and torch.compile put before every name."""
+MAX_NAMES = 5
+"""Names of one kind in a message; a model may have hundreds."""
 
 
 def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -18,3 +30,66 @@ def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source}: entry model is missing, or no dict of tensors")
     return weights
+
+
+def load_weights(path: Path | str) -> dict[str, Tensor]:
+    """Return the weights that a file holds, by name: a checkpoint, a bare ``state_dict``, or ``.safetensors``.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds no weights.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        found: Any = _load_safetensors(path)
+    else:
+        found = load(path) if is_ours(path) else load_plain(path)
+    for entry in _WITHIN:
+        if isinstance(found, Mapping) and isinstance(found.get(entry), Mapping):
+            found = found[entry]
+            break
+    weights = {str(name): value for name, value in found.items()} if isinstance(found, Mapping) else {}
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise CheckpointError(f"{path}: holds no weights by name, on its own or under {', '.join(_WITHIN)}")
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
+
+
+def _load_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise CheckpointError(f"{path}: needs the package safetensors, which is not installed here") from None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be loaded: {error}") from None
+
+
+def fit(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """Return the weights that a model has by name and shape, and in words how the others differ; empty if none does.
+
+    Args:
+        weights: from a file.
+        model: its ``state_dict``.
+    """
+    shapes = {name: list(value.shape) for name, value in model.items() if isinstance(value, Tensor)}
+    fitting = {name: value for name, value in weights.items() if shapes.get(name) == list(value.shape)}
+    missing = [name for name in shapes if name not in weights]
+    unexpected = [name for name in weights if name not in shapes]
+    other = [
+        f"{name} is {list(value.shape)} and in the model {shapes[name]}"
+        for name, value in weights.items()
+        if name in shapes and name not in fitting
+    ]
+    parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", other)]
+    return fitting, "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.file import BEST, LAST_PLACE, clear_unfinished, link, place_of, step_name, write_file
+from trainer.checkpoint.file import BEST, EPOCH, LAST_PLACE, clear_unfinished, link, place_of, step_name, write_file
 from trainer.checkpoint.folder_lock import FolderLock
 from trainer.checkpoint.reader import in_order, tell
 from trainer.checkpoint.state import copy_to_cpu
@@ -47,6 +47,8 @@ class _Job:
     step: int
     place: int
     best: bool
+    epoch: int | None
+    """The epoch that ended here, if its checkpoint is kept."""
     why_not: str = ""
     """Why it could not be written; empty while that was not tried."""
 
@@ -64,7 +66,7 @@ class _Queue:
 
     def add(self, job: _Job) -> None:
         """Append a save; one that still waits is superseded, unless it is a best one and this is not."""
-        self.jobs = [waiting for waiting in self.jobs if waiting.best and not job.best]
+        self.jobs = [waiting for waiting in self.jobs if (waiting.best and not job.best) or waiting.epoch is not None]
         self.failed = [failed for failed in self.failed if failed.best and not job.best]
         self.jobs.append(job)
 
@@ -87,6 +89,7 @@ class CheckpointWriter:
         folder: Path | str,
         *,
         keep_last: int,
+        keep_last_epochs: int = 0,
         run_id: str = "",
         on_saved: Callable[[Saved], None] | None = None,
         on_failed: Callable[[int, str], None] | None = None,
@@ -96,6 +99,7 @@ class CheckpointWriter:
         Args:
             folder: where the files go, ``step_<step>.pt`` and ``best.pt``.
             keep_last: how many of the files written last stay; the best one stays besides.
+            keep_last_epochs: how many of those of epoch ends stay too, as ``epoch_<epoch>.pt``; -1 for all.
             run_id: the run's, by which others learn who holds the folder; empty where it has none.
             on_saved: called in the writing thread when a checkpoint is on disk.
             on_failed: called in the writing thread with the step and one line about why it could not be written, or
@@ -109,6 +113,7 @@ class CheckpointWriter:
         self.folder = Path(folder)
         self._run_id = run_id
         self._keep_last = keep_last
+        self._keep_last_epochs = keep_last_epochs
         self._on_saved = on_saved
         self._on_failed = on_failed or (lambda _step, line: tell(line))
         try:
@@ -128,19 +133,23 @@ class CheckpointWriter:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def save(self, state: Mapping[str, Any], *, step: int, best: bool = False) -> None:
+    def save(self, state: Mapping[str, Any], *, step: int, best: bool = False, epoch: int | None = None) -> None:
         """Copy the state and have it written.
 
         Args:
             state: tensors, numbers, strings, and lists, tuples and dicts of them; may change after the call.
             step: optimizer steps done; names the file.
             best: whether this is the best so far and becomes ``best.pt`` as well.
+            epoch: the epoch that ends here.
 
         Raises:
             CheckpointError: the state holds something else.
         """
         self._place = min(self._place + 1, LAST_PLACE)
-        job = _Job(copy_to_cpu(state), step, self._place, best)
+        epoch = epoch if self._keep_last_epochs else None
+        if epoch is not None:
+            self.wait()  # each is kept, so that none may be superseded
+        job = _Job(copy_to_cpu(state), step, self._place, best, epoch)
         with self._changed:
             assert not self._queue.closing, "save after close"
             self._queue.add(job)
@@ -200,6 +209,8 @@ class CheckpointWriter:
         size = write_file(path, job.state, place=job.place)
         if job.best:
             link(path, self.folder / BEST)
+        if job.epoch is not None:
+            link(path, self.folder / EPOCH.format(job.epoch))
         self._prune(path)
         write_ms = (time.perf_counter() - began) * 1000
         if self._on_saved is not None:
@@ -216,10 +227,13 @@ class CheckpointWriter:
 
     def _prune(self, written: Path) -> None:
         """Delete all but the newest files and the one just written; what is no whole checkpoint of ours is left."""
-        steps = [path for path in in_order(self.folder, lambda _: None) if path.name != BEST]
-        for path in steps[self._keep_last :]:
+        found = in_order(self.folder, lambda _: None)
+        epochs = [path for path in found if path.match(EPOCH.format("*"))] if self._keep_last_epochs > 0 else []
+        for path in [path for path in found if path.match("step_*")][self._keep_last :]:
             if path != written:
                 path.unlink(missing_ok=True)
+        for path in epochs[self._keep_last_epochs :]:
+            path.unlink(missing_ok=True)
 
 
 def _why(error: Exception) -> str:

@@ -21,6 +21,15 @@ _OPTIONS: dict[str, type[Any]] = {
 }
 
 
+SEED_TASKS = {
+    "bert": "masked_lm",
+    "language_modeling": "lm",
+    "DocNNTask": "docnn",
+    "DocumentClassificationTask": "docnn",
+}
+"""Tasks of HetSeq, fairseq and PyText, and the built-in one that trains the same on data of its own format."""
+
+
 def options_schema(name: str) -> type[Any] | None:
     """Return the options of a built-in task; None for a user's task, whose module would have to be imported.
 
@@ -38,7 +47,8 @@ def unknown_task(name: str) -> RequestError:
     own = "your own as package.module:Class or path/to/file.py:Class"
     if not name:
         return RequestError(f"no task is named; choose one of {names}, or {own}")
-    return RequestError(f"task {name!r} is not known: {names}, or {own}{nearest(name, BUILT_IN)}")
+    hint = f"; {SEED_TASKS[name]} is its counterpart here" if name in SEED_TASKS else nearest(name, BUILT_IN)
+    return RequestError(f"task {name!r} is not known: {names}, or {own}{hint}")
 
 
 def check_data(task_options: Any) -> None:

@@ -68,7 +68,8 @@ def _entry(option: Option, width: int) -> list[str]:
     names = ", ".join((option.flag, *option.aliases)) + value
     if option.kind == "bool" and option.default:
         names = f"--no-{option.flag[2:]}"
-    text = "; ".join(part for part in (option.help, _default(option)) if part)
+    switches = [f"{flag} is {value}" for flag, value in option.switches.items()]
+    text = "; ".join(part for part in (option.help, *switches, _default(option)) if part)
     indent = " " * COLUMN
     body = textwrap.wrap(text, max(width, COLUMN + 30) - COLUMN) or [""]
     head = f"  {names}"

@@ -1,7 +1,8 @@
 """Every option of ``python -m trainer``, declared once and rendered as flag, recipe key, form field and help.
 
 Torch-free: the console reads this schema. A field's ``Meta`` carries its help, its range and, in ``extra``, its
-group and the other names that the flag answers to; ``trainer.contract.schema`` reads them.
+group and the other names that the flag and its values answer to, such as those of the seeds;
+``trainer.contract.schema`` reads them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,35 @@ import msgspec
 from msgspec import Meta
 
 from trainer.contract.errors import RequestError
+
+DEFAULT_BATCH_SIZE = 32
+"""Samples per rank and micro-step where neither ``--batch-size`` nor ``--max-tokens`` is given."""
+
+
+OPTIMIZER_CLASSES = {
+    "SGD": "sgd",
+    "Adam": "adam",
+    "AdamW": "adamw",
+    "Adadelta": "adadelta",
+    "Adagrad": "adagrad",
+    # HetSeq's classes; its Adam decays weights apart from the gradient, as adamw does.
+    "_Adam": "adamw",
+    "_Adadelta": "adadelta",
+}
+"""Optimizers by the name of their class in torch, PyText and HetSeq."""
+SCHEDULE_CLASSES = {
+    "PolynomialDecayScheduler": "polynomial_decay",
+    "PolynomialDecaySchedule": "polynomial_decay",
+    "PolynomialDecayLRSchedule": "polynomial_decay",
+    "InverseSquareRootSchedule": "inverse_sqrt",
+    "CosineSchedule": "cosine",
+    "CosineLRSchedule": "cosine",
+    "FixedSchedule": "fixed",
+    "FixedLRSchedule": "fixed",
+    "StepScheduler": "step",
+    "StepLRSchedule": "step",
+}
+"""Schedules by the name of their class in HetSeq and fairseq."""
 
 
 class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,21 +125,42 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         str, Meta(description="lm, docnn, mnist, masked_lm, or your own as module:Class or path.py:Class")
     ] = ""
 
-    batch_size: Annotated[
-        tuple[Annotated[int, Meta(ge=1)], ...],
+    batch_size: (
+        Annotated[
+            tuple[Annotated[int, Meta(ge=1)], ...],
+            Meta(
+                min_length=1,
+                description="samples per rank and micro-step; a list gives one value per rank; default: 32, and with "
+                "max_tokens as many as fit",
+                extra={"group": "Data", "aliases": ["--max-sentences"]},
+            ),
+        ]
+        | None
+    ) = None
+    max_tokens: Annotated[
+        int,
         Meta(
-            min_length=1,
-            description="samples per rank and micro-step; a list gives one value per rank",
-            extra={"group": "Data", "aliases": ["--max-sentences"]},
+            ge=0,
+            description="make batches of at most this many tokens per rank and micro-step, each sample as long as the "
+            "longest; batch_size then is their most samples; 0: by samples alone",
+            extra={"group": "Data"},
         ),
-    ] = (32,)
+    ] = 0
+    required_batch_size_multiple: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="max_tokens: cut batches at a multiple of so many samples where they have as many",
+            extra={"group": "Data"},
+        ),
+    ] = 1
     valid_batch_size: (
         Annotated[
             int,
             Meta(
                 ge=1,
-                description="samples per rank in validation; default: the largest batch size",
-                extra={"group": "Data"},
+                description="samples per rank in validation; default: as in training",
+                extra={"group": "Data", "aliases": ["--max-sentences-valid", "--batch-size-valid"]},
             ),
         ]
         | None
@@ -121,6 +172,19 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         bool,
         Meta(description="shuffle the training data every epoch, alike on all ranks", extra={"group": "Data"}),
     ] = True
+    curriculum: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="do not shuffle in the first so many epochs: shortest samples first where the task tells their "
+            "lengths, else the order of the data",
+            extra={"group": "Data"},
+        ),
+    ] = 0
+    fix_batches_to_gpus: Annotated[
+        bool,
+        Meta(description="each rank has the same batches in every epoch, in another order", extra={"group": "Data"}),
+    ] = False
     drop_last: Annotated[
         bool,
         Meta(
@@ -134,7 +198,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             description="stop after this many epochs; 0: no limit",
-            extra={"group": "Duration", "aliases": ["--max-epoch"]},
+            extra={"group": "Duration", "aliases": ["--max-epoch", "--me"]},
         ),
     ] = 0
     max_updates: Annotated[
@@ -142,7 +206,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             description="stop after this many optimizer steps; 0: no limit",
-            extra={"group": "Duration", "aliases": ["--max-update"]},
+            extra={"group": "Duration", "aliases": ["--max-update", "--mu"]},
         ),
     ] = 0
     min_lr: Annotated[
@@ -171,13 +235,19 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     optimizer: Annotated[
         Literal["sgd", "adam", "adamw", "adadelta", "adagrad"],
-        Meta(description="optimizer", extra={"group": "Optimizer"}),
+        Meta(description="optimizer", extra={"group": "Optimizer", "spellings": OPTIMIZER_CLASSES}),
     ] = "adamw"
     lr: Annotated[
-        float,
-        Meta(gt=0, description="learning rate at its peak", extra={"group": "Optimizer"}),
-    ] = 1e-3
-    weight_decay: Annotated[float, Meta(ge=0, description="weight decay", extra={"group": "Optimizer"})] = 0.0
+        tuple[Annotated[float, Meta(gt=0)], ...],
+        Meta(
+            min_length=1,
+            description="learning rate at its peak; a list gives one value per epoch",
+            extra={"group": "Optimizer", "aliases": ["--learning-rate"]},
+        ),
+    ] = (1e-3,)
+    weight_decay: Annotated[
+        float, Meta(ge=0, description="weight decay", extra={"group": "Optimizer", "aliases": ["--wd"]})
+    ] = 0.0
     momentum: Annotated[float, Meta(ge=0, lt=1, description="momentum of sgd", extra={"group": "Optimizer"})] = 0.0
     nesterov: Annotated[bool, Meta(description="Nesterov momentum of sgd", extra={"group": "Optimizer"})] = False
     adam_betas: Annotated[
@@ -198,10 +268,21 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 1e-8
     adadelta_rho: Annotated[
-        float, Meta(ge=0, lt=1, description="decay rate of adadelta's averages", extra={"group": "Optimizer"})
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="decay rate of adadelta's averages",
+            extra={"group": "Optimizer", "aliases": ["--adadelta_rho"]},
+        ),
     ] = 0.9
     adadelta_eps: Annotated[
-        float, Meta(gt=0, description="added under adadelta's square roots", extra={"group": "Optimizer"})
+        float,
+        Meta(
+            gt=0,
+            description="added under adadelta's square roots",
+            extra={"group": "Optimizer", "aliases": ["--adadelta_eps"]},
+        ),
     ] = 1e-6
     clip_norm: Annotated[
         float,
@@ -218,7 +299,10 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     lr_scheduler: Annotated[
         Literal["fixed", "polynomial_decay", "inverse_sqrt", "cosine", "step"],
-        Meta(description="learning-rate schedule", extra={"group": "Schedule"}),
+        Meta(
+            description="learning-rate schedule",
+            extra={"group": "Schedule", "aliases": ["--lr_scheduler"], "spellings": SCHEDULE_CLASSES},
+        ),
     ] = "fixed"
     warmup_updates: Annotated[
         int,
@@ -258,17 +342,26 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             description="validate every so many optimizer steps; 0: only at the end of an epoch",
-            extra={"group": "Validation"},
+            extra={"group": "Validation", "aliases": ["--validate-interval-updates"]},
         ),
     ] = 0
     valid_every_epochs: Annotated[
-        int, Meta(ge=0, description="validate every so many epochs; 0: never", extra={"group": "Validation"})
+        int,
+        Meta(
+            ge=0,
+            description="validate every so many epochs; 0: never",
+            extra={
+                "group": "Validation",
+                "aliases": ["--validate-interval"],
+                "switches": {"--disable-validation": "0"},
+            },
+        ),
     ] = 1
     best_metric: Annotated[
         str,
         Meta(
             description="what decides the best checkpoint and patience: loss or a metric of the task",
-            extra={"group": "Validation"},
+            extra={"group": "Validation", "aliases": ["--best-checkpoint-metric"]},
         ),
     ] = "loss"
     maximize_best_metric: (
@@ -276,7 +369,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             bool,
             Meta(
                 description="whether more is better; default: yes for every metric but loss",
-                extra={"group": "Validation"},
+                extra={"group": "Validation", "aliases": ["--maximize-best-checkpoint-metric"]},
             ),
         ]
         | None
@@ -313,7 +406,10 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="seed", extra={"group": "Numerics"})] = 1
     precision: Annotated[
         Literal["fp32", "bf16", "fp16"],
-        Meta(description="bf16 and fp16 are autocast; fp16 scales the loss", extra={"group": "Numerics"}),
+        Meta(
+            description="bf16 and fp16 are autocast; fp16 scales the loss",
+            extra={"group": "Numerics", "switches": {"--fp16": "fp16", "--bf16": "bf16"}},
+        ),
     ] = "fp32"
     min_loss_scale: Annotated[
         float,
@@ -323,6 +419,32 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             extra={"group": "Numerics"},
         ),
     ] = 1e-4
+    ema_decay: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="keep an exponential moving average of the weights, which is validated, tested and saved as "
+            "the model; each step keeps this share of it; 0: no",
+            extra={"group": "Numerics"},
+        ),
+    ] = 0.0
+    activation_checkpointing: Annotated[
+        bool,
+        Meta(
+            description="compute the activations of the task's checkpointed_modules again in the backward pass instead "
+            "of keeping them: less memory, the same gradients",
+            extra={"group": "Numerics", "aliases": ["--checkpoint-activations"]},
+        ),
+    ] = False
+    log_interval: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="print the loss every so many optimizer steps; 0: every two seconds",
+            extra={"group": "Duration"},
+        ),
+    ] = 0
     compile: Annotated[bool, Meta(description="compile the model with torch.compile", extra={"group": "Numerics"})] = (
         False
     )
@@ -390,11 +512,20 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             description="checkpoint every so many optimizer steps; 0: no",
-            extra={"group": "Checkpoints"},
+            extra={"group": "Checkpoints", "aliases": ["--save-interval-updates"]},
         ),
     ] = 0
     save_every_epochs: Annotated[
-        int, Meta(ge=0, description="checkpoint every so many epochs; 0: no", extra={"group": "Checkpoints"})
+        int,
+        Meta(
+            ge=0,
+            description="checkpoint every so many epochs; 0: no",
+            extra={
+                "group": "Checkpoints",
+                "aliases": ["--save-interval"],
+                "switches": {"--no-epoch-checkpoints": "0"},
+            },
+        ),
     ] = 1
     save_every_minutes: Annotated[
         float,
@@ -404,6 +535,21 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, description="checkpoints to keep besides the best", extra={"group": "Checkpoints"}),
     ] = 2
+    keep_last_epochs: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="keep the checkpoints of this many last epoch ends too, as epoch_N.pt; -1: of all; 0: no",
+            extra={"group": "Checkpoints"},
+        ),
+    ] = 0
+    save: Annotated[
+        bool,
+        Meta(
+            description="write checkpoints; without them nothing of the training is kept",
+            extra={"group": "Checkpoints"},
+        ),
+    ] = True
     save_dir: (
         Annotated[
             str,
@@ -419,11 +565,47 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             str,
             Meta(
                 description="checkpoint file, or folder whose newest good one is taken",
-                extra={"group": "Checkpoints"},
+                extra={"group": "Checkpoints", "aliases": ["--restore-file"]},
             ),
         ]
         | None
     ) = None
+    reset_optimizer: Annotated[
+        bool,
+        Meta(
+            description="resume: begin with a fresh state of the optimizer; updates, schedule and data go on",
+            extra={"group": "Checkpoints"},
+        ),
+    ] = False
+    reset_dataloader: Annotated[
+        bool,
+        Meta(
+            description="resume: begin the data at epoch 1, as for other data; updates and schedule go on",
+            extra={"group": "Checkpoints"},
+        ),
+    ] = False
+    reset_meters: Annotated[
+        bool,
+        Meta(description="resume: forget the best validation so far", extra={"group": "Checkpoints"}),
+    ] = False
+    finetune_from: (
+        Annotated[
+            str,
+            Meta(
+                description="begin with the weights of this file: a checkpoint, a state_dict in .pt, or .safetensors; "
+                "optimizer, schedule and data begin fresh",
+                extra={"group": "Checkpoints", "aliases": ["--finetune-from-model"]},
+            ),
+        ]
+        | None
+    ) = None
+    finetune_partial: Annotated[
+        bool,
+        Meta(
+            description="finetune_from: take the weights that fit by name and shape, and name those that do not",
+            extra={"group": "Checkpoints"},
+        ),
+    ] = False
 
 
 def require_stop_condition(options: Training) -> None:
@@ -437,3 +619,21 @@ def require_stop_condition(options: Training) -> None:
     if options.max_epochs or options.max_updates or options.stop_time or options.patience or options.min_lr >= 0:
         return
     raise RequestError("nothing would end this training: set max_epochs, max_updates, stop_time, patience or min_lr")
+
+
+RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
+"""Options that say what of a checkpoint is not taken."""
+
+
+def require_consistent(options: Training) -> None:
+    """Require that options which mean nothing alone have the one that they belong to.
+
+    Raises:
+        RequestError: one stands alone.
+    """
+    lonely = [name for name in RESETS if getattr(options, name) and not options.resume]
+    if options.finetune_partial and not options.finetune_from:
+        lonely.append("finetune_partial")
+    if lonely:
+        needed = "--finetune-from FILE" if lonely[0] == "finetune_partial" else "--resume PATH"
+        raise RequestError(f"--{lonely[0].replace('_', '-')} belongs to {needed}, which is not given")

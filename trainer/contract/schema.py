@@ -1,8 +1,8 @@
 """Read option schemas: one declaration becomes a flag, a recipe key, a form field and a line of help.
 
 A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose fields are annotated with ``Meta``:
-``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group``, ``aliases`` and
-``per_rank``.
+``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group``, ``aliases``,
+``spellings``, ``switches`` and ``per_rank``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     aliases: tuple[str, ...] = ()
     """Further flags, complete with their dashes."""
+    spellings: dict[str, str] = {}
+    """Other names of choices, such as those that other programs give them, and the choice that each stands for."""
+    switches: dict[str, str] = {}
+    """Flags without a value, complete with their dashes, and the value that each stands for."""
     per_rank: bool = False
     """Whether ranks of one training may have different values: a path, or how fast a rank works."""
 
@@ -157,6 +161,8 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         help=meta.description or "",
         group=str(extra.get("group", "")),
         aliases=tuple(extra.get("aliases", ())),
+        spellings=dict(extra.get("spellings", {})),
+        switches=dict(extra.get("switches", {})),
         per_rank=bool(extra.get("per_rank")),
     )
 
@@ -220,6 +226,8 @@ def _coerce(option: Option, value: Any, where: str) -> Any:
     """Convert text from a flag, a scalar for a list, and an int for a float."""
     if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
+    if isinstance(value, str):
+        value = option.spellings.get(value, value)
     try:
         if option.kind != "list":
             return _coerce_scalar(option.kind, value)
@@ -313,7 +321,9 @@ def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[st
         RequestError: a flag without its value, or a ``--no-switch`` with one.
     """
     names: dict[str, Option] = {}
+    switches: dict[str, tuple[str, str]] = {}
     for option in options:
+        switches |= {flag: (option.name, value) for flag, value in option.switches.items()}
         for flag in (option.flag, *option.aliases):
             names[flag] = option
             if option.kind == "bool":
@@ -325,7 +335,10 @@ def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[st
         word = queue.pop(0)
         flag, equals, attached = word.partition("=")
         found = names.get(flag)
-        if found is None:
+        if found is None and word in switches:
+            name, value = switches[word]
+            values[name] = value
+        elif found is None:
             rest.append(word)
         elif found.kind == "bool":
             positive = flag in (found.flag, *found.aliases)

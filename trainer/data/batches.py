@@ -4,22 +4,24 @@ The order is a function of seed and epoch, alike on all ranks. A micro-step take
 samples of it and each rank its slice of those; where the batch sizes are equal, rank r reads batches r, r + W,
 r + 2W, ... The position is the number of samples that all ranks together have consumed, so that it means the same
 on another world size. No sample is dropped or repeated: the last slices run short, and a rank left without any gets
-a dummy batch that counts nothing.
+a dummy batch that counts nothing. With ``--max-tokens`` a micro-step takes the next batch for each rank instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.contract.errors import RequestError
+from trainer.contract.options import DEFAULT_BATCH_SIZE
 from trainer.data.dataset import SizedDataset
 from trainer.data.loader import BatchLoader, Collate, MicroBatch, mix_seed
+from trainer.data.token_batches import TokenLimit, TokenShares
 
 T = TypeVar("T")
 
@@ -87,8 +89,9 @@ class GroupedIterator(CountingIterator[list[T]]):
         super().__init__((list(items[i * size : (i + 1) * size]) for i in range(length)), total=length)
 
 
-def rank_batch_sizes(batch_size: Sequence[int], world_size: int) -> tuple[int, ...]:
+def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
     """Return the batch size of each rank from ``--batch-size``: one value for all, or one value per rank."""
+    batch_size = batch_size or (DEFAULT_BATCH_SIZE,)
     if len(batch_size) == 1:
         return tuple(batch_size) * world_size
     if len(batch_size) != world_size:
@@ -123,9 +126,113 @@ def epoch_order(
         return order
     pools = [pool[torch.argsort(lengths[pool], stable=True)] for pool in torch.split(order, POOL_BATCHES * chunk)]
     order = torch.cat(pools)
-    whole = samples // chunk
-    chunks = order[: whole * chunk].view(whole, chunk)
-    return torch.cat([chunks[torch.randperm(whole, generator=generator)].flatten(), order[whole * chunk :]])
+    return _permuted(order, chunk, torch.randperm(samples // chunk, generator=generator))
+
+
+def _permuted(order: Tensor, chunk: int, permutation: Tensor) -> Tensor:
+    """Return the order with its whole chunks in another one; the incomplete chunk stays last."""
+    whole = len(permutation) * chunk
+    return torch.cat([order[:whole].view(-1, chunk)[permutation].flatten(), order[whole:]])
+
+
+def _within_ranks(batches: int, ranks: int, generator: torch.Generator) -> Tensor:
+    """Return a permutation of batches after which each is still of the rank that it was of, by its place modulo W."""
+    permutation = torch.arange(batches)
+    for rank in range(ranks):
+        own = permutation[rank::ranks]
+        permutation[rank::ranks] = own[torch.randperm(len(own), generator=generator)]
+    return permutation
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderPlan:
+    """What fixes the order of an epoch, besides its number and the data; a checkpoint keeps it as integers."""
+
+    seed: int
+    shuffle: bool
+    chunk: int = 0
+    """Samples of alike length that come together; 0: no regard to lengths."""
+    curriculum: int = 0
+    """Epochs at the start that are not shuffled."""
+    fixed_ranks: int = 0
+    """Ranks of which each has the same batches in every epoch; 0: none."""
+    fixed_batch: int = 0
+    """Samples of such a batch, where the batches are not made by tokens."""
+    max_tokens: int = 0
+    """Of a batch; 0: batches are made by samples."""
+    max_samples: int = 0
+    multiple: int = 1
+
+    @classmethod
+    def of(cls, state: Mapping[str, int]) -> OrderPlan:
+        """Return what a checkpoint has kept; one of an earlier version lacks what there was not."""
+        kept = {field.name: state[field.name] for field in fields(cls) if field.name in state}
+        return cls(**{**kept, "shuffle": bool(state["shuffle"])})  # type: ignore[arg-type]
+
+    @property
+    def limit(self) -> TokenLimit | None:
+        """What a batch may hold; None where batches are made by samples."""
+        if not self.max_tokens:
+            return None
+        return TokenLimit(max_tokens=self.max_tokens, max_samples=self.max_samples, multiple=self.multiple)
+
+    def order(self, samples: int, epoch: int, lengths: Tensor | None) -> tuple[Tensor | range, list[int]]:
+        """Return the order in which an epoch reads the samples, and where each batch ends if made by tokens."""
+        limit = self.limit
+        if not self.shuffle or epoch <= self.curriculum:
+            by_length = self.shuffle and lengths is not None
+            order = torch.argsort(lengths, stable=True) if by_length else range(samples)  # type: ignore[arg-type]
+            return order, [] if limit is None else limit.ends(_sizes(lengths, order))
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))  # of what changes in a fixed plan
+        seed = self.seed if self.fixed_ranks else self.seed + epoch
+        if limit is None:
+            order = epoch_order(samples, seed=seed, shuffle=True, lengths=lengths, chunk=self.chunk)
+            if self.fixed_ranks:
+                assert isinstance(order, Tensor)
+                permutation = _within_ranks(samples // self.fixed_batch, self.fixed_ranks, generator)
+                order = _permuted(order, self.fixed_batch, permutation)
+            return order, []
+        assert lengths is not None, "batches by tokens need lengths"
+        pool = POOL_BATCHES * max(1, int(self.max_tokens / max(float(lengths.float().mean()), 1.0)))
+        base = torch.Generator().manual_seed(seed)
+        pools = torch.split(torch.randperm(samples, generator=base), pool)
+        order = torch.cat([each[torch.argsort(lengths[each], stable=True)] for each in pools])
+        ends = torch.tensor(limit.ends(_sizes(lengths, order)))
+        counts = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        batches = torch.split(order, counts.tolist())
+        permutation = torch.randperm(len(batches), generator=base)
+        if self.fixed_ranks:
+            permutation = permutation[_within_ranks(len(batches), self.fixed_ranks, generator)]
+        return torch.cat([batches[index] for index in permutation.tolist()]), counts[permutation].cumsum(0).tolist()
+
+
+def _sizes(lengths: Tensor | None, order: Tensor | range) -> list[int]:
+    assert lengths is not None, "batches by tokens need lengths"
+    sizes: list[int] = lengths[order if isinstance(order, Tensor) else torch.arange(len(order))].tolist()
+    return sizes
+
+
+class MicroSteps(Protocol):
+    """The micro-steps of the rest of an epoch, each by its start in the order."""
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Where in the order each of them starts."""
+
+    def end(self, start: int) -> int:
+        """Return where in the order a micro-step ends."""
+
+    def bounds(self, start: int) -> tuple[int, int]:
+        """Return the ends of this rank's slice of the order."""
+
+
+@dataclass(frozen=True)
+class _SampleSteps:
+    """Micro-steps that each take the next ``shares.total`` samples."""
+
+    starts: Sequence[int]
+    end: Callable[[int], int]
+    bounds: Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -155,6 +262,12 @@ class Shares:
     def starts(self, consumed: int, samples: int) -> range:
         """Return where in the order each of the remaining micro-steps starts."""
         return range(consumed, samples - self.total + 1 if self.drop_last else samples, self.total)
+
+    def micro_steps(self, consumed: int, samples: int) -> MicroSteps:
+        """Return the micro-steps that remain of an epoch."""
+        total = self.total
+        starts, bounds = self.starts(consumed, samples), self.bounds(samples)
+        return _SampleSteps(starts, lambda start: min(start + total, samples), bounds)
 
     def smallest(self, samples: int) -> int:
         """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies apart."""
@@ -217,6 +330,9 @@ class EpochBatches:
         shuffle: bool,
         num_workers: int = 0,
         lengths: Sequence[int] | None = None,
+        limit: TokenLimit | None = None,
+        curriculum: int = 0,
+        fix_batches: bool = False,
         pin_memory: bool = False,
         drop_last: bool = False,
     ) -> None:
@@ -225,42 +341,65 @@ class EpochBatches:
         Args:
             dataset: samples by index, alike on all ranks.
             collate: turns a list of samples into a batch.
-            batch_sizes: samples per micro-step of each rank; as many as there are ranks.
+            batch_sizes: samples per micro-step of each rank; as many as there are ranks. With ``limit`` only that.
             rank: this rank.
             seed: epoch e is shuffled with seed + e, alike on all ranks.
             shuffle: False reads in the order of the dataset.
             num_workers: reading processes of this rank; 0 reads in the rank itself.
-            lengths: length of each sample, to put samples of alike length into a batch.
+            lengths: length of each sample, to put samples of alike length into a batch; its tokens with ``limit``.
+            limit: make batches by tokens.
+            curriculum: epochs at the start that are not shuffled: shortest samples first, where there are lengths.
+            fix_batches: every rank has the same batches in every epoch, in another order.
             pin_memory: put batches into page-locked memory.
             drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
 
         Raises:
             RequestError: too few samples to give every rank a batch, or not one length per sample.
         """
-        self._samples = len(dataset)
+        self.samples = len(dataset)
+        """Samples of an epoch."""
         self._shares = Shares(tuple(batch_sizes), rank, drop_last)
-        self._check_size()
-        self._lengths = None if lengths is None else _checked_lengths(lengths, self._samples)
+        if self.samples == 0:
+            raise RequestError("the training data is empty")
+        self._lengths = None if lengths is None else _checked_lengths(lengths, self.samples)
         # With equal sizes a chunk is one rank's batch, which makes the order of W ranks with batch B the order of
         # one rank with batch B and W micro-steps. Unequal batches fit into a chunk only all together.
-        equal = len(set(batch_sizes)) == 1
-        chunk = 0 if lengths is None else batch_sizes[0] if equal else self._shares.total
-        self._own_plan = _OrderPlan(seed=seed, shuffle=shuffle, chunk=chunk)
-        self._plan = self._own_plan
-        self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
+        world_size, equal = len(batch_sizes), len(set(batch_sizes)) == 1
+        chunk = batch_sizes[0] if equal else self._shares.total
+        plan = OrderPlan(seed=seed, shuffle=shuffle, curriculum=curriculum)
+        if limit is not None:
+            plan = replace(plan, **asdict(limit), fixed_ranks=world_size if fix_batches else 0)
+        else:
+            plan = replace(plan, chunk=0 if lengths is None else chunk)
+            if fix_batches:
+                plan = replace(plan, fixed_ranks=world_size if equal else 1, fixed_batch=chunk)
+        self._own_plan = self._plan = plan
+        self._ordered: tuple[OrderPlan, int, tuple[Tensor | range, list[int]]] | None = None
         self._position = Position(1, 0)
+        self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
+        if limit is not None:
+            assert self._lengths is not None, "batches by tokens need lengths"
+            limit.require_fit(lengths or ())
+            self._reader.dummy = int(self._lengths.argmin())
+        self._check_size()
 
     def _check_size(self) -> None:
         world_size = len(self._shares.batch_sizes)
-        if self._samples == 0:
-            raise RequestError("the training data is empty")
-        if self._samples < self._shares.needed:
+        dropping = " with --drop-last" if self._shares.drop_last else ""
+        if self._plan.max_tokens:
+            batches = len(self._order()[1])
+            if batches < world_size:
+                raise RequestError(
+                    f"the training data makes {batches} batches of at most {self._plan.max_tokens} tokens, but "
+                    f"{world_size} ranks need at least {world_size}, or some rank never gets a batch: use fewer ranks "
+                    "or a smaller --max-tokens"
+                )
+        elif self.samples < self._shares.needed:
             sizes = sorted(set(self._shares.batch_sizes))
             raise RequestError(
-                f"the training data has {self._samples} samples, but {world_size} ranks with a batch size of "
-                f"{' or '.join(map(str, sizes))} need at least {self._shares.needed}"
-                f"{' with --drop-last' if self._shares.drop_last else ''}, or some rank never gets a batch: "
-                "use fewer ranks or a smaller --batch-size"
+                f"the training data has {self.samples} samples, but {world_size} ranks with a batch size of "
+                f"{' or '.join(map(str, sizes))} need at least {self._shares.needed}{dropping}, or some rank never "
+                "gets a batch: use fewer ranks or a smaller --batch-size"
             )
 
     @property
@@ -275,16 +414,14 @@ class EpochBatches:
         return {
             "epoch": self._position.epoch + ended,
             "consumed": 0 if ended else self._position.consumed,
-            "samples": self._samples,
-            "seed": plan.seed,
-            "shuffle": int(plan.shuffle),
-            "chunk": plan.chunk,
+            "samples": self.samples,
+            **{name: int(value) for name, value in asdict(plan).items()},
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue where another run was, on whatever world size and batch sizes that one had.
 
-        Within a begun epoch its own seed, shuffling and chunks go on, because only its own order tells which samples
+        Within a begun epoch its own seed, shuffling and batches go on, because only its own order tells which samples
         remain; the next epoch uses this run's.
 
         Raises:
@@ -295,7 +432,7 @@ class EpochBatches:
         if consumed >= state["samples"]:
             epoch, consumed = epoch + 1, 0
         self._position = Position(epoch, consumed)
-        self._plan = _plan_of(state) if consumed else self._own_plan
+        self._plan = OrderPlan.of(state) if consumed else self._own_plan
 
     def require_fit(self, state: Mapping[str, int]) -> None:
         """Refuse a position that means nothing in this data.
@@ -304,13 +441,18 @@ class EpochBatches:
             RequestError: the state belongs to other data.
         """
         epoch, consumed = state["epoch"], state["consumed"]
-        if consumed and state["samples"] != self._samples:
+        if consumed and state.get("stream"):
+            raise RequestError(
+                f"the checkpoint is inside epoch {epoch} of a stream, but the training data has samples by index now; "
+                "resume with the same data, or --reset-dataloader begins at epoch 1"
+            )
+        if consumed and state["samples"] != self.samples:
             raise RequestError(
                 f"the checkpoint is at sample {consumed} of {state['samples']} of epoch {epoch}, but the training data "
-                f"has {self._samples} samples now; resume with the same data"
+                f"has {self.samples} samples now; resume with the same data"
             )
-        plan = _plan_of(state)
-        if consumed and plan.shuffle and plan.chunk and self._lengths is None:
+        plan = OrderPlan.of(state)
+        if consumed and plan.shuffle and (plan.chunk or plan.max_tokens) and self._lengths is None:
             raise RequestError(
                 f"the checkpoint is inside epoch {epoch}, whose batches are grouped by length, but the task gives no "
                 "lengths now; resume with the same task"
@@ -323,16 +465,38 @@ class EpochBatches:
 
     @property
     def smallest(self) -> int:
-        """The fewest samples that any rank reads in one micro-step of an epoch."""
-        return self._shares.smallest(self._samples)
+        """The fewest samples that any rank reads in one micro-step of an epoch; by tokens that may be one."""
+        return 1 if self._own_plan.max_tokens else self._shares.smallest(self.samples)
+
+    def _order(self) -> tuple[Tensor | range, list[int]]:
+        """Return the order of this epoch, and where each batch ends if it was planned by tokens."""
+        plan, epoch = self._plan, self._position.epoch
+        if self._ordered is None or self._ordered[:2] != (plan, epoch):
+            self._ordered = plan, epoch, plan.order(self.samples, epoch, self._lengths)
+        return self._ordered[2]
+
+    def _micro_steps(self, consumed: int) -> MicroSteps:
+        """Return the micro-steps of this epoch from a position on."""
+        limit, shares = self._own_plan.limit, self._shares
+        if limit is None:
+            return shares.micro_steps(consumed, self.samples)
+        order, ends = self._order()
+        if self._plan.limit == limit and (consumed == 0 or consumed in ends):
+            ends = [end for end in ends if end > consumed]
+        else:  # the epoch was begun with other batches
+            ends = [consumed + end for end in limit.ends(_sizes(self._lengths, order)[consumed:])]
+        world_size = len(shares.batch_sizes)
+        return TokenShares(consumed, ends, rank=shares.rank, world_size=world_size, drop_last=shares.drop_last)
 
     def updates_per_epoch(self, update_freq: int) -> int:
-        """Return how many updates a whole epoch has."""
-        return -(-len(self._shares.starts(0, self._samples)) // update_freq)
+        """Return how many updates a whole epoch has; by tokens that is this one."""
+        return -(-len(self._micro_steps(0).starts) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
         """Return how many updates the rest of the epoch has."""
-        return -(-len(self._shares.starts(self._position.consumed, self._samples)) // update_freq)
+        if self._position.consumed == self.samples:
+            return 0
+        return -(-len(self._micro_steps(self._position.consumed).starts) // update_freq)
 
     def updates(self, update_freq: int) -> Iterator[Update]:
         """Yield the updates of the rest of the epoch; each is to be read to its end before the next.
@@ -340,16 +504,12 @@ class EpochBatches:
         Args:
             update_freq: micro-steps per update.
         """
-        samples, shares = self._samples, self._shares
-        epoch, begin = self._position.epoch, self._position.consumed
-        plan = self._plan
-        order = epoch_order(
-            samples, seed=plan.seed + epoch, shuffle=plan.shuffle, lengths=self._lengths, chunk=plan.chunk
-        )
-        starts = shares.starts(begin, samples)
-        read = self._reader.read(order, starts, shares.bounds(samples), seed=mix_seed(plan.seed, epoch))
-        for group in GroupedIterator(starts, update_freq):
-            end = min(group[-1] + shares.total, samples)
+        epoch = self._position.epoch
+        steps = self._micro_steps(self._position.consumed)
+        seed = mix_seed(self._plan.seed, epoch)
+        read = self._reader.read(self._order()[0], steps.starts, steps.bounds, seed=seed)
+        for group in GroupedIterator(steps.starts, update_freq):
+            end = steps.end(group[-1])
             yield Update(len(group), end - group[0], end, self._micro_batches(read, len(group), Position(epoch, end)))
             assert self._position == Position(epoch, end), "the previous update was not read to its end"
 
@@ -383,6 +543,7 @@ class EvalBatches:
         split: str = "valid",
         num_workers: int = 0,
         lengths: Sequence[int] | None = None,
+        limit: TokenLimit | None = None,
         pin_memory: bool = False,
     ) -> None:
         """Prepare to read; see ``EpochBatches`` for the arguments.
@@ -394,10 +555,16 @@ class EvalBatches:
         """Samples of the split, over all ranks."""
         if not self.samples:
             raise RequestError(f"the {split} data is empty")
-        self._shares = Shares(tuple(batch_sizes), rank)
+        shares = Shares(tuple(batch_sizes), rank)
         self._order: Tensor | range = range(self.samples)
+        self._steps = shares.micro_steps(0, self.samples)
         if lengths is not None:
-            self._order = torch.argsort(_checked_lengths(lengths, self.samples), stable=True)
+            known = _checked_lengths(lengths, self.samples)
+            self._order = torch.argsort(known, stable=True)
+            if limit is not None:
+                limit.require_fit(lengths)
+                ends = limit.ends(_sizes(known, self._order))
+                self._steps = TokenShares(0, ends, rank=rank, world_size=len(batch_sizes), drop_last=False)
         # Between two evaluations, which may be hours apart, the workers would only hold memory.
         self._reader = BatchLoader(
             dataset, collate, num_workers=num_workers, pin_memory=pin_memory, persistent_workers=False
@@ -405,11 +572,10 @@ class EvalBatches:
 
     def __len__(self) -> int:
         """Micro-steps, the same on all ranks."""
-        return len(self._shares.starts(0, self.samples))
+        return len(self._steps.starts)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        starts, bounds = self._shares.starts(0, self.samples), self._shares.bounds(self.samples)
-        return self._reader.read(self._order, starts, bounds, seed=0)
+        return self._reader.read(self._order, self._steps.starts, self._steps.bounds, seed=0)
 
     def close(self) -> None:
         """End the reading processes."""
@@ -420,16 +586,3 @@ def _checked_lengths(lengths: Sequence[int], samples: int) -> Tensor:
     if len(lengths) != samples:
         raise RequestError(f"the task gives {len(lengths)} lengths for {samples} samples; it must give one each")
     return torch.as_tensor(lengths)
-
-
-@dataclass(frozen=True)
-class _OrderPlan:
-    """What fixes the order of an epoch, besides its number and the data."""
-
-    seed: int
-    shuffle: bool
-    chunk: int
-
-
-def _plan_of(state: Mapping[str, int]) -> _OrderPlan:
-    return _OrderPlan(seed=state["seed"], shuffle=bool(state["shuffle"]), chunk=state["chunk"])

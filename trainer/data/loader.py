@@ -26,7 +26,7 @@ class MicroBatch:
     """What one rank reads in one micro-step."""
 
     batch: Any
-    """The collated samples; of a dummy, the first sample of the dataset twice, as a batch norm needs two."""
+    """The collated samples; of a dummy, one sample of the dataset twice, as a batch norm needs two."""
     samples: int
     """How many samples the batch has; 0 marks a dummy, whose loss counts zero."""
 
@@ -52,7 +52,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class _Refused:
+class Refused:
     """An error for a person, carried from a worker to its rank without the loader's traceback around it."""
 
     error: RequestError | TrainingError
@@ -78,7 +78,7 @@ class _Fetch:
         try:
             return self(request.indices)
         except (RequestError, TrainingError) as error:
-            return _Refused(error)
+            return Refused(error)
 
 
 class _Requests(Sampler[_Request]):
@@ -116,6 +116,8 @@ class BatchLoader:
         self._fetch = _Fetch(dataset, collate)
         self._pin = pinned if pin_memory else None
         self._requests = _Requests()
+        self.dummy = 0
+        """The sample of which a dummy batch is made."""
         self._ahead: Iterator[Any] = iter(())
         self._loader: DataLoader[Any] | None = None
         if num_workers:
@@ -124,9 +126,9 @@ class BatchLoader:
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=num_workers,
-                collate_fn=_as_it_is,
+                collate_fn=as_it_is,
                 pin_memory=pin_memory,
-                worker_init_fn=partial(_start_worker, os.getpid()),
+                worker_init_fn=partial(start_worker, os.getpid()),
                 # Without one of its own the loader draws from the generator that dropout uses.
                 generator=torch.Generator(),
                 # A task of the user's own need not be picklable.
@@ -167,7 +169,7 @@ class BatchLoader:
                 low, high = bounds(start)
                 if low < high:
                     batch = next(self._ahead)
-                    if isinstance(batch, _Refused):
+                    if isinstance(batch, Refused):
                         raise batch.error
                     yield MicroBatch(batch, high - low)
                 else:
@@ -177,7 +179,7 @@ class BatchLoader:
                 self._ahead = iter(())
 
     def _dummy(self) -> MicroBatch:
-        return MicroBatch(self._fetch([0, 0]), 0)
+        return MicroBatch(self._fetch([self.dummy] * 2), 0)
 
     def close(self) -> None:
         """End the workers; they end when the loader and its iterator are let go."""
@@ -190,7 +192,8 @@ def _indices(order: Tensor | range, low: int, high: int) -> list[int]:
     return part.tolist() if isinstance(part, Tensor) else list(part)
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
+    """Return the batch, which a worker has collated."""
     return batch
 
 
@@ -207,7 +210,7 @@ def pinned(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(rank_pid: int, worker: int) -> None:
+def start_worker(rank_pid: int, worker: int) -> None:
     """Make a worker end with its rank, however that ends, and leave signals to the rank."""
     process_guard.die_with_parent_process()
     if os.getppid() != rank_pid:  # The rank ended before the request above.

@@ -13,8 +13,9 @@ from trainer.contract.options import Training
 from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
-from trainer.engine.data_sample import DataSample, require_same_data
-from trainer.engine.evaluation import eval_batches, evaluate
+from trainer.engine.batching import evaluation_batches
+from trainer.engine.data_sample import DataSample, data_sample, require_same_data
+from trainer.engine.evaluation import evaluate
 from trainer.engine.loop import TrainingOutcome
 from trainer.engine.model import autocast
 from trainer.engine.resuming import require_weights
@@ -39,13 +40,14 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
         raise RequestError(f"--eval-split {split}: the task has no such split; it has {known}")
-    batches = eval_batches(task, split, splits[split], options, ctx)
+    batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
     model = task.model()
     ctx.waits()
     samples: dict[str, DataSample] = {}
-    if ctx.world_size > 1:
-        samples[split] = DataSample(splits[split], task.collate, num_workers=0)
+    sample = data_sample(splits[split], task.collate, num_workers=0)
+    if ctx.world_size > 1 and isinstance(sample, DataSample):
+        samples[split] = sample
     require_same_data(samples, ctx.request)
 
     def read() -> tuple[str, dict[str, Any], int, int, list[str]]:

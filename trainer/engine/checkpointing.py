@@ -23,7 +23,7 @@ State = dict[str, Any]
 class Saving:
     """The checkpoints of one training; every rank has one, rank 0 writes."""
 
-    def __init__(self, ctx: WorkerContext, *, keep_last: int) -> None:
+    def __init__(self, ctx: WorkerContext, *, keep_last: int, keep_last_epochs: int = 0) -> None:
         """Open the folder for checkpoints; every rank takes part.
 
         Raises:
@@ -35,8 +35,12 @@ class Saving:
         if any(has_folder) and not self.enabled:
             other = has_folder.index(True)
             raise RequestError(f"--save-dir is given to rank {other} and not to rank 0, which writes the checkpoints")
+        self.keeps_epochs = keep_last_epochs != 0
+        """Whether the checkpoints of epoch ends are kept besides the newest."""
         self.last_update = -1
         """The update after which the last checkpoint was begun, or from which training was resumed."""
+        self.last_epoch: int | None = None
+        """The epoch at whose end that was, if it was kept as such."""
         self.last_time = time.monotonic()
         """When that was."""
         self._ctx = ctx
@@ -49,27 +53,29 @@ class Saving:
             self._writer = CheckpointWriter(
                 ctx.checkpoints,
                 keep_last=keep_last,
+                keep_last_epochs=keep_last_epochs,
                 run_id=ctx.run_id,
                 on_saved=self._saved,
                 on_failed=self._failed,
             )
 
-    def save(self, state: Callable[[], State], *, step: int, best: bool = False) -> None:
+    def save(self, state: Callable[[], State], *, step: int, best: bool = False, epoch: int | None = None) -> None:
         """Begin to write a checkpoint; every rank takes part, because each gives the state of its random numbers.
 
         Args:
             state: returns what is to be kept; asked on rank 0.
             step: updates done.
             best: whether the last validation was the best so far.
+            epoch: the epoch that ends here, if one does.
         """
-        self.last_update, self.last_time = step, time.monotonic()
+        self.last_update, self.last_epoch, self.last_time = step, epoch, time.monotonic()
         self._ctx.waits()
         rng = distributed.all_gather_list(capture_rng())
         if self._writer is not None:
             self._ctx.set_state("saving")
             self._begun = step
             kept = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
-            self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best)
+            self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best, epoch=epoch)
             self._ctx.set_state("training")
 
     def close(self) -> str:

@@ -7,12 +7,12 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from trainer.checkpoint import CheckpointError, capture_rng, copy_to_cpu, restore_rng
-from trainer.data.dataset import SizedDataset
+from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader, Collate, mix_seed
 from trainer.data.seeds import seed_all
 from trainer.distributed import all_gather_list, require_same
@@ -108,6 +108,25 @@ class DataSample:
         buffer = bytearray(content.numel())
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
         return hashlib.blake2b(buffer, digest_size=16).hexdigest()
+
+
+class NoDataSample:
+    """Stands for the sample of a stream, whose readers compare what it begins with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that nothing is known."""
+        return {"samples": 0, "known": []}
+
+    def altered(self, samples: int, known: Sequence[tuple[int, str]]) -> str:
+        """Return that no difference is seen."""
+        return ""
+
+
+def data_sample(dataset: AnyDataset, collate: Collate, *, num_workers: int) -> DataSample | NoDataSample:
+    """Return the sample of a dataset."""
+    if is_stream(dataset):
+        return NoDataSample()
+    return DataSample(cast(SizedDataset, dataset), collate, num_workers=num_workers)
 
 
 def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,9 @@ from torch import nn
 
 from trainer import distributed
 from trainer.contract.errors import TrainingError
-from trainer.contract.options import Training
-from trainer.data.batches import EvalBatches, rank_batch_sizes
-from trainer.data.dataset import SizedDataset
+from trainer.data.loader import MicroBatch
+from trainer.data.stream import StreamEvalBatches
 from trainer.engine.model import to_device
-from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 
 
@@ -30,30 +28,11 @@ class Evaluation:
     metrics: dict[str, float]
 
 
-def eval_batches(task: Task, split: str, dataset: SizedDataset, options: Training, ctx: WorkerContext) -> EvalBatches:
-    """Return this rank's batches of a split.
-
-    Raises:
-        RequestError: the split is empty, or the task's lengths do not fit it.
-    """
-    largest = max(rank_batch_sizes(options.batch_size, ctx.world_size))
-    return EvalBatches(
-        dataset,
-        collate=task.collate,
-        batch_sizes=(options.valid_batch_size or largest,) * ctx.world_size,
-        rank=ctx.rank,
-        split=split,
-        num_workers=options.num_workers,
-        lengths=task.lengths(split),
-        pin_memory=ctx.device.type == "cuda",
-    )
-
-
 @torch.no_grad()
 def evaluate(
     task: Task,
     model: nn.Module,
-    batches: EvalBatches,
+    batches: Iterable[MicroBatch],
     *,
     device: torch.device,
     autocast: AbstractContextManager[Any],
@@ -104,6 +83,8 @@ def evaluate(
             f"ranks sum unlike values: {'; '.join(f'rank {n} has {text}' for n, text in enumerate(named))}"
         )
     totals = {name: _exact_sum([value for _, values in ranks for value in values[name].tolist()]) for name in mine}
+    if isinstance(batches, StreamEvalBatches):
+        batches.require_same()
     count = totals["count"]
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
     return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,27 @@ import torch
 from torch import Tensor
 
 from trainer import distributed
+from trainer.checkpoint import fit, load_weights
 from trainer.contract.errors import NotKeptError, RequestError, TrainingError
-from trainer.contract.options import Training, require_stop_condition
+from trainer.contract.options import Training, require_consistent, require_stop_condition
 from trainer.contract.outcome import BEST_NOT_TESTED, SEED_ON_RESUME, describe_stop
-from trainer.data.batches import EpochBatches, Update, rank_batch_sizes
+from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.agreement import Agreement, LoopRequests
+from trainer.engine.batching import batch_sizes, evaluation_batches, training_batches
 from trainer.engine.best_weights import BestWeights
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import DataSample, require_same_data
-from trainer.engine.evaluation import Evaluation, eval_batches, evaluate
+from trainer.engine.data_sample import DataSample, data_sample, require_same_data
+from trainer.engine.ema import WeightAverage
+from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.host_copies import host_copies
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model import (
     Accumulation,
     autocast,
+    checkpoint_activations,
     clip,
     compression,
     gradients,
@@ -79,33 +84,21 @@ class Loop:
             RequestError: the options do not fit the task, the data or the number of ranks.
         """
         require_stop_condition(options)
+        require_consistent(options)
         self.task, self.options, self.ctx = task, options, ctx
         seed_all(options.seed)  # a split that is drawn at random is the same on all ranks
         self.splits = task.datasets()
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
-        self.sizes = sizes = rank_batch_sizes(options.batch_size, ctx.world_size)
-        self.train_batches = EpochBatches(
-            self.splits["train"],
-            collate=task.collate,
-            batch_sizes=sizes,
-            rank=ctx.rank,
-            seed=options.seed,
-            shuffle=options.shuffle,
-            num_workers=options.num_workers,
-            lengths=task.lengths("train"),
-            pin_memory=ctx.device.type == "cuda",
-            drop_last=options.drop_last,
-        )
-        self.eval_batches = {
-            split: eval_batches(task, split, dataset, options, ctx)
-            for split, dataset in self.splits.items()
-            if split != "train"
-        }
-        self._data = DataSample(self.splits["train"], task.collate, num_workers=options.num_workers)
+        self.sizes = sizes = batch_sizes(options, ctx.world_size)
+        self.train_batches = training_batches(task, self.splits["train"], options, ctx)
+        self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
+        self._data = data_sample(self.splits["train"], task.collate, num_workers=options.num_workers)
         seed_all(options.seed)  # the same initialisation on all ranks, whatever reading the data has drawn
         model = task.model()
         require_batches_for_norms(task, model, self.splits["train"], options, smallest=self.train_batches.smallest)
+        if options.activation_checkpointing:
+            checkpoint_activations(task, model)
         samples = self._samples()
         ctx.waits()  # for the others' data, and for their models, which DDP compares
         require_same_data(samples, ctx.request)
@@ -116,6 +109,7 @@ class Loop:
         self.parameters = trainable(self.raw_model)
         self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
         self.schedule = Schedule(options, self.optimizer)
+        self.average = WeightAverage(self.raw_model, decay=options.ema_decay)
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         self.autocast = autocast(options, ctx.device)
         wire = compression(options)
@@ -146,9 +140,9 @@ class Loop:
         self.epoch = 1
         # One item per sample until a count is known; far less would overflow fp16's first gradient.
         self._count_estimate = float(sum(sizes) * self._update_freq(1))
-        self._progress = reports.Progress(ctx)
+        self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
-        self._saving = Saving(ctx, keep_last=options.keep_last)
+        self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
         self._validated_at = -1
         self._start_time = time.monotonic()
         self._stopped = self._time_is_up = False
@@ -167,7 +161,7 @@ class Loop:
         reports.announce(
             self.ctx,
             self.options,
-            samples=len(self.splits["train"]),
+            samples=self.train_batches.samples,
             updates_per_epoch=self.train_batches.updates_per_epoch(self._update_freq(1)),
             first_update=self.updates,
             parameters=sum(parameter.numel() for parameter in self.parameters),
@@ -208,6 +202,7 @@ class Loop:
                 if self._stopped:
                     break
                 self.train_batches.next_epoch()
+                self.schedule.begin_epoch(self.train_batches.position.epoch)
         if not self._stopped:
             agreement.close()
             self._finish(reason)
@@ -268,6 +263,7 @@ class Loop:
         if not self.scaler.step(self.optimizer):
             self._left_out()
             return False
+        self.average.update()
         self.updates += 1
         lr = self.schedule.lr
         self.schedule.step(self.updates)
@@ -371,10 +367,12 @@ class Loop:
         )
 
     def _end_of_epoch(self, epoch: int) -> None:
+        saves = bool(self.options.save_every_epochs) and epoch % self.options.save_every_epochs == 0
+        ended = epoch if saves and self._saving.keeps_epochs else None
         if self.options.valid_every_epochs and epoch % self.options.valid_every_epochs == 0:
-            self._validate()
-        if not self._stopped and self.options.save_every_epochs and epoch % self.options.save_every_epochs == 0:
-            self._save()
+            self._validate(ended=ended)
+        if not self._stopped and saves:
+            self._save(ended=ended)
 
     def _finish(self, reason: str) -> None:
         """Validate and save at the end, each only if the last step has not been yet, and test, until asked to stop.
@@ -393,11 +391,13 @@ class Loop:
             self._save()
         self._desync.begin(step=self.updates)
         self._desync.finish()
-        if self.ctx.rank == 0 and (text := self.task.sample(self.raw_model)):
-            reports.report_sample(self.ctx, text, step=self.updates)
+        with self.average.in_place():
+            if self.ctx.rank == 0 and (text := self.task.sample(self.raw_model)):
+                reports.report_sample(self.ctx, text, step=self.updates)
         if self._tests:
             weights_step = self._load_best()
-            result = self._evaluation("test")
+            with nullcontext() if self._holds_best else self.average.in_place():
+                result = self._evaluation("test")
             if result is None:
                 return
             reports.report_validation(
@@ -412,20 +412,22 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------ validation
 
-    def _validate(self) -> None:
+    def _validate(self, *, ended: int | None = None) -> None:
         if "valid" not in self.splits or self._validated_at == self.updates:
             return  # an epoch may end where an evaluation was due by updates
         self.meter.pause()
         self._make_whole()
         self.ctx.set_state("validating")
-        result = self._evaluation("valid")
+        with self.average.in_place():
+            result = self._evaluation("valid")
+            is_best = result is not None and self.best.see(result.loss, result.metrics, step=self.updates)
+            if is_best:
+                self._best_weights.keep(self.raw_model)
         if result is not None:
             self._validated_at = self.updates
             reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
-            if self.best.see(result.loss, result.metrics, step=self.updates):
-                self._best_weights.keep(self.raw_model)
-                if self._saving.enabled:
-                    self._save(best=True)
+            if is_best and self._saving.enabled:
+                self._save(best=True, ended=ended)
         self.ctx.set_state("training")
         self.meter.start()
 
@@ -460,18 +462,25 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def _save(self, *, best: bool = False) -> None:
-        """Write a checkpoint, unless there is one of this update or the model no longer is that of this update.
+    def _save(self, *, best: bool = False, ended: int | None = None) -> None:
+        """Write a checkpoint, unless there is one of this update under all names that it is to have.
+
+        Args:
+            best: whether the last validation was the best so far.
+            ended: the epoch that ended here, if its checkpoint is kept as such.
 
         Raises:
             NonFiniteError: there is nothing that is worth keeping.
         """
-        if self._holds_best or (self._saving.last_update == self.updates and not best):
+        if self._holds_best or (
+            self._saving.last_update == self.updates and not best and ended in (None, self._saving.last_epoch)
+        ):
             return
         self.meter.pause()
         self._make_whole()
         if self._saving.enabled:
-            self._saving.save(self.state_dict, step=self.updates, best=best)
+            with self.average.in_place():
+                self._saving.save(self.state_dict, step=self.updates, best=best, epoch=ended)
         self.meter.start()
 
     def _make_whole(self) -> None:
@@ -485,12 +494,13 @@ class Loop:
         share_buffers(self.raw_model)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, besides the random numbers of the ranks."""
+        """All that a resumed run needs, besides the random numbers of the ranks; asked with the average in place."""
         return {
             "task": self.options.task,
             "updates": self.updates,
             "count_estimate": self._count_estimate,
             "model": self.raw_model.state_dict(),
+            **({"plain": self.average.plain_weights()} if self.average.enabled else {}),
             "parameters": parameter_names(self.raw_model, self.optimizer),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -507,37 +517,80 @@ class Loop:
         Raises:
             RequestError: one line that names the file, and the entry that is wrong or does not fit.
         """
-        kept = require_fit(state, self.raw_model, self.optimizer, task=self.options.task, source=source)
+        fresh_state = self.options.reset_optimizer
+        kept = require_fit(
+            state, self.raw_model, None if fresh_state else self.optimizer, task=self.options.task, source=source
+        )
+        if self.options.reset_dataloader:
+            return kept
         try:
             self.train_batches.require_fit(state["position"])
         except RequestError as error:
             raise RequestError(f"{source}: entry position: {error}") from None
         return kept
 
-    def load_state_dict(self, state: Mapping[str, Any], *, source: str) -> None:
+    def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
+        """Read the weights with which this model may begin; change nothing.
+
+        Returns:
+            Those that it has by name and shape, and in words what else differs; that is empty unless ``partial``.
+
+        Raises:
+            RequestError: the file cannot be read, or does not fit; one line that names what does not.
+        """
+        weights, other = fit(load_weights(file), self.raw_model.state_dict())
+        if other and not (partial and weights):
+            hint = "; --finetune-partial takes those that fit" if weights else ""
+            raise RequestError(f"{file} does not fit this model, {other}{hint}")
+        return weights, other
+
+    def begin_with(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the model to weights of another training; everything else begins fresh."""
+        self.raw_model.load_state_dict(weights, strict=False)
+        self.average.begin()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, source: str, again: bool = False) -> None:
         """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
+
+        Args:
+            state: the checkpoint.
+            source: its path, for messages.
+            again: whether this run wrote it, so that what the options reset has been reset before.
 
         Raises:
             RequestError: the checkpoint is damaged or belongs to another task or model.
         """
         ctx, options = self.ctx, self.options
         kept = self.require_fit(state, source=source)
-        altered = self._data.altered(kept.data.samples, kept.data.known) if ctx.rank == 0 else ""
-        resume_model(kept, self.raw_model, self.optimizer, source=source)
+        fresh_state, fresh_data, fresh_best = (
+            not again and reset for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
+        )
+        compare = ctx.rank == 0 and not fresh_data
+        altered = self._data.altered(kept.data.samples, kept.data.known) if compare else ""
+        resume_model(kept, self.raw_model, None if fresh_state else self.optimizer, source=source)
+        self.average.load(kept.plain, self.raw_model)
+        if self.average.enabled != (kept.plain is not None):
+            begins = "begins with these weights" if self.average.enabled else "ends, and the weights beside it go on"
+            reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(kept.scaler)
-        self.train_batches.load_state_dict(state["position"])
-        self.best.load_state_dict(state["best"])
+        if not fresh_data:
+            self.train_batches.load_state_dict(state["position"])
+        self.schedule.begin_epoch(self.train_batches.position.epoch)
+        if not fresh_best:
+            self.best.load_state_dict(state["best"])
         self.updates = self._saving.last_update = kept.updates
         self._validated_at = kept.validated_at
         self._count_estimate = kept.count_estimate
         self._best_weights.resumed(source)
         resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
-        ctx.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
+        fresh = "; the state of the optimizer begins fresh" if fresh_state else ""
+        where = f"sample {position.consumed} of epoch {position.epoch}"
+        ctx.say(f"resumed at {where}, after {self.updates} updates{fresh}")
         same_ranks = len(kept.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
-        reports.remark(ctx, SEED_ON_RESUME, effect)
+        reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
         if altered:
             reports.remark(
                 ctx,
@@ -554,8 +607,9 @@ class Loop:
         if self.ctx.world_size == 1:
             return {}
         others = {split: data for split, data in self.splits.items() if split != "train"}
-        samples = {split: DataSample(data, self.task.collate, num_workers=0) for split, data in others.items()}
-        samples["train"] = self._data
+        every = {split: data_sample(data, self.task.collate, num_workers=0) for split, data in others.items()}
+        every["train"] = self._data
+        samples = {split: sample for split, sample in every.items() if isinstance(sample, DataSample)}
         for sample in samples.values():
             sample.state_dict()
         return samples

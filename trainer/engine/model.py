@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from trainer import distributed
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
+from trainer.tasks.task import Task
 from trainer.telemetry.comm_hook import CommHook
 
 # torch 2.13 renamed the flag and warns at the old name, which the older versions that we support know alone.
@@ -27,6 +29,40 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DDP.__init__).parameters
     else "broadcast_buffers"
 )
+
+
+def checkpoint_activations(task: Task, model: nn.Module) -> None:
+    """Compute the activations of the modules that the task names again in the backward pass, instead of keeping them.
+
+    The random numbers of the forward pass are drawn again as they were, so that gradients do not change.
+
+    Raises:
+        RequestError: the task names none.
+    """
+    modules = task.checkpointed_modules(model)
+    if not modules:
+        raise RequestError(
+            f"--activation-checkpointing: {type(task).__name__} names no modules whose activations may be computed "
+            "again: give it checkpointed_modules(model), such as the blocks of a Transformer"
+        )
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    if any(isinstance(inner, norms) for module in modules for inner in module.modules()):
+        raise RequestError(
+            "--activation-checkpointing: a module whose activations are computed again has a batch norm, which would "
+            f"count each batch twice: leave it out of {type(task).__name__}.checkpointed_modules(model)"
+        )
+    for module in modules:
+        # In place of the method, so that the names of parameters, and hooks on the module, stay as they are.
+        module.forward = _recomputed(module.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
 
 
 def wrap(model: nn.Module, options: Training, *, device: torch.device, world_size: int) -> nn.Module:

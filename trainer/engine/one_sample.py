@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from trainer.contract.errors import RequestError
-from trainer.contract.options import Training
-from trainer.data.dataset import SizedDataset
+from trainer.contract.options import DEFAULT_BATCH_SIZE, Training
+from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader
 from trainer.tasks.task import Task
 
@@ -17,7 +19,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def require_batches_for_norms(
-    task: Task, model: nn.Module, dataset: SizedDataset, options: Training, *, smallest: int
+    task: Task, model: nn.Module, dataset: AnyDataset, options: Training, *, smallest: int
 ) -> None:
     """Try one sample where an epoch has a batch of one and the model a batch norm; pictures may have enough values.
 
@@ -31,8 +33,9 @@ def require_batches_for_norms(
     Raises:
         RequestError: a batch of one sample cannot be trained on.
     """
-    if smallest > 1 or not any(isinstance(module, _NORMS) for module in model.modules()):
+    if smallest > 1 or is_stream(dataset) or not any(isinstance(module, _NORMS) for module in model.modules()):
         return
+    dataset = cast(SizedDataset, dataset)
     reader = BatchLoader(dataset, task.collate, num_workers=min(options.num_workers, 1), pin_memory=False)
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
@@ -41,7 +44,7 @@ def require_batches_for_norms(
     except ValueError as error:
         if _TOO_FEW not in str(error):
             raise
-        if min(options.batch_size) == 1:
+        if min(options.batch_size or (DEFAULT_BATCH_SIZE,)) == 1:
             raise RequestError("the model has a batch norm, which needs a --batch-size of at least 2") from None
         raise RequestError(
             f"the training data has {len(dataset)} samples, whose last batch is 1 sample on a rank, and the model's "

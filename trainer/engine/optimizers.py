@@ -33,7 +33,7 @@ def build_optimizer(options: Training, params: Iterable[nn.Parameter] | Iterable
     trained: list[Any] = list(params)
     if not trained:
         raise RequestError("the model has no parameters to train: all are frozen, or it has none")
-    lr, decay = options.lr, options.weight_decay
+    lr, decay = options.lr[0], options.weight_decay
     beta1, beta2 = options.adam_betas
     match options.optimizer:
         case "sgd":
@@ -99,8 +99,8 @@ class Schedule:
     def __init__(self, options: Training, optimizer: Optimizer) -> None:
         """Set the learning rate of the first update.
 
-        The schedule speaks of ``options.lr``. A group with another learning rate keeps its ratio to that one
-        throughout, so that a task's own optimizer peaks where the task put it.
+        The schedule speaks of ``options.lr``, which may have one value per epoch. A group with another learning rate
+        keeps its ratio to that one throughout, so that a task's own optimizer peaks where the task put it.
 
         Raises:
             RequestError: the schedule lacks a setting that it needs.
@@ -110,8 +110,14 @@ class Schedule:
         self._end = _end_of(options)
         if options.lr_scheduler == "step" and not options.lr_step_updates:
             raise RequestError("--lr-scheduler step needs --lr-step-updates, the optimizer steps between two decays")
-        self._factors = [float(group["lr"]) / options.lr for group in optimizer.param_groups]
+        if len(options.lr) > 1 and options.lr_scheduler != "fixed":
+            raise RequestError(
+                f"--lr has {len(options.lr)} values, one per epoch, but --lr-scheduler {options.lr_scheduler} makes "
+                "its own way from one: give one, or --lr-scheduler fixed"
+            )
+        self._factors = [float(group["lr"]) / options.lr[0] for group in optimizer.param_groups]
         self._updates = 0
+        self._epoch = 1
         self.step(0)
 
     def lr_at(self, update: int) -> float:
@@ -121,7 +127,8 @@ class Schedule:
         ``warmup_init_lr``; then ``inverse_sqrt`` is lr · √(W / n) (Vaswani et al. 2017, section 5.3), ``cosine`` falls
         as (1 + cos πp) / 2 (Loshchilov & Hutter 2017, equation 5) and ``polynomial_decay`` as (1 - p)^power.
         """
-        options, lr, warmup = self._options, self._options.lr, self._options.warmup_updates
+        options, warmup = self._options, self._options.warmup_updates
+        lr = options.lr[min(self._epoch, len(options.lr)) - 1]
         if update < warmup:
             return options.warmup_init_lr + (lr - options.warmup_init_lr) * update / warmup
         low = options.end_learning_rate
@@ -159,8 +166,14 @@ class Schedule:
         for group, factor in zip(self._optimizer.param_groups, self._factors, strict=True):
             group["lr"] = lr * factor
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the learning rate for the next update, which is of this epoch."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self.step(self._updates)
+
     def state_dict(self) -> dict[str, int]:
-        """Return the number of updates; everything else is in the options."""
+        """Return the number of updates; everything else is in the options and the position in the data."""
         return {"updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

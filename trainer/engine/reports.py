@@ -138,14 +138,17 @@ class DesyncReports:
 class Progress:
     """Says now and then where training is."""
 
-    def __init__(self, ctx: WorkerContext) -> None:
+    def __init__(self, ctx: WorkerContext, *, every: int = 0) -> None:
+        """Say it every so many updates, with 0 when some time has passed."""
         self._ctx = ctx
+        self._every = every
         self._last = 0.0
 
     def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:
-        """Say it if the last time is long ago; the loss [] is in nats and is fetched only then."""
+        """Say it if it is due; the loss [] is in nats and is fetched only then."""
         now = time.monotonic()
-        if loss is None or now - self._last < REPORT_EVERY_S:
+        due = step % self._every == 0 if self._every else now - self._last >= REPORT_EVERY_S
+        if loss is None or not due:
             return
         self._last = now
         self._ctx.say(f"epoch {epoch} step {step}: loss {float(loss):.4f} nats, lr {lr:.3g}")

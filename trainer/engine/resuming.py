@@ -28,6 +28,17 @@ class _Position(msgspec.Struct):
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     shuffle: Annotated[int, Meta(ge=0, le=1)]
     chunk: Annotated[int, Meta(ge=0, le=2**32)]
+    # What a checkpoint of an earlier version lacks:
+    curriculum: Count = 0
+    fixed_ranks: Count = 0
+    fixed_batch: Count = 0
+    max_tokens: Count = 0
+    max_samples: Count = 0
+    multiple: Annotated[int, Meta(ge=1, le=2**53)] = 1
+    # Of a stream alone:
+    stream: Annotated[int, Meta(ge=0, le=1)] = 0
+    shards: Count = 0
+    head: str = ""
 
 
 class _Schedule(msgspec.Struct):
@@ -81,6 +92,8 @@ class Kept(msgspec.Struct):
     data: DataKnown
     rng: list[dict[str, Any]]
     recipe: str
+    plain: dict[str, Any] | None = None
+    """Weights with which training goes on, where ``model`` has their average."""
 
 
 class _Weights(msgspec.Struct):
@@ -114,13 +127,15 @@ def require_weights(state: Mapping[str, Any], model: nn.Module, *, task: str, so
     return KeptWeights(weights=weights, updates=kept.updates, epoch=kept.position.epoch)
 
 
-def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, *, task: str, source: str) -> Kept:
+def require_fit(
+    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None, *, task: str, source: str
+) -> Kept:
     """Refuse a checkpoint of which any entry is not as it was saved, or does not fit this model and optimizer.
 
     Args:
         state: the checkpoint.
         model: the task's own module.
-        optimizer: of its parameters.
+        optimizer: of its parameters; None where its state is not taken.
         task: name of the task that this run trains.
         source: the checkpoint's path, for the message.
 
@@ -147,11 +162,18 @@ def require_fit(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
             f"{source}: entry schedule['updates'] is {kept.schedule.updates}, but updates is {kept.updates}"
         )
     _require_task(kept.task, task, source)
-    wrong = difference(
-        kinds(kept.model, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"
-    ) or _other_parameters(kept.parameters, parameter_names(model, optimizer))
+    own = kinds(model.state_dict(), "model")
+    wrong = difference(kinds(kept.model, "model"), own, of="in the model of this run")
+    if optimizer is not None:
+        wrong = wrong or _other_parameters(kept.parameters, parameter_names(model, optimizer))
     if wrong:
         raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
+    if kept.plain is not None:
+        trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+        if wrong := difference(kinds(kept.plain, "plain"), kinds(trained, "plain"), of="in the model of this run"):
+            raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
+    if optimizer is None:
+        return kept
     try:
         require_state_of(optimizer, kept.optimizer)
     except RequestError as error:
@@ -188,15 +210,15 @@ def _other_parameters(saved: Sequence[str], own: Sequence[str]) -> str:
     return ""
 
 
-def resume_model(kept: Kept, model: nn.Module, optimizer: Optimizer, *, source: str) -> None:
-    """Set model and optimizer to a checkpoint's, which ``require_fit`` has found to fit.
+def resume_model(kept: Kept, model: nn.Module, optimizer: Optimizer | None, *, source: str) -> None:
+    """Set the model, and the optimizer unless it begins fresh, to a checkpoint's, which ``require_fit`` found to fit.
 
     Raises:
         RequestError: a module or an optimizer of the user's own refuses it.
     """
     for entry, give in (
         ("model", lambda: model.load_state_dict(kept.model)),
-        ("optimizer", lambda: restore(optimizer, kept.optimizer)),
+        ("optimizer", lambda: None if optimizer is None else restore(optimizer, kept.optimizer)),
     ):
         try:
             give()

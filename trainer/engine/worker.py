@@ -23,6 +23,7 @@ from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
+from trainer.contract.seed_flags import settle
 from trainer.engine import reports
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
 from trainer.engine.loop import Loop, TrainingOutcome
@@ -142,6 +143,7 @@ class _Rank:
             return evaluate_checkpoint(task, options, ctx)
         loop = Loop(task, options, ctx)
         self.step = lambda: loop.updates
+        self._warm_start(loop, options)
         self._resume(loop, options)
         assignment.stoppable()
         return loop.run()
@@ -151,6 +153,9 @@ class _Rank:
         kind = load_task(options.task)
         schema = describe(kind.Options)
         values, rest = read_flags(words, schema)
+        rest, notes = settle(rest)
+        for note in notes if self.assignment.rank == 0 else ():
+            self._say(note)
         if rest:
             raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
         flags = {option.name: option.flag for option in schema}
@@ -161,7 +166,7 @@ class _Rank:
         assignment = self.assignment
         # Absolute, because the record names the files for readers in other folders.
         given = Path(options.save_dir).absolute() if options.save_dir else None
-        folder = given or (self.run_dir.checkpoints if self.run_dir else None)
+        folder = given or (self.run_dir.checkpoints if self.run_dir else None) if options.save else None
         return WorkerContext(
             rank=assignment.rank,
             world_size=assignment.world_size,
@@ -179,6 +184,22 @@ class _Rank:
             recipe=_recipe_in(self.run_dir),
         )
 
+    def _warm_start(self, loop: Loop, options: Training) -> None:
+        """Begin with the weights of another training, if any are named; a run that resumes has its own.
+
+        Raises:
+            RequestError: the file cannot be read, or does not fit the model.
+        """
+        file = options.finetune_from
+        if not file or options.resume:
+            reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
+            return
+        # Rank 0 sends what it has read: nobody else needs the file, or could have another one.
+        weights, other = distributed.from_master(lambda: loop.fitting_weights(file, partial=options.finetune_partial))
+        loop.begin_with(weights)
+        took = f"the model begins with {len(weights)} weights of {file}"
+        reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {other}" if other else took)
+
     def _resume(self, loop: Loop, options: Training) -> None:
         """Continue from a checkpoint, if there is something to continue.
 
@@ -194,7 +215,8 @@ class _Rank:
         path = Path(options.resume)
         # Rank 0 sends what it has read: nobody else needs the file, or could choose another one.
         source, state, passed_over = distributed.from_master(lambda: _choose(loop, path))
-        loop.load_state_dict(state, source=source)
+        # A run that goes on after its own last checkpoint has begun afresh already.
+        loop.load_state_dict(state, source=source, again=distributed.from_master(lambda: self._is_own(source)))
         reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
         if not (reason := loop.at_its_end()):
             return
@@ -208,14 +230,17 @@ class _Rank:
         Raises:
             RequestError: nothing is left to train.
         """
-        source = Path(name)
         # A run that is started again after its last checkpoint has trained; another one would end without having.
-        again = self.run_dir is not None and (
+        if not self._is_own(name) and not loop.validation_missing:
+            raise RequestError(f"{name} is at update {loop.updates}, and nothing is left to train: {reason}")
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a checkpoint was written by this very run."""
+        source = Path(name)
+        return self.run_dir is not None and (
             source.resolve().is_relative_to(self.run_dir.path.resolve())
             or source.absolute() in recorded_checkpoints(self.run_dir)
         )
-        if not again and not loop.validation_missing:
-            raise RequestError(f"{source} is at update {loop.updates}, and nothing is left to train: {reason}")
 
     def _say(self, line: str) -> None:
         self._narration.say(line)

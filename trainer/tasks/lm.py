@@ -141,6 +141,7 @@ class LanguageModel(Task):
     def __init__(self, options: LmOptions) -> None:
         super().__init__(options)
         self.count_per_sample = options.context
+        self._splits: dict[str, Windows] = {}
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         """Return the windows of the text, and of its held-out tail or the validation text."""
@@ -154,7 +155,8 @@ class LanguageModel(Task):
         for split, text in texts.items():
             if len(text) <= options.context:
                 self._refuse(split, len(text))
-        return {split: Windows(text, options.context) for split, text in texts.items()}
+        self._splits = {split: Windows(text, options.context) for split, text in texts.items()}
+        return self._splits
 
     def _refuse(self, split: str, found: int) -> None:
         options = self.options
@@ -167,9 +169,18 @@ class LanguageModel(Task):
         where = options.data if split == "train" else options.valid_data
         raise RequestError(f"{where}: {found} bytes to {'learn' if split == 'train' else 'validate on'}, but {needed}")
 
+    def sizes(self, split: str) -> Sequence[int]:
+        """Return the bytes of each window, all alike."""
+        return [self.options.context] * len(self._splits[split])
+
     def model(self) -> nn.Module:
         """Return the decoder."""
         return Decoder(self.options)
+
+    def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the decoder's blocks."""
+        assert isinstance(model, Decoder)
+        return list(model.blocks)
 
     def collate(self, samples: Any) -> Tensor:
         """Return bytes ``[B, T + 1]``; they stay bytes until they are on the device."""

@@ -132,6 +132,7 @@ class MaskedLanguageModel(Task):
         self.predictions = max(1, round(options.mask_fraction * (options.sequence_length - 2)))
         self.count_per_sample = self.predictions
         self._vocabulary: wordpiece.WordPieceVocabulary | None = None
+        self._splits: dict[str, Sequences] = {}
 
     @property
     def vocabulary(self) -> wordpiece.WordPieceVocabulary:
@@ -158,11 +159,22 @@ class MaskedLanguageModel(Task):
                     f"{where}: {len(tokens)} tokens in the {split} split, but one sample needs {needed}; "
                     f"lower sequence_length{' or change valid_fraction' if split == 'valid' else ''}"
                 )
-        return {split: Sequences(tokens, options.sequence_length, self.vocabulary) for split, tokens in texts.items()}
+        length = options.sequence_length
+        self._splits = {split: Sequences(tokens, length, self.vocabulary) for split, tokens in texts.items()}
+        return self._splits
+
+    def sizes(self, split: str) -> Sequence[int]:
+        """Return the tokens of each sequence, all alike."""
+        return [self.options.sequence_length] * len(self._splits[split])
 
     def model(self) -> nn.Module:
         """Return BERT in the chosen size."""
         return Bert(PRESETS[self.options.preset], vocabulary=self.vocabulary.size, dropout=self.options.dropout)
+
+    def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return BERT's layers."""
+        assert isinstance(model, Bert)
+        return list(model.layers)
 
     def collate(self, samples: Any) -> tuple[Tensor, Tensor]:
         """Return tokens ``[B, L]`` and the samples' indices ``[B]``."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trainer.contract.errors import RequestError
+from trainer.data.dataset import AnyDataset
 from trainer.data.dataset import SizedDataset as SizedDataset  # users' tasks name it from here
 
 
@@ -32,8 +33,11 @@ class Task:
     def __init__(self, options: Any) -> None:
         self.options = options
 
-    def datasets(self) -> Mapping[str, SizedDataset]:
-        """Return the datasets ``train`` and optionally ``valid``, ``test``; called on every rank, before ``model``."""
+    def datasets(self) -> Mapping[str, AnyDataset]:
+        """Return the datasets ``train`` and optionally ``valid``, ``test``; called on every rank, before ``model``.
+
+        Samples by index, or a stream: an ``IterableDataset``, alike on all ranks, of which each gets its share.
+        """
         raise TypeError(f"{type(self).__name__} has no datasets()")
 
     def model(self) -> nn.Module:
@@ -56,6 +60,14 @@ class Task:
     def lengths(self, split: str) -> Sequence[int] | None:
         """Return the length of each sample, to batch samples of similar length; None for no grouping."""
         return None
+
+    def sizes(self, split: str) -> Sequence[int] | None:
+        """Return the tokens of each sample, for ``--max-tokens``; None asks the dataset's ``size(index)``."""
+        return self.lengths(split)
+
+    def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules whose activations ``--activation-checkpointing`` computes again; none within another."""
+        return ()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Return the task's own optimizer; None for that of the options."""

@@ -1,0 +1,262 @@
+"""Training data that can only be iterated: every sample once, epochs that all ranks end together, exact resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_group import Gang
+from test_loop import TASK, Trained, train
+from torch.utils.data import IterableDataset
+
+from trainer.contract.errors import RequestError, TrainingError
+from trainer.data.stream import StreamBatches, StreamEvalBatches
+from trainer.distributed import all_gather_list, get_rank, get_world_size
+
+STREAM = ("--task", TASK.replace("tiny_task.py:TinyTask", "stream_tasks.py:StreamTask"))
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[Gang]:
+    gang = Gang(3)
+    yield gang
+    gang.close()
+
+
+class Count(IterableDataset[int]):
+    """Numbers."""
+
+    def __init__(self, stop: int, start: int = 0) -> None:
+        self.samples = range(start, stop)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.samples)
+
+
+class CountInParts(Count):
+    """Each rank has so many of the numbers."""
+
+    def __init__(self, parts: tuple[int, ...]) -> None:
+        super().__init__(sum(parts))
+        self.parts = parts
+
+    def shard(self, count: int, index: int) -> Count:
+        assert count == len(self.parts)
+        return Count(sum(self.parts[: index + 1]), sum(self.parts[:index]))
+
+
+def numbers(samples: int, parts: tuple[int, ...]) -> Count:
+    return CountInParts(parts) if parts else Count(samples)
+
+
+def batches(dataset: Any, sizes: list[int], **options: Any) -> StreamBatches:
+    settings: dict[str, Any] = {"seed": 1, "collate": list, "say": print, "exchange": all_gather_list} | options
+    return StreamBatches(dataset, batch_sizes=sizes, rank=get_rank(), **settings)
+
+
+Epoch = list[tuple[int, int, list[tuple[list[int], int]]]]
+
+
+def read(source: StreamBatches, update_freq: int, updates: int = 10**6) -> Epoch:
+    told: Epoch = []
+    for update in source.updates(update_freq):
+        told.append((update.micro_steps, update.global_samples, [(m.batch, m.samples) for m in update]))
+        if len(told) == updates:
+            break
+    return told
+
+
+def samples_of(ranks: list[Epoch]) -> list[int]:
+    return sorted(
+        sample for rank in ranks for *_, micros in rank for batch, samples in micros if samples for sample in batch
+    )
+
+
+def an_epoch(
+    _rank: int, _world_size: int, dataset: Any, sizes: list[int], options: dict[str, Any], update_freq: int
+) -> dict[str, Any]:
+    source = batches(dataset, sizes, **options)
+    first = read(source, update_freq)
+    ended, state = source.updates_left(1), source.state_dict()
+    source.next_epoch()
+    return {"first": first, "ended": ended, "state": state, "second": read(source, update_freq)}
+
+
+CASES = [
+    (samples, parts, sizes)
+    for samples, parts in [(30, ()), (31, ()), (7, ()), (2, ()), (31, (20, 1, 10)), (9, (1, 7, 1))]
+    for sizes in ([2, 2, 2], [3, 1, 2])
+]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("update_freq", [1, 2])
+def test_every_sample_is_read_once_and_all_ranks_end_the_epoch_together(
+    three_ranks: Gang, workers: int, update_freq: int
+) -> None:
+    for samples, parts, sizes in CASES if not workers else CASES[1::4]:
+        ranks = three_ranks.run(an_epoch, numbers(samples, parts), sizes, {"num_workers": workers}, update_freq)
+        firsts = [rank["first"] for rank in ranks]
+        assert samples_of(firsts) == list(range(samples)), (samples, parts, sizes)
+        shapes = {tuple(update[:2] for update in first) for first in firsts}
+        assert len(shapes) == 1, "every rank makes the same micro-steps and knows what all of them read"
+        assert sum(told for _, told in next(iter(shapes))) == samples
+        assert all(rank["second"] == rank["first"] for rank in ranks)
+        assert {(rank["ended"], rank["state"]["epoch"], rank["state"]["consumed"]) for rank in ranks} == {(0, 2, 0)}
+
+
+def test_drop_last_leaves_out_the_samples_that_do_not_fill_the_batch_of_every_rank(three_ranks: Gang) -> None:
+    ranks = three_ranks.run(an_epoch, Count(31), [3, 1, 2], {"drop_last": True}, 2)
+    assert samples_of([rank["first"] for rank in ranks]) == list(range(30))
+    assert [[update[:2] for update in rank["first"]] for rank in ranks] == [[(2, 12), (2, 12), (1, 6)]] * 3
+
+
+def broken_off(
+    _rank: int, _world_size: int, dataset: Any, sizes: list[int], options: dict[str, Any], stop: int
+) -> tuple[Epoch, Epoch]:
+    straight = read(batches(dataset, sizes, **options), 2)
+    begun, resumed = batches(dataset, sizes, **options), batches(dataset, sizes, **options)
+    before = read(begun, 2, stop)
+    resumed.load_state_dict(begun.state_dict())
+    return straight, before + (read(resumed, 2) if stop < len(straight) else [])
+
+
+@pytest.mark.parametrize("parts", [(), (20, 1, 10)])
+def test_resuming_passes_over_what_was_seen(three_ranks: Gang, parts: tuple[int, ...]) -> None:
+    for stop in (1, 2, 3):
+        for straight, resumed in three_ranks.run(broken_off, numbers(31, parts), [3, 1, 2], {"num_workers": 0}, stop):
+            assert resumed == straight
+
+
+def in_the_middle(_rank: int, _world_size: int, dataset: Any, sizes: list[int]) -> tuple[Epoch, dict[str, Any]]:
+    source = batches(dataset, sizes)
+    return read(source, 1, 2), source.state_dict()
+
+
+def test_on_another_world_size_the_rest_of_a_stream_is_read_once(three_ranks: Gang) -> None:
+    ranks = three_ranks.run(in_the_middle, Count(31), [3, 1, 2])
+    alone = batches(Count(31), [4], exchange=lambda told: [told])
+    alone.load_state_dict(ranks[0][1])
+    assert samples_of([*(epoch for epoch, _ in ranks), read(alone, 1)]) == list(range(31))
+
+
+@pytest.mark.parametrize(
+    ("state", "line"),
+    [
+        ({"stream": 0}, "the checkpoint is inside epoch 1 of data with samples by index, but the training data is a "),
+        (
+            {"shards": 3},
+            "the checkpoint is inside epoch 1 of a stream in 3 parts with batches of 4 samples in all, but ",
+        ),
+        (
+            {"consumed": 99},
+            "the checkpoint is at sample 99 of epoch 1, but the stream ended after 31; resume with the ",
+        ),
+        ({"head": "other"}, "the stream of epoch 1 does not begin with the sample that it began with when the check"),
+    ],
+)
+def test_what_cannot_be_passed_over_is_told_in_one_line(state: dict[str, Any], line: str) -> None:
+    source = batches(Count(31), [4], exchange=lambda told: [told])
+    read(source, 1, 2)
+    other = batches(Count(31), [4], exchange=lambda told: [told])
+    with pytest.raises(RequestError) as refusal:  # noqa: PT012 - at the latest when it is read
+        other.load_state_dict(source.state_dict() | state)
+        read(other, 1)
+    assert str(refusal.value).startswith(line)
+
+
+def evaluated(_rank: int, _world_size: int, dataset: Any) -> list[tuple[list[int], int]]:
+    split = StreamEvalBatches(
+        dataset, collate=list, batch_sizes=[2] * get_world_size(), rank=get_rank(), exchange=all_gather_list
+    )
+    assert [micro.samples for micro in split] == [micro.samples for micro in split], "again at the next evaluation"
+    return [(micro.batch, micro.samples) for micro in split]
+
+
+def test_an_evaluation_of_a_stream_reads_every_sample_once(three_ranks: Gang) -> None:
+    ranks = three_ranks.run(evaluated, Count(13))
+    assert samples_of([[(1, 1, micros)] for micros in ranks]) == list(range(13))
+    assert len({len(micros) for micros in ranks}) == 1
+
+
+def uneven_evaluation(rank: int, world_size: int) -> str:
+    split = StreamEvalBatches(
+        Count(13 - rank), collate=list, batch_sizes=[2] * world_size, rank=rank, exchange=all_gather_list
+    )
+    list(split)
+    try:
+        split.require_same()
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def test_an_evaluation_in_which_the_ranks_read_other_numbers_of_samples_fails(three_ranks: Gang) -> None:
+    line = "the ranks read different streams of the valid data: rank 0 has 13 samples, rank 1 12"
+    assert three_ranks.run(uneven_evaluation) == [line] * 3
+
+
+# ------------------------------------------------------------------------------------------------- whole trainings
+
+
+@pytest.mark.parametrize(
+    ("stream", "workers", "ranks"), [("Stream", 2, 2), ("Sized", 0, 2), ("InParts", 0, 2), ("ByWorker", 3, 1)]
+)
+def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
+    tmp_path: Path, stream: str, workers: int, ranks: int
+) -> None:
+    flags = (*STREAM, "--stream", stream, "--num-workers", workers, "--batch-size", 4, "--dropout", 0.3)
+    straight = train(tmp_path / "straight", *flags, "--max-updates", 16, ranks=ranks)
+    first = train(tmp_path / "first", *flags, "--max-updates", 10, ranks=ranks)
+    resume = ("--resume", tmp_path / "first" / "checkpoints")
+    second = train(tmp_path / "second", *flags, "--max-updates", 16, *resume, ranks=ranks)
+    assert (straight.code, first.code, second.code) == (0, 0, 0), straight.output + second.output
+    assert torch.equal(second.parameters, straight.parameters)
+
+
+def samples_per_epoch(done: Trained, epochs: int) -> list[int]:
+    return [sum(e["samples"] for e in done.of("step") if e["epoch"] == epoch) for epoch in range(1, epochs + 1)]
+
+
+@pytest.mark.parametrize(("stream", "ranks"), [("Sized", 3), ("InParts", 2), ("Liar", 1)])
+def test_epochs_of_a_stream_with_a_length_count_every_sample(tmp_path: Path, stream: str, ranks: int) -> None:
+    flags = (*STREAM, "--stream", stream, "--valid-stream", "--batch-size", 3, "--max-epochs", 2)
+    done = train(tmp_path, *flags, ranks=ranks)
+    assert done.code == 0, done.output
+    assert samples_per_epoch(done, 2) == [50, 50]
+    assert len(done.of("validation")) == 2
+    told = [event["message"] for event in done.of("finding")]
+    liar = "an epoch of the training data has 50 samples, but its length says 57"
+    assert told == ([liar, liar] if stream == "Liar" else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "code", "line"),
+    [
+        (("--stream", "Stream", "--max-epochs", 2), 1, 2, "the training data is a stream without a length, whose"),
+        (("--stream", "Sized", "--max-tokens", 9, "--max-epochs", 1), 1, 2, "--max-tokens needs samples by index, but"),
+        (("--stream", "ByRank", "--max-updates", 20), 2, 2, "the ranks read different streams: every rank must read"),
+        (("--stream", "Longer", "--max-updates", 20), 2, 1, "the ranks read different streams in epoch 1, after"),
+        (("--stream", "Once", "--max-epochs", 2), 2, 2, "the training data is empty in epoch 2: its __iter__ must"),
+        (("--stream", "Sized", "--samples", 0, "--max-epochs", 1), 2, 2, "the training data is empty"),
+    ],
+)  # fmt: skip
+def test_a_stream_that_cannot_be_trained_on_is_one_line(
+    tmp_path: Path, flags: tuple[object, ...], ranks: int, code: int, line: str
+) -> None:
+    done = train(tmp_path, *STREAM, "--batch-size", 4, *flags, ranks=ranks)
+    assert done.code == code, done.output
+    assert len([text for text in done.output.splitlines() if line in text]) == 1, done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_stream_that_is_never_the_same_is_not_resumed_in_an_epoch(tmp_path: Path) -> None:
+    flags = (*STREAM, "--stream", "Live", "--batch-size", 4)
+    assert train(tmp_path / "first", *flags, "--max-updates", 5).code == 0
+    resume = ("--max-updates", 8, "--resume", tmp_path / "first" / "checkpoints")
+    done = train(tmp_path / "second", *flags, *resume)
+    assert done.code == 2, done.output
+    assert "does not begin with the sample that it began with" in done.output.splitlines()[-1]

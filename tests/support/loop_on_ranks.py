@@ -1,0 +1,84 @@
+"""Trains on the ranks of a ``Gang``, in processes that have torch loaded: ``python -m trainer`` without its start."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint import load, newest
+from trainer.contract.errors import RequestError, TrainingError
+from trainer.contract.options import Training
+from trainer.contract.record import EventWriter
+from trainer.engine.loop import Loop
+from trainer.engine.worker_context import WorkerContext
+
+
+def train_on(rank: int, world_size: int, task: str, folder: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Train; return what came of it, as plain values.
+
+    Args:
+        rank: of the gang.
+        world_size: of the gang.
+        task: ``module:Class`` in this folder.
+        folder: for checkpoints.
+        options: of ``Training``; ``task_options`` are the task's, and ``again`` says that the run goes on.
+    """
+    torch.set_num_threads(1)
+    module, name = task.split(":")
+    kind = getattr(importlib.import_module(module), name)
+    given = dict(options)
+    again = given.pop("again", False)
+    own = kind.Options(**given.pop("task_options", {}))
+    training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
+    said: list[str] = []
+    context = WorkerContext(
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        writer=EventWriter(None, rank=rank),
+        set_state=lambda state: None,
+        say=said.append,
+        checkpoints=None if folder is None else Path(folder),
+    )
+    seen: list[Any] = []
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+            if model.training:
+                seen.append(len(batch[0]) if isinstance(batch, list | tuple) else len(batch))
+            return super().loss(model, batch)
+
+    try:
+        loop = Loop(Watched(own), training, context)
+        if training.finetune_from:
+            weights, other = loop.fitting_weights(training.finetune_from, partial=training.finetune_partial)
+            loop.begin_with(weights)
+            said.append(other)
+        if training.resume:
+            state = state_of(training.resume)
+            loop.load_state_dict(state, source=training.resume, again=again)
+        loop.run()
+    except (RequestError, TrainingError) as error:
+        return {"error": str(error), "said": said}
+    return {
+        "error": "",
+        "said": said,
+        "updates": loop.updates,
+        "model": {name: value.detach().clone() for name, value in loop.raw_model.state_dict().items()},
+        "batches": seen,
+        "best": [loop.best.value, loop.best.step],
+        "lr": loop.schedule.lr,
+    }
+
+
+def state_of(path: str | Path) -> dict[str, Any]:
+    """Return a checkpoint's state, or that of the newest one of a folder."""
+    if not Path(path).is_dir():
+        return load(path)
+    found = newest(path)
+    assert found is not None
+    return found[1]

@@ -1,0 +1,100 @@
+"""Tasks whose training data is a stream: what an ``IterableDataset`` of a user's own may do."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tiny_task import TinyOptions, TinyTask
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trainer.distributed import get_rank
+
+
+class Stream(IterableDataset[Any]):
+    """Gives its samples in an order, and with noise, that it draws; without a length."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(len(self.samples)))
+        random.shuffle(order)
+        for index in order:
+            inputs, targets = self.samples[index]
+            yield inputs + 0.1 * torch.randn(()), targets
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class Liar(Stream):
+    def __len__(self) -> int:
+        return len(self.samples) + 7
+
+
+class InParts(Sized):
+    """Rank r has r + 1 of every so many samples: the ranks run out at different times."""
+
+    def shard(self, count: int, index: int) -> Stream:
+        owners = [rank for rank in range(count) for _ in range(rank + 1)]
+        own = [place for place in range(len(self.samples)) if owners[place % len(owners)] == index]
+        return Stream([self.samples[place] for place in own])
+
+
+class ByWorker(Stream):
+    """Shares itself out to reading processes as torch's documentation does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        yield from list(super().__iter__())[:: info.num_workers] if info else super().__iter__()
+
+
+class ByRank(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(super().__iter__())[get_rank() :: 2]
+
+
+class Longer(Stream):
+    """Of another length on each rank."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(super().__iter__())[: len(self.samples) - 20 * get_rank()]
+
+
+class Live(Stream):
+    """Never the same again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, targets in self.samples:
+            yield inputs + float(int.from_bytes(os.urandom(2), "big")), targets
+
+
+class Once(Sized):
+    def __init__(self, samples: Any) -> None:
+        super().__init__(samples)
+        self.source = iter([samples[index] for index in range(len(samples))])
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.source
+
+
+class StreamOptions(TinyOptions, kw_only=True):
+    stream: str = "Stream"
+    valid_stream: bool = False
+
+
+class StreamTask(TinyTask):
+    Options = StreamOptions
+    options: StreamOptions
+
+    def datasets(self) -> Mapping[str, Any]:
+        splits = dict(super().datasets())
+        stream = globals()[self.options.stream](splits["train"])
+        valid = Sized(splits["valid"]) if self.options.valid_stream else splits["valid"]
+        return {"train": stream, "valid": valid}

@@ -1,0 +1,124 @@
+"""Flags of fairseq and HetSeq that are no options here: those without an effect, and what to use instead of the others.
+
+Torch-free. A flag of theirs that means what an option here means is an alias of that option, in ``options``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.contract.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoEffect:
+    """A flag that is accepted because what it asks for is so anyway."""
+
+    why: str
+    values: tuple[str, ...] = ()
+    """The values that may follow it; none for a switch."""
+
+
+NO_EFFECT: dict[str, NoEffect] = {
+    "--fast-stat-sync": NoEffect(why="counts and losses are always summed by all-reduce"),
+    "--ddp-backend": NoEffect(why="gradients are always synchronised by DDP", values=("c10d", "pytorch_ddp")),
+    "--log-format": NoEffect(why="lines are printed plainly", values=("simple", "none")),
+    "--no-progress-bar": NoEffect(why="lines are printed plainly"),
+    "--train-subset": NoEffect(why="training is on the split train", values=("train",)),
+    "--valid-subset": NoEffect(why="validation is on the split valid", values=("valid",)),
+}
+"""By flag."""
+
+_FRESH_WEIGHTS = "--finetune-from FILE begins with its weights and everything else fresh"
+_NO_SHARDS = "parameters and optimizer state are whole on every rank"
+_OWN_TASK = "write a task of your own: --task module:Class"
+_KEEP = (
+    "--keep-last N keeps the newest checkpoints, --keep-last-epochs N those of epoch ends, and the best is always kept"
+)
+
+REFUSED: dict[str, str] = {
+    "--arch": f"the task builds the model and has its sizes as options; {_OWN_TASK}",
+    "--criterion": f"the task computes the loss; {_OWN_TASK}",
+    "--user-dir": _OWN_TASK,
+    "--config_file": "the task's own options have the sizes of the model, see --task TASK --help",
+    "--dict": "the task builds its vocabulary from the data, see --task TASK --help",
+    "--max_pred_length": "the task's own options have the lengths, such as --sequence-length of masked_lm",
+    "--num_file": "--data names the files",
+    "--hetseq_state_dict": "--finetune-from FILE",
+    "--transformers_state_dict": "--finetune-from FILE",
+    "--load_state_dict_strict": "--finetune-partial takes the weights that fit",
+    "--max-tokens-valid": "validation has the --max-tokens of training, or --valid-batch-size samples",
+    "--skip-remainder-batch": "--drop-last leaves out the samples that do not fill the batch of every rank",
+    "--data-buffer-size": "--num-workers N reads ahead in N processes",
+    "--grouped-shuffling": "--fix-batches-to-gpus keeps the batches of a rank together",
+    "--sentence-avg": "the loss is the mean over what the task's loss() counts: count samples there",
+    "--stop-time-hours": "--stop-time MINUTES",
+    "--force-anneal": "--lr-scheduler fixed takes a learning rate per epoch: --lr 0.1,0.1,0.01",
+    "--lr-shrink": "--lr-scheduler step has --lr-step-updates and --lr-step-gamma",
+    "--lr-decay": "--lr-scheduler step has --lr-step-updates and --lr-step-gamma",
+    "--dadelta_weight_decay": "--weight-decay X",
+    "--use-bmuf": "gradients are averaged at each step; --update-freq N averages them after N micro-steps",
+    "--amp": "--precision fp16 or bf16 is autocast",
+    "--memory-efficient-fp16": "--precision fp16 is autocast, with weights in fp32",
+    "--memory-efficient-bf16": "--precision bf16 is autocast, with weights in fp32",
+    "--fp16-init-scale": "the loss scale finds its value; --min-loss-scale X ends a run below it",
+    "--fp16-scale-window": "the loss scale finds its value; --min-loss-scale X ends a run below it",
+    "--fp16-scale-tolerance": "the loss scale finds its value; --min-loss-scale X ends a run below it",
+    "--threshold-loss-scale": "--min-loss-scale X ends a run below it",
+    "--store-ema": "--ema-decay X keeps the average",
+    "--ema-fp32": "--ema-decay X keeps the average, in the weights' own precision",
+    "--empty-cache-freq": "memory that torch holds is in the record, and running out of it ends the run with its cause",
+    "--tpu": "ranks run on NVIDIA GPUs, or with --cpu on CPUs",
+    "--zero-sharding": _NO_SHARDS,
+    "--cpu-offload": _NO_SHARDS,
+    "--fp16-no-flatten-grads": "DDP puts gradients into buckets of --bucket-cap-mb",
+    "--heartbeat-timeout": "a stalled rank is found without a flag; --distributed-timeout SECONDS limits a collective",
+    "--distributed-num-procs": "--distributed-gpus N",
+    "--nprocs-per-node": "--distributed-gpus N",
+    "--all-gather-list-size": "what ranks exchange may have any size",
+    "--reset-lr-scheduler": f"the schedule follows the number of updates; {_FRESH_WEIGHTS}",
+    "--optimizer-overrides": "a resumed run has the settings of its own flags, such as a new --weight-decay",
+    "--continue-once": "--resume PATH; with --finetune-from as well a run that is started again resumes",
+    "--keep-interval-updates": _KEEP,
+    "--keep-best-checkpoints": _KEEP,
+    "--no-last-checkpoints": f"--no-save writes none; {_KEEP}",
+    "--no-save-optimizer-state": f"--no-save writes none; {_KEEP}",
+    "--write-checkpoints-asynchronously": "checkpoints are always written in the background",
+    "--validate-after-updates": "--valid-every-updates N",
+    "--max-valid-steps": "validation is exact over the whole split; give the task a smaller one",
+    "--tensorboard-logdir": "gputrain export RUN --to tensorboard DIR",
+    "--wandb-project": "gputrain export RUN --to csv DIR",
+    "--log-file": "with --run-dir DIR every rank has a log in DIR/logs",
+    "--quantization-config-path": "weights are trained in fp32",
+}
+"""What to use instead, by flag."""
+
+
+def settle(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take the flags of the seeds that have no effect out of words that no option claims.
+
+    Returns:
+        The other words, and a line for each flag that was taken out.
+
+    Raises:
+        RequestError: a flag of the seeds asks for what is not done here; the line tells what to use instead.
+    """
+    left: list[str] = []
+    notes: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        flag, equals, value = word.partition("=")
+        if (known := NO_EFFECT.get(flag)) is not None:
+            if known.values:
+                value = value if equals else queue.pop(0) if queue else ""
+                if value not in known.values:
+                    allowed = " or ".join(known.values)
+                    raise RequestError(f"{flag} is {value!r}, but may only be {allowed}: {known.why}")
+            notes.append(f"{flag} has no effect: {known.why}")
+        elif (instead := REFUSED.get(flag)) is not None:
+            raise RequestError(f"{flag} is a flag of fairseq or HetSeq and none of this trainer: {instead}")
+        else:
+            left.append(word)
+    return left, notes

@@ -1,0 +1,505 @@
+"""Batches of a dataset that can only be iterated: each rank's share, epochs that all ranks end together, resuming.
+
+Every rank reads the same stream and keeps the samples that a map-style dataset without shuffling would give it, so that
+the position means the same on another world size. A dataset that has ``shard(count, index)`` gives each rank a stream
+of its own; those may be of unequal length. Before each update the ranks exchange what they have read: a rank that has
+run out gives dummy batches until all have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer.contract.errors import RequestError, TrainingError
+from trainer.data.batches import Position, Shares, Update
+from trainer.data.dataset import StreamDataset, length_of
+from trainer.data.loader import Collate, MicroBatch, Refused, as_it_is, mix_seed, pinned, start_worker
+from trainer.data.seeds import RandomNumbers
+from trainer.distributed.encoding import encode
+
+Exchange = Callable[[Any], list[Any]]
+"""Gives every rank what each of them has given, in rank order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """The samples of one micro-step, as one rank reads them."""
+
+    batch: Any
+    """This rank's batch; where it has no sample, the last one of the stream twice, and None before any."""
+    samples: int
+    """Of this rank."""
+    total: int
+    """Of the whole stream that was read; 0 after its end."""
+    head: str
+    """Digest of the stream's first sample; empty where it has no bytes of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """One pass over a stream by one process."""
+
+    dataset: StreamDataset
+    collate: Collate
+    shares: Shares
+    epoch: int
+    skip: int
+    """Samples at the start that have been seen."""
+    may_be_short: bool
+    """Whether there may be fewer than that: another rank's part is longer."""
+    seed: int
+    worker: int = 0
+    workers: int = 1
+    """Reading processes of the rank; each gives every so many-th block."""
+
+    def __iter__(self) -> Iterator[_Block]:
+        """Yield the blocks of this process, and after the last one that of the end."""
+        numbers = RandomNumbers(mix_seed(self.seed, self.epoch))
+        low, high = self.shares.bounds(self.shares.total)(0)
+        place, index, head, last = 0, 0, "", None
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            set_epoch(self.epoch)
+        with numbers():
+            source = iter(self.dataset)
+        while True:
+            own: list[Any] = []
+            total = 0
+            mine = index % self.workers == self.worker
+            with numbers():
+                for sample in source:
+                    last = sample
+                    place += 1
+                    if place == 1:
+                        head = self._digest(sample, numbers)
+                    if place <= self.skip:
+                        continue
+                    if mine and low <= total < high:
+                        own.append(sample)
+                    total += 1
+                    if total == self.shares.total:
+                        break
+            if place < self.skip and not self.may_be_short:
+                raise RequestError(
+                    f"the checkpoint is at sample {self.skip} of epoch {self.epoch}, but the stream ended after "
+                    f"{place}; resume with the same data"
+                )
+            if total < self.shares.total and self.shares.drop_last:
+                total, own = 0, []
+            if mine or not total:
+                if not total:
+                    own = []
+                given = own or ([] if last is None else [last, last])
+                with numbers.seeded(mix_seed(self.seed, self.epoch, place)):
+                    batch = self.collate(given) if given else None
+                yield _Block(batch=batch, samples=len(own), total=total, head=head)
+            if not total:
+                return
+            index += 1
+
+    def _digest(self, sample: Any, numbers: RandomNumbers) -> str:
+        try:
+            with numbers.seeded(0):
+                content = encode(self.collate([sample]))
+        except TypeError:
+            return ""
+        buffer = bytearray(content.numel())
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
+        return hashlib.blake2b(buffer, digest_size=16).hexdigest()
+
+
+class _InWorker(IterableDataset[Any]):
+    """A pass in a reading process of its own.
+
+    It is the only one of its loader, so that a dataset that shares its samples out by ``get_worker_info`` gives all of
+    them: they are shared out here.
+    """
+
+    def __init__(self, reading: _Reading) -> None:
+        self._reading = reading
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._reading
+        except (RequestError, TrainingError) as error:
+            yield Refused(error)
+
+
+class StreamReader:
+    """Reads a stream for one rank, in this process or ahead of it in others."""
+
+    def __init__(
+        self,
+        dataset: StreamDataset,
+        *,
+        collate: Collate,
+        batch_sizes: Sequence[int],
+        rank: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        """Read nothing yet; see ``EpochBatches`` for the arguments."""
+        self.shards = 0
+        """Parts of the dataset of which this rank reads one; 0 where all ranks read all of it."""
+        shares = Shares(tuple(batch_sizes), rank, drop_last)
+        if callable(shard := getattr(dataset, "shard", None)):
+            self.shards = len(batch_sizes)
+            dataset = shard(self.shards, rank)
+            shares = Shares((batch_sizes[rank],), 0, drop_last)
+        self._reading = _Reading(
+            dataset=dataset, collate=collate, shares=shares, epoch=1, skip=0, seed=0, may_be_short=self.shards > 0
+        )
+        self._num_workers = num_workers
+        self._pin = pinned if pin_memory else None
+        self._loaders: list[DataLoader[Any]] = []
+
+    def read(self, *, epoch: int, skip: int, seed: int) -> Iterator[_Block]:
+        """Yield the blocks of an epoch after the first ``skip`` samples, the last one with a total of 0.
+
+        Raises:
+            RequestError: the stream has fewer samples than are to be skipped.
+        """
+        reading = replace(self._reading, epoch=epoch, skip=skip, seed=seed)
+        read = self._read_ahead(reading) if self._num_workers else iter(reading)
+        return read if self._pin is None else (replace(block, batch=self._pin(block.batch)) for block in read)
+
+    def _read_ahead(self, reading: _Reading) -> Iterator[_Block]:
+        workers = self._num_workers
+        self._loaders = [
+            DataLoader(
+                _InWorker(replace(reading, worker=worker, workers=workers)),
+                batch_size=None,
+                num_workers=1,
+                collate_fn=as_it_is,
+                worker_init_fn=partial(start_worker, os.getpid()),
+                generator=torch.Generator(),
+                multiprocessing_context="fork",
+            )
+            for worker in range(workers)
+        ]
+        sources = [iter(loader) for loader in self._loaders]
+        head = ""
+        while True:
+            for source in sources:
+                block = next(source)
+                if isinstance(block, Refused):
+                    raise block.error
+                head = head or block.head
+                if block.head != head:
+                    raise RequestError(
+                        "the reading processes of one rank read different streams: __iter__ must give the same samples "
+                        "in each of them"
+                    )
+                yield block
+                if not block.total:
+                    return
+
+    def close(self) -> None:
+        """End the reading processes."""
+        self._loaders = []
+
+
+class StreamBatches:
+    """The training batches of one rank from a stream; the counterpart of ``EpochBatches``."""
+
+    smallest = 2
+    """How few samples the last batch has is not known beforehand."""
+
+    def __init__(
+        self,
+        dataset: StreamDataset,
+        *,
+        collate: Collate,
+        batch_sizes: Sequence[int],
+        rank: int,
+        seed: int,
+        exchange: Exchange,
+        say: Callable[[str], None],
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        """Stand at the start of epoch 1.
+
+        Args:
+            dataset: the stream.
+            collate: turns a list of samples into a batch.
+            batch_sizes: samples per micro-step of each rank; as many as there are ranks.
+            rank: this rank.
+            seed: of the random numbers that the stream draws in each epoch, alike on all ranks.
+            exchange: what the ranks tell each other by; called alike on all of them.
+            say: told when an epoch has another length than the dataset says.
+            num_workers: reading processes of this rank; each reads the whole stream.
+            pin_memory: put batches into page-locked memory.
+            drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
+        """
+        self.length = length_of(dataset)
+        """Samples of an epoch; None where they are not known."""
+        self._total = sum(batch_sizes)
+        self._drop_last = drop_last
+        self._reader = StreamReader(
+            dataset,
+            collate=collate,
+            batch_sizes=batch_sizes,
+            rank=rank,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+        )
+        self._batch_size = batch_sizes[rank]
+        self._exchange, self._say = exchange, say
+        self._own_seed = self._seed = seed
+        self._position = Position(1, 0)
+        self._end: Position | None = None
+        """The end of this epoch, once it is known."""
+        self._head = ""
+        self._dummy: Any = None
+        """A batch of the last sample, once the stream has ended."""
+
+    @property
+    def position(self) -> Position:
+        """The position after the last update that was read to its end."""
+        return self._position
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position and what fixes the stream; the end of an epoch is the start of the next."""
+        ended = self._position == self._end
+        return {
+            "epoch": self._position.epoch + ended,
+            "consumed": 0 if ended else self._position.consumed,
+            "samples": self.length or 1,
+            "seed": self._own_seed if ended else self._seed,
+            "shuffle": 0,
+            "chunk": self._total,
+            "stream": 1,
+            "shards": self._reader.shards,
+            "head": "" if ended else self._head,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where another run was: the stream is read again, and what was seen is passed over.
+
+        Raises:
+            RequestError: the state belongs to other data, or to parts of it that other ranks have.
+        """
+        self.require_fit(state)
+        self._position = Position(state["epoch"], state["consumed"])
+        begun = state["consumed"] > 0
+        self._seed = state["seed"] if begun else self._own_seed
+        self._head = state["head"] if begun and not self._reader.shards else ""  # of a part it is that of rank 0
+
+    def require_fit(self, state: Mapping[str, Any]) -> None:
+        """Refuse a position that means nothing in this stream.
+
+        Raises:
+            RequestError: the state belongs to other data, or to parts of it that other ranks have.
+        """
+        if not state["consumed"]:
+            return
+        if not state.get("stream"):
+            raise RequestError(
+                f"the checkpoint is inside epoch {state['epoch']} of data with samples by index, but the training data "
+                "is a stream now; resume with the same data, or --reset-dataloader begins at epoch 1"
+            )
+        was, now = (state["shards"], state["chunk"]), (self._reader.shards, self._total)
+        if was[0] != now[0] or (was[0] and was != now):
+            raise RequestError(
+                f"the checkpoint is inside epoch {state['epoch']} of a stream in {was[0] or 'no'} parts with batches "
+                f"of {was[1]} samples in all, but now it has {now[0] or 'no'} parts and {now[1]}: what was seen cannot "
+                "be passed over; resume on as many ranks with the same --batch-size, or --reset-dataloader begins anew"
+            )
+
+    def next_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self._position = Position(self._position.epoch + 1, 0)
+        self._seed, self._end, self._head = self._own_seed, None, ""
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch; 0 where they are not known."""
+        return self.length or 0
+
+    def updates_per_epoch(self, update_freq: int) -> int:
+        """Return how many updates a whole epoch has; 0 where that is not known."""
+        whole, left = divmod(self.length or 0, self._total)
+        return -(-(whole + (left > 0 and not self._drop_last)) // update_freq)
+
+    def updates_left(self, update_freq: int) -> int:
+        """Return 0 at the end of the epoch, and else at least 1."""
+        return int(self._position != self._end)
+
+    def updates(self, update_freq: int) -> Iterator[Update]:
+        """Yield the updates of the rest of the epoch; each is to be read to its end before the next.
+
+        The next update is read before this one is given away, because only that tells whether the epoch ends here.
+
+        Args:
+            update_freq: micro-steps per update.
+
+        Raises:
+            RequestError: the stream is empty, or is not what it was.
+            TrainingError: the ranks read different streams.
+        """
+        epoch, consumed = self._position.epoch, self._position.consumed
+        # Of a part each rank has read its own batches, as far as there were any.
+        skip = consumed // self._total * self._batch_size if self._reader.shards else consumed
+        read = self._reader.read(epoch=epoch, skip=skip, seed=self._seed)
+        following = self._next(read, update_freq, Position(epoch, consumed))
+        if following is None and not consumed:
+            again = "" if epoch == 1 else f" in epoch {epoch}: its __iter__ must begin anew each time"
+            raise RequestError(f"the training data is empty{again}")
+        while following is not None:
+            update, after = following
+            following = self._next(read, update_freq, after)
+            if following is None:
+                self._end = after
+                self._compare_length(after.consumed)
+            yield update
+            assert self._position == after, "the previous update was not read to its end"
+        self._end = self._position
+
+    def _next(self, read: Iterator[_Block], update_freq: int, before: Position) -> tuple[Update, Position] | None:
+        """Read the next update; None on all ranks once none of them has a sample left."""
+        blocks = list(islice(read, update_freq))
+        if blocks and not blocks[-1].total:
+            self._dummy = blocks.pop().batch
+        mine = [[block.samples, block.total] for block in blocks]
+        head = blocks[0].head if blocks else self._head
+        everywhere = self._exchange([mine, head, bool(blocks) or self._dummy is not None])
+        micro_steps = max(len(each) for each, *_ in everywhere)
+        if not micro_steps:
+            return None
+        self._require_same(everywhere, head, before)
+        without = [rank for rank, (*_, able) in enumerate(everywhere) if not able]
+        if without:
+            raise RequestError(f"rank {without[0]} gets no sample of the training data: use fewer ranks")
+        self._head = head
+        if len(blocks) < micro_steps:
+            filler = _Block(batch=self._dummy, samples=0, total=0, head=head)
+            blocks += [filler] * (micro_steps - len(blocks))
+        read_now = self._total * micro_steps if self._reader.shards else sum(total for _, total in mine)
+        after = Position(before.epoch, before.consumed + read_now)
+        samples = sum(samples for each, *_ in everywhere for samples, _ in each)
+        return Update(micro_steps, samples, after.consumed, self._micro_batches(blocks, after)), after
+
+    def _require_same(self, everywhere: list[Any], head: str, before: Position) -> None:
+        """Refuse streams that are not one, or not what they were.
+
+        Raises:
+            RequestError: they begin with other samples.
+            TrainingError: they have other numbers of samples.
+        """
+        if self._head and head and head != self._head:
+            raise RequestError(
+                f"the stream of epoch {before.epoch} does not begin with the sample that it began with when the "
+                "checkpoint was written: what was seen cannot be passed over; --reset-dataloader begins anew"
+            )
+        if self._reader.shards:
+            return
+        heads = {each for _, each, _ in everywhere if each}
+        if len(heads) > 1:
+            raise RequestError(
+                "the ranks read different streams: every rank must read the same one, of which the trainer gives each "
+                "its share; a dataset that shares itself out has shard(count, index)"
+            )
+        totals = [[total for _, total in each] for each, *_ in everywhere]
+        for rank, each in enumerate(totals):
+            if each != totals[0]:
+                raise TrainingError(
+                    f"the ranks read different streams in epoch {before.epoch}, after sample {before.consumed}: rank 0 "
+                    f"has {sum(totals[0])} more samples in this update, rank {rank} {sum(each)}"
+                )
+
+    def _micro_batches(self, blocks: list[_Block], after: Position) -> Iterator[MicroBatch]:
+        for index, block in enumerate(blocks):
+            if index == len(blocks) - 1:
+                self._position = after
+            yield MicroBatch(block.batch, block.samples)
+
+    def _compare_length(self, consumed: int) -> None:
+        if self.length is None or self._reader.shards:
+            return
+        if consumed != self.length - (self.length % self._total if self._drop_last else 0):
+            self._say(f"an epoch of the training data has {consumed} samples, but its length says {self.length}")
+
+    def close(self) -> None:
+        """End the reading processes."""
+        self._reader.close()
+
+
+class StreamEvalBatches:
+    """The batches of one rank over a split that is a stream; the counterpart of ``EvalBatches``."""
+
+    def __init__(
+        self,
+        dataset: StreamDataset,
+        *,
+        collate: Collate,
+        batch_sizes: Sequence[int],
+        rank: int,
+        exchange: Exchange,
+        split: str = "valid",
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        """Prepare to read; see ``StreamBatches`` for the arguments."""
+        self._split, self._exchange = split, exchange
+        self._total = 0
+        """Samples of the stream in the last pass."""
+        self._reader = StreamReader(
+            dataset,
+            collate=collate,
+            batch_sizes=batch_sizes,
+            rank=rank,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+        )
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yield this rank's batches, at least one.
+
+        Raises:
+            RequestError: the split is empty on a rank, or another stream on each.
+        """
+        read = self._reader.read(epoch=1, skip=0, seed=0)
+        block = next(read)
+        everywhere = self._exchange([block.head, block.batch is not None])
+        if not all(able for _, able in everywhere):
+            raise RequestError(f"the {self._split} data is empty{' on a rank' if self._reader.shards else ''}")
+        if not self._reader.shards and len({head for head, _ in everywhere}) > 1:
+            raise RequestError(
+                f"the ranks read different streams of the {self._split} data: every rank must read the same one, of "
+                "which the trainer gives each its share"
+            )
+        self._total = 0
+        while block.total:
+            self._total += block.total
+            yield MicroBatch(block.batch, block.samples)
+            block = next(read)
+
+    def require_same(self) -> None:
+        """Compare what the ranks have read in a whole pass; every rank takes part.
+
+        Raises:
+            TrainingError: they have read other numbers of samples of what should be one stream.
+        """
+        totals = [0] if self._reader.shards else self._exchange(self._total)
+        for rank, total in enumerate(totals):
+            if total != totals[0]:
+                raise TrainingError(
+                    f"the ranks read different streams of the {self._split} data: rank 0 has {totals[0]} samples, rank "
+                    f"{rank} {total}"
+                )
+
+    def close(self) -> None:
+        """End the reading processes."""
+        self._reader.close()
