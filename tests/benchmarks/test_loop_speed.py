@@ -202,12 +202,12 @@ def test_our_loop_is_as_fast_as_a_bare_one(gang: Gang, tmp_path: Path, task: str
     if task == "docnn":
         rows = SST2 if SST2.exists() else write_rows(tmp_path / "rows.tsv")
         task_options: dict[str, Any] = {"train_path": str(rows), "dropout": 0.4}
-        options: dict[str, Any] = {"optimizer": "adam", "lr": 0.001, "weight_decay": 1e-5}
+        options: dict[str, Any] = {"optimizer": "adam", "lr": (0.001,), "weight_decay": 1e-5}
     else:
         text = tmp_path / "text.txt"
         text.write_text("".join(f"{n} green bottles hang on the wall, {n} green bottles.\n" for n in range(20_000)))
         task_options = {"data": str(text), "valid_fraction": 0.0, "context": 64, "dim": 128, "layers": 3, "heads": 4}
-        options = {"optimizer": "adamw", "lr": 0.001, "weight_decay": 0.01, "clip_norm": 1.0}
+        options = {"optimizer": "adamw", "lr": (0.001,), "weight_decay": 0.01, "clip_norm": 1.0}
     training = Training(
         task=task, batch_size=(16,), max_updates=WARM_UP + block * blocks + 1, valid_every_epochs=0, **options
     )
