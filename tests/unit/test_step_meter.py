@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def test_an_event_of_several_steps_gives_each_of_them_back() -> None:
 def _reading(step: int, **fields: Any) -> StepReading:
     base: dict[str, Any] = {
         "time": float(step), "step": step, "epoch": 1, "samples": 8, "tokens": None, "lr": None, "gc_ms": 0.0,
-        "marks": [(0.0, 0.0), (0.001, 0.0)], "phases": [], "numbers": lambda: (None, None, None), "grad_scale": 1.0,
+        "marks": [(0.0, 0.0), (0.001, 0.0)], "phases": [], "numbers": lambda: (None, None, None, 1.0),
         "log": None, "syncs": (), "warm": True,
     }  # fmt: skip
     return StepReading(**(base | fields))
@@ -416,6 +417,12 @@ class Device:
         self.done = 0
         self.queued = 0
         self.made = 0
+        self.current = threading.local()
+        self.asked_from: set[object] = set()
+        """The current device of the threads that asked an event; 0 where a thread has set none."""
+
+    def set_current(self, which: object) -> None:
+        self.current.device = which
 
     def event(self) -> Event:
         self.made += 1
@@ -434,6 +441,7 @@ class Event:
         self.at = self.device.queued
 
     def query(self) -> bool:
+        self.device.asked_from.add(getattr(self.device.current, "device", 0))
         return self.at <= self.device.done
 
     def elapsed_time(self, other: Event) -> float:
@@ -445,7 +453,8 @@ def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
 ) -> None:
     device = Device()
     monkeypatch.setattr(
-        "trainer.telemetry.step_meter.CudaClock", lambda where: CudaClock(where, device.event, lambda: None)
+        "trainer.telemetry.step_meter.CudaClock",
+        lambda where: CudaClock(where, device.event, lambda: None, device.set_current),
     )
     writer = EventWriter(tmp_path / "0.ndjson")
     moment = itertools.count(1000)
@@ -480,7 +489,8 @@ def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
 
 def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "trainer.telemetry.step_meter.CudaClock", lambda where: CudaClock(where, Device().event, lambda: None)
+        "trainer.telemetry.step_meter.CudaClock",
+        lambda where: CudaClock(where, Device().event, lambda: None, lambda _: None),
     )
     writer = EventWriter(tmp_path / "0.ndjson")
     meter = StepMeter(nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0)
@@ -489,6 +499,26 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
     meter.close(timeout_s=0.01)
     writer.close()
     assert _events(tmp_path) == []
+
+
+def test_the_writers_thread_asks_events_with_its_ranks_device_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, second = Device(), torch.device("cuda", 1)
+    monkeypatch.setattr(
+        "trainer.telemetry.step_meter.CudaClock",
+        lambda where: CudaClock(where, device.event, lambda: None, device.set_current),
+    )
+    writer = EventWriter(tmp_path / "0.ndjson")
+    meter = StepMeter(nn.Linear(2, 2), device=second, writer=writer, rank=0)
+    meter.start()
+    meter.end(step=1, epoch=1, samples=1)
+    deadline = time.monotonic() + 30
+    while not device.asked_from and time.monotonic() < deadline:
+        time.sleep(0.01)  # the thread writes ten times a second
+    assert device.asked_from == {second}, "on GPU 0 it would open a context there"
+    meter.close(timeout_s=0.0)
+    writer.close()
 
 
 def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +538,8 @@ def test_a_device_that_failed_ends_the_measuring_and_not_the_record(
             raise RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
 
     monkeypatch.setattr(
-        "trainer.telemetry.step_meter.CudaClock", lambda where: CudaClock(where, lambda: Failed(device), lambda: None)
+        "trainer.telemetry.step_meter.CudaClock",
+        lambda where: CudaClock(where, lambda: Failed(device), lambda: None, device.set_current),
     )
     writer = EventWriter(tmp_path / "0.ndjson")
     meter = StepMeter(nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0)

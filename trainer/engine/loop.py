@@ -7,8 +7,9 @@ checkpoints, collectives) lives in modules of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from trainer.contract.outcome import SEED_ON_RESUME, describe_stop
 from trainer.data.batches import EpochBatches, EvalBatches, Update, rank_batch_sizes
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
+from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
 from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.evaluation import Evaluation, evaluate
-from trainer.engine.host_copies import host_copies
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model import (
     Accumulation,
@@ -41,7 +42,7 @@ from trainer.engine.model import (
     unwrap,
     wrap,
 )
-from trainer.engine.non_finite import FiniteCheck
+from trainer.engine.non_finite import FiniteCheck, no_item
 from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
@@ -137,18 +138,15 @@ class Loop:
             comm_hook=wire.hook,
             wire_ratio=wire.wire_ratio,
         )
+        self._copies = ctx.copies or host_copies(ctx.device)
         self._finite = FiniteCheck(
-            task,
-            self.raw_model,
-            autocast=self.autocast,
-            scaled=self.scaler.enabled,
-            copies=ctx.copies or host_copies(ctx.device),
+            task, self.raw_model, autocast=self.autocast, scaled=self.scaler.enabled, copies=self._copies
         )
         self.best = Best.of(options)
         self.updates = 0
         self.epoch = 1
         # One item per sample until a count is known; far less would overflow fp16's first gradient.
-        self._count_estimate = float(sum(sizes) * self._update_freq(1))
+        self._count_estimate: Tensor | float = float(sum(sizes) * self._update_freq(1))
         self._progress = reports.Progress(ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last)
@@ -179,7 +177,7 @@ class Loop:
         self.model.train()
         self.meter.start()
         agreement = self._agreement = Agreement(
-            distributed.max_async,
+            partial(distributed.max_async, copies=self._copies),
             self._requests,
             leads=self.ctx.rank == 0,
             first_update=self.updates,
@@ -231,11 +229,11 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         per_sample = self.task.count_per_sample
         denominator = update.global_samples * per_sample if per_sample else self._count_estimate
-        grad_scale = self.scaler.value
+        grad_scale: Tensor | float = self.scaler.value
         loss_sum: Tensor | float = 0.0
         count: Tensor | int = 0
         samples = 0
-        pending: Any = None
+        pending: Callable[[], Tensor] | None = None
         for index, micro in enumerate(update):
             meter.lap("data")
             batch = to_device(micro.batch, device)
@@ -255,7 +253,7 @@ class Loop:
                             pending, denominator = None, self._count_estimate
                     meter.lap("forward")
                     loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
-                    scaled = local_sum * (self.ctx.world_size / denominator)
+                    scaled = local_sum * _share(self.ctx.world_size / denominator, local_sum.dtype)
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")
             except (RuntimeError, MemoryError) as error:
@@ -304,21 +302,30 @@ class Loop:
         self.meter.discard()
         self.ctx.say(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
 
-    def _correct(self, pending: Any, denominator: float) -> float:
+    def _correct(self, pending: Callable[[], Tensor], denominator: Tensor | float) -> Tensor | float:
         """Turn gradients that were divided by an estimate of the global count into the exact mean.
+
+        On a GPU the count stays there: it is looked at later whether anything counted.
 
         Returns:
             The true count over the estimate.
         """
-        true_count = pending()
-        if true_count <= 0:
-            raise TrainingError(f"step {self.updates + 1}: the loss of every rank counts no item")
-        if true_count != denominator:
-            found = gradients(self.parameters)
-            if found:  # there are none before the only backward pass
-                torch._foreach_mul_(found, denominator / true_count)
+        total = pending()
+        true_count: Tensor | float
+        if self._copies is None:
+            true_count = total.item()
+            if true_count <= 0:
+                raise TrainingError(no_item(self.updates + 1))
+        else:
+            self._finite.require_count(total, step=self.updates + 1)
+            true_count = torch.where(total > 0, total, denominator)
+        if isinstance(true_count, Tensor) or true_count != denominator:
+            found = gradients(self.parameters)  # there are none before the only backward pass
+            for dtype in {gradient.dtype for gradient in found}:
+                same = [gradient for gradient in found if gradient.dtype is dtype]
+                torch._foreach_mul_(same, _share(denominator / true_count, dtype))
         self._count_estimate = true_count
-        return float(true_count / denominator)
+        return true_count / denominator
 
     def at_its_end(self) -> str:
         """Say why a resumed training will make no update; empty when it will."""
@@ -472,7 +479,7 @@ class Loop:
         return {
             "task": self.options.task,
             "updates": self.updates,
-            "count_estimate": self._count_estimate,
+            "count_estimate": float(self._count_estimate),
             "model": self.raw_model.state_dict(),
             "parameters": parameter_names(self.raw_model, self.optimizer),
             "optimizer": self.optimizer.state_dict(),
@@ -547,3 +554,8 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.updates % every == 0
+
+
+def _share(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
+    """Return a factor for tensors of a type: where it is a tensor [], float64, the product must not become one."""
+    return factor.to(dtype) if isinstance(factor, Tensor) else factor

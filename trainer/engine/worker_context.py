@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.contract.record import EventWriter, RankStateName
-from trainer.engine.host_copies import HostCopies
+from trainer.distributed.host_copies import HostCopies
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,10 @@ Scalar = Tensor | float | None
 class Clock(Protocol):
     """Clock that marks points in time and fetches numbers without synchronising."""
 
+    def enter_thread(self) -> None:
+        """Prepare a thread other than the training thread to read marks."""
+        ...
+
     def mark(self, *, waits: bool = True) -> Mark:
         """Return a mark after all work that is queued on the device.
 
@@ -78,6 +82,9 @@ class HostClock:
         self._waited = 0.0
         """Run delay at the last mark that read it."""
 
+    def enter_thread(self) -> None:
+        """Do nothing: the host's clock is the same on every thread."""
+
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
         """Return the time and the run delay."""
         now = self._clock()
@@ -120,14 +127,27 @@ class CudaClock:
     """
 
     def __init__(
-        self, device: torch.device, event: Callable[[], Any] | None = None, stream: Callable[[], Any] | None = None
+        self,
+        device: torch.device,
+        event: Callable[[], Any] | None = None,
+        stream: Callable[[], Any] | None = None,
+        set_device: Callable[[torch.device], None] = torch.cuda.set_device,
     ) -> None:
         self._device = device
+        self._set_device = set_device
         # The stream of this device, which need not be current: scripts may never call ``set_device``.
         self._stream = stream or (lambda: torch.cuda.current_stream(device))
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._events: list[Any] = []
         self._pinned: list[Tensor] = []
+
+    def enter_thread(self) -> None:
+        """Make the device this thread's current one.
+
+        A thread begins on GPU 0, and the first question about an event opens a context there, of half a GiB in each
+        rank.
+        """
+        self._set_device(self._device)
 
     def mark(self, *, waits: bool = True) -> Any:
         """Record an event on the device's current stream."""

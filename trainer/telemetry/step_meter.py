@@ -149,7 +149,7 @@ class StepMeter:
         tokens: int | None = None,
         lr: float | None = None,
         grad_norm: Scalar = None,
-        grad_scale: float = 1.0,
+        grad_scale: Scalar = 1.0,
     ) -> None:
         """End the step and start the next one.
 
@@ -170,7 +170,7 @@ class StepMeter:
         syncs = self._hook.take() if self._hook is not None else ()
         # After a first synchronisation the gradient is no longer this rank's alone.
         local = syncs[0].norm() if len(syncs) == 1 else None
-        numbers = self._clock.fetch((loss, grad_norm, local))
+        numbers = self._clock.fetch((loss, grad_norm, local, grad_scale))
         end = self._mark(waits=False)
         self._marks.append(end)
         self._recorder.add(
@@ -185,7 +185,6 @@ class StepMeter:
                 self._marks,
                 self._phases,
                 numbers,
-                grad_scale,
                 log,
                 syncs,
                 self._count >= WARM_UP,
@@ -260,7 +259,7 @@ class StepMeter:
 
     def _process_readings(self, last: bool) -> None:
         """Turn readings into events; called by the writer's thread."""
-        self._recorder.process()
+        self._recorder.process(other_thread=True)
         if last:
             self._recorder.flush()
         else:

@@ -68,10 +68,16 @@ class StepRecorder:
         """Whether all readings are processed."""
         return not self._pending
 
-    def process(self) -> None:
-        """Turn the steps that are complete on the device into events, in order."""
+    def process(self, *, other_thread: bool = False) -> None:
+        """Turn the steps that are complete on the device into events, in order.
+
+        Args:
+            other_thread: Whether another thread than the training thread calls this.
+        """
         with self._lock:
             try:
+                if other_thread:
+                    self._clock.enter_thread()
                 while self._pending and self._clock.ready(self._pending[0].all_marks()):
                     self._record(self._pending.popleft())
             except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
