@@ -501,13 +501,13 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
     assert _events(tmp_path) == []
 
 
-def test_the_writers_thread_asks_events_with_its_ranks_device_current(
+def test_the_writers_thread_asks_events_with_its_ranks_device_current_and_records_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, second = Device(), torch.device("cuda", 1)
     monkeypatch.setattr(
         "trainer.telemetry.step_meter.CudaClock",
-        lambda where: CudaClock(where, device.event, lambda: None, device.set_current),
+        lambda where: CudaClock(where, device.event, lambda: None, device.set_current, lambda _: 3 << 30),
     )
     writer = EventWriter(tmp_path / "0.ndjson")
     meter = StepMeter(nn.Linear(2, 2), device=second, writer=writer, rank=0)
@@ -517,8 +517,10 @@ def test_the_writers_thread_asks_events_with_its_ranks_device_current(
     while not device.asked_from and time.monotonic() < deadline:
         time.sleep(0.01)  # the thread writes ten times a second
     assert device.asked_from == {second}, "on GPU 0 it would open a context there"
-    meter.close(timeout_s=0.0)
+    device.done = device.queued
+    meter.close()
     writer.close()
+    assert [event.memory_peak_bytes for event in _events(tmp_path)] == [3 << 30]
 
 
 def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,6 +294,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["fp32", "bf16", "fp16"],
         Meta(description="bf16 and fp16 are autocast; fp16 scales the loss", extra={"group": "Numerics"}),
     ] = "fp32"
+    tf32: Annotated[
+        bool,
+        Meta(
+            description="round products of 32-bit floats to TF32 on GPUs that have it (NVIDIA Ampere and later)",
+            extra={"group": "Numerics"},
+        ),
+    ] = True
     min_loss_scale: Annotated[
         float,
         Meta(

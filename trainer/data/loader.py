@@ -177,7 +177,8 @@ class BatchLoader:
                 self._ahead = iter(())
 
     def _dummy(self) -> MicroBatch:
-        return MicroBatch(self._fetch([0, 0]), 0)
+        batch = self._fetch([0, 0])
+        return MicroBatch(batch if self._pin is None else self._pin(batch), 0)
 
     def close(self) -> None:
         """End the workers; they end when the loader and its iterator are let go."""

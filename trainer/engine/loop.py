@@ -25,6 +25,7 @@ from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
 from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
+from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
 from trainer.engine.data_sample import DataSample, require_same_data
@@ -36,8 +37,8 @@ from trainer.engine.model import (
     clip,
     compression,
     gradients,
+    has_sparse_gradients,
     share_buffers,
-    to_device,
     trainable,
     unwrap,
     wrap,
@@ -123,7 +124,9 @@ class Loop:
         self.raw_model = unwrap(self.model)
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks and can be repeated
         self.parameters = trainable(self.raw_model)
-        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
+        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(
+            options, self.parameters, sparse=has_sparse_gradients(self.raw_model)
+        )
         self.schedule = Schedule(options, self.optimizer)
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         self.autocast = autocast(options, ctx.device)
@@ -139,6 +142,8 @@ class Loop:
             wire_ratio=wire.wire_ratio,
         )
         self._copies = ctx.copies or host_copies(ctx.device)
+        self._to_device = batch_copy(ctx.device)
+        choose_algorithms(options, ctx.device, alike_batches=task.lengths("train") is None)
         self._finite = FiniteCheck(
             task, self.raw_model, autocast=self.autocast, scaled=self.scaler.enabled, copies=self._copies
         )
@@ -236,7 +241,7 @@ class Loop:
         pending: Callable[[], Tensor] | None = None
         for index, micro in enumerate(update):
             meter.lap("data")
-            batch = to_device(micro.batch, device)
+            batch = self._to_device(micro.batch)
             meter.lap("h2d")
             last = index == update.micro_steps - 1
             try:

@@ -45,6 +45,7 @@ def announce(
             max_epochs=options.max_epochs,
             first_update=first_update,
             parameters=parameters,
+            tf32=ctx.tf32,
         )
     )
 

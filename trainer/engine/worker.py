@@ -24,6 +24,7 @@ from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir,
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
 from trainer.engine import reports
+from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.loop import Loop, TrainingOutcome
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
@@ -115,7 +116,9 @@ class _Rank:
         self.set_state("joining")
         options, words = _training_options(assignment.words)
         torch.set_num_threads(options.threads or cores_per_rank(assignment.local_world_size))
+        prepare_environment(options)  # before anything touches CUDA
         device = distributed.bind_device(assignment.device_id)
+        tf32 = set_numerics(options, device)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
         distributed.distributed_init(
@@ -133,7 +136,7 @@ class _Rank:
         )
         self.set_state("ready")
         task, request = self._task(options, words)
-        loop = Loop(task, options, self._context(options, device, request))
+        loop = Loop(task, options, self._context(options, device, request, tf32))
         self.step = lambda: loop.updates
         self._resume(loop, options)
         assignment.stoppable()
@@ -150,7 +153,9 @@ class _Rank:
         own = check(kind.Options, values, where=lambda name: flags.get(name, name))
         return kind(own), task_request(options.task, kind, own)
 
-    def _context(self, options: Training, device: torch.device, request: Mapping[str, str]) -> WorkerContext:
+    def _context(
+        self, options: Training, device: torch.device, request: Mapping[str, str], tf32: bool | None
+    ) -> WorkerContext:
         assignment = self.assignment
         # Absolute, because the record names the files for readers in other folders.
         given = Path(options.save_dir).absolute() if options.save_dir else None
@@ -159,6 +164,7 @@ class _Rank:
             rank=assignment.rank,
             world_size=assignment.world_size,
             device=device,
+            tf32=tf32,
             writer=self.writer,
             set_state=self.set_state,
             say=self._say if assignment.rank == 0 else _discard_line,

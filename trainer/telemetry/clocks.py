@@ -63,6 +63,10 @@ class Clock(Protocol):
         """Start copying numbers to the host; call the result once a later mark is ready."""
         ...
 
+    def memory_peak_bytes(self) -> int | None:
+        """Return the most memory that tensors have held on the device; None where it is not counted."""
+        ...
+
 
 class HostClock:
     """Clock of a CPU rank; a mark is ready at once.
@@ -113,6 +117,10 @@ class HostClock:
     def release(self, marks: Sequence[Mark]) -> None:
         """Do nothing: there is no pool."""
 
+    def memory_peak_bytes(self) -> None:
+        """Return None: torch does not count the host's memory."""
+        return
+
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
         """Read the numbers at once."""
         numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
@@ -132,9 +140,11 @@ class CudaClock:
         event: Callable[[], Any] | None = None,
         stream: Callable[[], Any] | None = None,
         set_device: Callable[[torch.device], None] = torch.cuda.set_device,
+        peak_bytes: Callable[[torch.device], int] = torch.cuda.max_memory_allocated,
     ) -> None:
         self._device = device
         self._set_device = set_device
+        self._peak_bytes = peak_bytes
         # The stream of this device, which need not be current: scripts may never call ``set_device``.
         self._stream = stream or (lambda: torch.cuda.current_stream(device))
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
@@ -178,6 +188,10 @@ class CudaClock:
     def release(self, marks: Sequence[Any]) -> None:
         """Put events back into the pool."""
         self._events.extend(marks)
+
+    def memory_peak_bytes(self) -> int | None:
+        """Return the allocator's count, which needs no answer of the device."""
+        return self._peak_bytes(self._device) or None
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
         """Queue one copy of all numbers behind the kernels that compute them."""

@@ -103,7 +103,9 @@ class StepRecorder:
     def _flush(self) -> None:
         if self._unmerged:
             self._last_written_s = self._unmerged[-1].time
-            self._writer.write(merge(self._unmerged))
+            event = merge(self._unmerged)
+            event.memory_peak_bytes = self._clock.memory_peak_bytes()
+            self._writer.write(event)
             self._unmerged.clear()
 
     def _record(self, reading: StepReading) -> None:
