@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract.record import (
+    Doing,
     EventWriter,
     Finding,
     Step,
@@ -360,3 +361,37 @@ def test_our_hook_and_ddps_logger_agree(gang: Gang) -> None:
     for exposed in gang.run(_both_ways):
         ours, theirs = (statistics.median(values) for values in zip(*exposed, strict=True))
         assert ours == pytest.approx(theirs, abs=20.0), "of about 100 ms on rank 0 and about 1 ms on rank 1"
+
+
+def _wait_long(rank: int, world_size: int, folder: str) -> str:
+    """Let a rank hang in its forward pass after two collectives; return what its record has of them."""
+    from trainer.distributed import flight_recorder
+
+    file = Path(folder) / f"collectives_{rank}"
+    flight_recorder.prepare(file, rank, {})
+    writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
+    hours = itertools.count(step=3600)
+    meter = StepMeter(nn.Linear(2, 2), device=CPU, writer=writer, rank=rank, clock=lambda: float(next(hours)))
+    meter.start()
+    dist.all_reduce(torch.ones(3, 5))
+    dist.barrier()
+    meter.lap("data")
+    found: list[Doing] = []
+    deadline = time.monotonic() + 60
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)  # the writer's thread goes on
+        found = [event for event in _events(Path(folder), rank) if isinstance(event, Doing)]
+    meter.close()
+    writer.close()
+    assert file.with_name(f"{file.name}.json").read_bytes().startswith(b"{")
+    return found[0].collectives
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records no collectives of gloo"
+)
+def test_a_rank_that_waits_long_records_its_last_collectives(gang: Gang, tmp_path: Path) -> None:
+    for words in gang.run(_wait_long, str(tmp_path)):
+        assert "all_reduce" in words
+        assert "of [3, 5], barrier" in words
+        assert "are complete" in words

@@ -23,6 +23,7 @@ from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
+from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.loop import Loop, TrainingOutcome
@@ -69,11 +70,7 @@ class _Rank:
             outcome = self._train()
         except Exception as error:  # noqa: BLE001  (whatever it is, the record says it and the run ends)
             failure = self._failure(error)
-            self.set_state("failed", message=failure.message)
-            self.writer.write(failure)
-            self.writer.flush()
-            self.assignment.failed(failure, not_recorded=self.writer.write_error)
-            self.writer.close()
+            self._end_failed(failure)
             distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
@@ -121,6 +118,8 @@ class _Rank:
         tf32 = set_numerics(options, device)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
+        if self.run_dir is not None:
+            flight_recorder.prepare(self.run_dir.rank_collectives(assignment.rank), assignment.rank)
         distributed.distributed_init(
             init_method=assignment.init_method,
             world_size=assignment.world_size,
@@ -133,6 +132,7 @@ class _Rank:
             identity=assignment.run_id,
             request=training_request(options),
             on_waiting=self._waiting if assignment.rank == 0 else None,
+            on_lost=self._lost,
         )
         self.set_state("ready")
         task, request = self._task(options, words)
@@ -239,6 +239,27 @@ class _Rank:
             f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
         )
 
+    def _lost(self, why: str) -> None:
+        """Report that another machine is gone and end the process, whose training thread may wait in NCCL."""
+        last = flight_recorder.dump()
+        failure = Failure(
+            time=time.time(),
+            kind="lost_peer",
+            message=f"{why}; {last}" if last else why,
+            rank=self.assignment.rank,
+            host=self.assignment.host,
+            step=self.step(),
+        )
+        self._end_failed(failure)
+        os._exit(ExitCode.FAILED)
+
+    def _end_failed(self, failure: Failure) -> None:
+        self.set_state("failed", message=failure.message)
+        self.writer.write(failure)
+        self.writer.flush()
+        self.assignment.failed(failure, not_recorded=self.writer.write_error)
+        self.writer.close()
+
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
         told = kind not in ("exception", "lost_peer", "out_of_memory")
@@ -257,10 +278,14 @@ class _Rank:
         if not told or self.run_dir is not None:
             said = failure.traceback or f"{type(error).__name__}: {error}"
             print(printable_lines(said), file=sys.stderr)
+        last = flight_recorder.dump()
         if kind != "lost_peer":
             distributed.report_failure(failure.message)
-        elif lost := distributed.describe_lost_peers():
+            return failure
+        if lost := distributed.describe_lost_peers():
             failure.message = f"{lost} ({failure.message})"
+        if last:
+            failure.message += f"; {last}"
         return failure
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract.record import Doing, EventWriter, Finding, Step
+from trainer.distributed import flight_recorder
 from trainer.host.core_waits import core_waits
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.comm_hook import BucketHook, CommHook
@@ -289,6 +290,7 @@ class StepMeter:
                 part=phase,
                 parts_done=len(phases) + (phase == "sync"),
                 waited_ms=round(waited_s * 1e3, 1),
+                collectives=flight_recorder.dump(),
             )
         )
 

@@ -208,6 +208,8 @@ class Doing(Event, kw_only=True, tag="doing"):
     """Phases of the step that are complete; with several micro-steps each counts."""
     waited_ms: FiniteFloat
     """Time in this phase so far."""
+    collectives: str = ""
+    """The rank's last collectives in words; empty where torch has recorded none."""
 
 
 class Validation(Event, kw_only=True, tag="validation"):
