@@ -7,7 +7,7 @@ are written in ``writer`` and read in ``reader``, and who may write into a folde
 from trainer.checkpoint.entries import ENTRIES, difference, kinds
 from trainer.checkpoint.file import BEST, MAGIC, write_file
 from trainer.checkpoint.reader import good_ones, load, newest
-from trainer.checkpoint.state import capture_rng, copy_to_cpu, restore_rng
+from trainer.checkpoint.state import HostTensors, capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.writer import CheckpointWriter, NotSaved, Saved
 from trainer.contract.errors import CheckpointError
 
@@ -17,6 +17,7 @@ __all__ = [
     "MAGIC",
     "CheckpointError",
     "CheckpointWriter",
+    "HostTensors",
     "NotSaved",
     "Saved",
     "capture_rng",

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.file import BEST, LAST_PLACE, clear_unfinished, link, place_of, write_file
 from trainer.checkpoint.folder_lock import FolderLock
 from trainer.checkpoint.reader import in_order, tell
-from trainer.checkpoint.state import copy_to_cpu
+from trainer.checkpoint.state import HostTensors, copy_to_cpu
 from trainer.contract.errors import CheckpointError
 
 
@@ -47,6 +47,8 @@ class _Job:
     step: int
     place: int
     best: bool
+    tensors: HostTensors
+    """Completes the copies in the state."""
     why_not: str = ""
     """Why it could not be written; empty while that was not tried."""
 
@@ -90,6 +92,7 @@ class CheckpointWriter:
         run_id: str = "",
         on_saved: Callable[[Saved], None] | None = None,
         on_failed: Callable[[int, str], None] | None = None,
+        host_tensors: Callable[[], HostTensors] = HostTensors,
     ) -> None:
         """Make the folder, hold it against other trainings and clear away what an interrupted save has left in it.
 
@@ -100,6 +103,7 @@ class CheckpointWriter:
             on_saved: called in the writing thread when a checkpoint is on disk.
             on_failed: called in the writing thread with the step and one line about why it could not be written, or
                 that the folder with the ones before had been deleted; default: the line goes to stderr.
+            host_tensors: makes what copies the tensors of one save.
 
         Raises:
             CheckpointError: the folder cannot be made or written to.
@@ -110,6 +114,7 @@ class CheckpointWriter:
         self._run_id = run_id
         self._keep_last = keep_last
         self._on_saved = on_saved
+        self._host_tensors = host_tensors
         self._on_failed = on_failed or (lambda _step, line: tell(line))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +134,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], *, step: int, best: bool = False) -> None:
-        """Copy the state and have it written.
+        """Begin to copy the state and have it written; it may be changed by what is queued on its GPU from here on.
 
         Args:
             state: tensors, numbers, strings, and lists, tuples and dicts of them; may change after the call.
@@ -140,7 +145,8 @@ class CheckpointWriter:
             CheckpointError: the state holds something else.
         """
         self._place = min(self._place + 1, LAST_PLACE)
-        job = _Job(copy_to_cpu(state), step, self._place, best)
+        tensors = self._host_tensors()
+        job = _Job(copy_to_cpu(state, tensors), step, self._place, best, tensors)
         with self._changed:
             assert not self._queue.closing, "save after close"
             self._queue.add(job)
@@ -195,6 +201,7 @@ class CheckpointWriter:
 
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
+        job.tensors.wait()
         self._require_folder(job.step)
         path = self.folder / f"step_{job.step:08d}.pt"
         size = write_file(path, job.state, place=job.place)
