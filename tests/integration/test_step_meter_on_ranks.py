@@ -395,3 +395,29 @@ def test_a_rank_that_waits_long_records_its_last_collectives(gang: Gang, tmp_pat
         assert "all_reduce" in words
         assert "of [3, 5], barrier" in words
         assert "are complete" in words
+
+
+def _local_norm(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> tuple[list[str], list[float | None]]:
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False, dtype=dtype))
+    writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
+    meter = StepMeter(model, device=CPU, writer=writer, rank=rank, detail_every=1)
+    meter.start()
+    for step in range(1, 5):
+        model.zero_grad()
+        model(torch.full((1, 2), 3.0 + rank, dtype=dtype)).sum().backward()
+        meter.end(step=step, epoch=1, samples=1)
+        assert writer.flush()
+    meter.close()
+    writer.close()
+    events = _events(Path(folder), rank)
+    norms = [event.local_grad_norm for event in events if isinstance(event, Step) and event.step == 4]
+    return [event.message for event in events if isinstance(event, Finding)], norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_local_gradient_norm_is_measured_in_every_number_format(
+    gang: Gang, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    for rank, (faults, norms) in enumerate(gang.run(_local_norm, str(tmp_path), dtype)):
+        assert faults == []
+        assert norms == [pytest.approx((3.0 + rank) * 2**0.5, rel=1e-3)]

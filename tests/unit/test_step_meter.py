@@ -558,37 +558,6 @@ def test_a_device_that_failed_ends_the_measuring_and_not_the_record(
     assert lines[0]["message"].endswith("RuntimeError: CUDA error: device-side assert triggered")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_steps_are_timed_by_events_without_a_wait_and_losses_arrive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = torch.device("cuda")
-    writer = EventWriter(tmp_path / "0.ndjson")
-    model = nn.Linear(512, 512, device=device)
-    moment = itertools.count(1000)
-    meter = StepMeter(model, device=device, writer=writer, rank=0, now=lambda: float(next(moment)))
-    batch = torch.ones(64, 512, device=device)
-    with monkeypatch.context() as patch:
-        for waits in ("Event.synchronize", "Stream.synchronize", "synchronize"):
-            patch.setattr(f"torch.cuda.{waits}", lambda *_: pytest.fail("the step path waits for the device"))
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            meter.start()
-            for step in range(1, 21):
-                loss = model(batch).square().mean()
-                meter.lap("forward")
-                loss.backward()
-                meter.lap("backward")
-                meter.end(step=step, epoch=1, samples=64, loss=loss)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    meter.close()
-    writer.close()
-    events = _events(tmp_path)
-    assert [event.step for event in events] == list(range(1, 21))
-    assert all(event.forward_ms > 0 and event.backward_ms > 0 and event.loss is not None for event in events)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_buckets_are_scaled_as_by_a_number(dtype: torch.dtype) -> None:
     bucket = torch.randn(4096, dtype=torch.float64).to(dtype)

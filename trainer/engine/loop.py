@@ -182,7 +182,7 @@ class Loop:
         self.model.train()
         self.meter.start()
         agreement = self._agreement = Agreement(
-            partial(distributed.max_async, copies=self._copies),
+            partial(distributed.max_async, copies=self.ctx.copies),
             self._requests,
             leads=self.ctx.rank == 0,
             first_update=self.updates,
