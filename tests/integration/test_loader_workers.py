@@ -225,10 +225,20 @@ def loaded_by_path(folder: Path) -> Any:
         (lambda _: Whole(), "forkserver"),
         (lambda _: TensorDataset(torch.arange(8)), "forkserver"),
         (lambda _: [torch.arange(2) for _ in range(1000)], "fork"),
+        (lambda _: TensorDataset(torch.zeros(100 << 20, dtype=torch.uint8)), "fork"),
+        (lambda _: [bytes(100 << 20)], "fork"),
         (lambda _: [lambda: 1], "fork"),
         (loaded_by_path, "fork"),
     ],
-    ids=["importable", "a few tensors", "more tensors than open files", "not picklable", "a task's file"],
+    ids=[
+        "importable",
+        "a few tensors",
+        "more tensors than open files",
+        "a large tensor",
+        "much else",
+        "not picklable",
+        "a task's file",
+    ],
 )
 def test_workers_come_from_a_fork_server_once_cuda_is_in_use_where_the_data_can_be_sent(
     tmp_path: Path, dataset: Any, method: str

@@ -18,20 +18,39 @@ MAX_TENSORS = 64
 """Of a dataset that is sent: each takes an open file in both processes, of which there may be 1024."""
 
 
+MAX_BYTES = 64 << 20
+"""Likewise: every process gets a copy of its own, where forked ones share the memory."""
+
+
 class _NotSentError(Exception):
     """A new process could not be given this."""
+
+
+class _Bounded(io.RawIOBase):
+    """A file that forgets what is written, and takes no more than may be sent."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._bytes += len(data)
+        if self._bytes > MAX_BYTES:
+            raise _NotSentError
+        return len(data)
 
 
 class _Trial(ForkingPickler):
     """Pickles as a process's arguments are, and refuses what cannot arrive."""
 
     def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self._tensors = 0
+        super().__init__(_Bounded())
+        self._tensors = self._bytes = 0
 
     def reducer_override(self, value: Any) -> Any:
-        self._tensors += isinstance(value, Tensor)
-        if self._tensors > MAX_TENSORS:
+        if isinstance(value, Tensor):
+            self._tensors += 1
+            self._bytes += value.untyped_storage().nbytes()
+        if self._tensors > MAX_TENSORS or self._bytes > MAX_BYTES:
             raise _NotSentError
         module = getattr(value, "__module__", None) if callable(value) else type(value).__module__
         if not (isinstance(module, str) and _is_importable(module)):

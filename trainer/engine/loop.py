@@ -7,13 +7,12 @@ checkpoints, collectives) lives in modules of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer import distributed
@@ -30,20 +29,20 @@ from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
 from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.evaluation import Evaluation, evaluate
+from trainer.engine.item_count import ItemCount, factor_for
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model import (
     Accumulation,
     autocast,
     clip,
     compression,
-    gradients,
     has_sparse_gradients,
     share_buffers,
     trainable,
     unwrap,
     wrap,
 )
-from trainer.engine.non_finite import FiniteCheck, no_item
+from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
@@ -151,7 +150,11 @@ class Loop:
         self.updates = 0
         self.epoch = 1
         # One item per sample until a count is known; far less would overflow fp16's first gradient.
-        self._count_estimate: Tensor | float = float(sum(sizes) * self._update_freq(1))
+        self._items = ItemCount(
+            float(sum(sizes) * self._update_freq(1)),
+            parameters=self.parameters,
+            finite=None if self._copies is None else self._finite,
+        )
         self._progress = reports.Progress(ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last)
@@ -233,12 +236,11 @@ class Loop:
         options, meter, device = self.options, self.meter, self.ctx.device
         self.optimizer.zero_grad(set_to_none=True)
         per_sample = self.task.count_per_sample
-        denominator = update.global_samples * per_sample if per_sample else self._count_estimate
+        denominator = update.global_samples * per_sample if per_sample else self._items.estimate
         grad_scale: Tensor | float = self.scaler.value
         loss_sum: Tensor | float = 0.0
         count: Tensor | int = 0
         samples = 0
-        pending: Callable[[], Tensor] | None = None
         for index, micro in enumerate(update):
             meter.lap("data")
             batch = self._to_device(micro.batch)
@@ -252,13 +254,13 @@ class Loop:
                         local_sum, local_count = local_sum * 0.0, 0
                     count = count + local_count
                     if last and not per_sample:
-                        pending = distributed.sum_async(count, device)
+                        self._items.begin(count, device)
                         if self._compresses:
-                            self._correct(pending, denominator)
-                            pending, denominator = None, self._count_estimate
+                            self._items.correct(step=self.updates + 1)
+                            denominator = self._items.estimate
                     meter.lap("forward")
                     loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
-                    scaled = local_sum * _share(self.ctx.world_size / denominator, local_sum.dtype)
+                    scaled = local_sum * factor_for(self.ctx.world_size / denominator, local_sum.dtype)
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")
             except (RuntimeError, MemoryError) as error:
@@ -266,11 +268,11 @@ class Loop:
                     raise
                 raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {too_much(batch, error)}") from error
             samples += micro.samples
-        if pending is not None:
-            grad_scale *= self._correct(pending, denominator)
+        if not per_sample and not self._compresses:
+            grad_scale *= self._items.correct(step=self.updates + 1)
         self.scaler.unscale_(self.optimizer)
         norm = clip(self.parameters, options.clip_norm)
-        grad_norm = self._finite.require_gradient(norm, step=self.updates + 1)
+        grad_norm = self._finite.require_gradient(norm, self.optimizer, step=self.updates + 1)
         if not self.scaler.step(self.optimizer):
             self._left_out()
             return False
@@ -306,31 +308,6 @@ class Loop:
         self._finite.require_scale(scaler.value, self.options.min_loss_scale, step=step, left_out=scaler.left_out)
         self.meter.discard()
         self.ctx.say(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
-
-    def _correct(self, pending: Callable[[], Tensor], denominator: Tensor | float) -> Tensor | float:
-        """Turn gradients that were divided by an estimate of the global count into the exact mean.
-
-        On a GPU the count stays there: it is looked at later whether anything counted.
-
-        Returns:
-            The true count over the estimate.
-        """
-        total = pending()
-        true_count: Tensor | float
-        if self._copies is None:
-            true_count = total.item()
-            if true_count <= 0:
-                raise TrainingError(no_item(self.updates + 1))
-        else:
-            self._finite.require_count(total, step=self.updates + 1)
-            true_count = torch.where(total > 0, total, denominator)
-        if isinstance(true_count, Tensor) or true_count != denominator:
-            found = gradients(self.parameters)  # there are none before the only backward pass
-            for dtype in {gradient.dtype for gradient in found}:
-                same = [gradient for gradient in found if gradient.dtype is dtype]
-                torch._foreach_mul_(same, _share(denominator / true_count, dtype))
-        self._count_estimate = true_count
-        return true_count / denominator
 
     def at_its_end(self) -> str:
         """Say why a resumed training will make no update; empty when it will."""
@@ -484,7 +461,7 @@ class Loop:
         return {
             "task": self.options.task,
             "updates": self.updates,
-            "count_estimate": float(self._count_estimate),
+            "count_estimate": float(self._items.estimate),
             "model": self.raw_model.state_dict(),
             "parameters": parameter_names(self.raw_model, self.optimizer),
             "optimizer": self.optimizer.state_dict(),
@@ -525,7 +502,7 @@ class Loop:
         self.best.load_state_dict(state["best"])
         self.updates = self._saving.last_update = kept.updates
         self._validated_at = kept.validated_at
-        self._count_estimate = kept.count_estimate
+        self._items.estimate = kept.count_estimate
         resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
         ctx.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
@@ -559,8 +536,3 @@ class Loop:
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.updates % every == 0
-
-
-def _share(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """Return a factor for tensors of a type: where it is a tensor [], float64, the product must not become one."""
-    return factor.to(dtype) if isinstance(factor, Tensor) else factor

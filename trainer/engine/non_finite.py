@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer import distributed
 from trainer.contract.errors import TrainingError
@@ -40,8 +41,8 @@ class FiniteCheck:
 
     On a CPU that happens at once and costs microseconds. On a GPU it would stop the queue at every step: there a
     number is looked at when it has arrived on the host, and waited for only before an evaluation and a save
-    (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it gets
-    zeros, so that the parameters stay finite and the batch computed again shows the module.
+    (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it does
+    nothing or gets zeros, so that the parameters stay finite and the batch computed again shows the module.
 
     Args:
         task: computes the loss once more to find the place.
@@ -99,7 +100,7 @@ class FiniteCheck:
             "named; computing it again draws random numbers, such as dropout's, anew"
         )
 
-    def require_gradient(self, norm: Tensor, *, step: int) -> Tensor | float:
+    def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
         """Refuse to step on gradients whose norm [] is not finite; all ranks have the same one and look for it.
 
         Returns:
@@ -114,9 +115,7 @@ class FiniteCheck:
             self._look_later("gradient", norm, step, self._copies)
             overflowed = ~torch.isfinite(norm)
             self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
-            for parameter in self._model.parameters():
-                if (gradient := parameter.grad) is not None:
-                    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(self._overflowed, 0.0)
+            self._keep_from_stepping(optimizer, self._overflowed)
             return norm
         if math.isfinite(value := norm.item()):
             return value
@@ -183,6 +182,16 @@ class FiniteCheck:
                 f"non-finite model after step {step}, though every loss and gradient was finite: first in "
                 f"{'; '.join(found)}; lower --lr, or set --clip-norm"
             )
+
+    def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:
+        """Have the optimizer change no parameter once a gradient was not finite, [] on the device."""
+        if all(group.get("fused") for group in optimizer.param_groups):
+            # What GradScaler tells a fused optimizer, whose kernel then does nothing.
+            optimizer.found_inf, optimizer.grad_scale = overflowed.to(torch.float32), None  # type: ignore[attr-defined]
+            return
+        for parameter in self._model.parameters():
+            if (gradient := parameter.grad) is not None:
+                (gradient._values() if gradient.is_sparse else gradient).masked_fill_(overflowed, 0.0)
 
     def _look_later(
         self, kind: Literal["loss", "gradient", "count"], value: Tensor, step: int, copies: HostCopies

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.contract.record import Doing, EventWriter, Finding, Step
+from trainer.contract.record import Doing, EventWriter, Finding
 from trainer.distributed import flight_recorder
 from trainer.host.core_waits import core_waits
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
@@ -208,14 +208,6 @@ class StepMeter:
                 self._clock.release(buckets.marks())
         self._measure_sync()
         self.start()
-
-    @property
-    def latest(self) -> Step | None:
-        """The last step that is complete on the device; None before the first, and without a record."""
-        if not self._enabled:
-            return None
-        self._recorder.process()
-        return self._recorder.latest
 
     def pause(self) -> None:
         """Write all complete steps, before a validation or a checkpoint; ``start`` continues."""

@@ -40,8 +40,6 @@ class StepRecorder:
         synchronised: bool = False,
         wire_ratio: float | None = 1.0,
     ) -> None:
-        self.latest: Step | None = None
-        """The last step that is complete on the device."""
         self.longest_s = 0.0
         """The longest recent step."""
         self.fault: str | None = None
@@ -119,7 +117,6 @@ class StepRecorder:
         clock.release(reading.marks[:-1])  # the last one is the first of the next step
         for buckets in reading.syncs:
             clock.release(buckets.marks())
-        self.latest = event
         self.longest_s = max(LONGEST_DECAY * self.longest_s, (event.step_ms or 0.0) * 1e-3)
         self._unmerged.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.
