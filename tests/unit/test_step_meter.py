@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import HostWaits
 from torch import nn
 
 from trainer.contract.record import (
@@ -521,6 +522,14 @@ def test_the_writers_thread_asks_events_with_its_ranks_device_current_and_record
     meter.close()
     writer.close()
     assert [event.memory_peak_bytes for event in _events(tmp_path)] == [3 << 30]
+
+
+def test_numbers_are_fetched_from_a_device_without_asking_for_their_values() -> None:
+    clock = CudaClock(CPU, Device().event, lambda: None)  # tensors on the CPU stand for those on a device
+    with HostWaits():
+        clock.mark()
+        fetched = [clock.fetch((torch.tensor(1.5 + step), None, torch.tensor([2.5]), 0.5)) for step in range(2)]
+    assert [numbers() for numbers in fetched] == [[1.5, None, 2.5, 0.5], [2.5, None, 2.5, 0.5]]
 
 
 def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
