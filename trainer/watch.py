@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from trainer.agent.exception_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import Checksum, EventWriter, RankState, RankStateName, RunDir
+from trainer.distributed.host_copies import HostCopy, NumbersHere, begin_copy, host_copies
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 
@@ -109,6 +110,8 @@ class Watched:
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._meter = StepMeter(model, device=self._device, writer=writer, rank=rank, detail_every=detail_every)
         self._handles: list[Any] = []
+        self._checksums: tuple[int, float, HostCopy | NumbersHere] | None = None
+        """Step and time of a checksum, and the checksum on its way to the host."""
         self._open_phase: Phase = "other"
         """Phase of the time since the last mark."""
         self._evaluated = False
@@ -138,6 +141,8 @@ class Watched:
             return
         for handle in self._handles:
             handle.remove()
+        if error is None:
+            self._write_checksum()
         self._meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not ended_well and self._records_states:
@@ -196,21 +201,20 @@ class Watched:
             lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
         )
         self._samples, self._loss, self._tokens = 0, None, None
+        self._write_checksum()
         if self._checksum_every and self.step % self._checksum_every == 0:
-            self._checksum()
+            copy = begin_copy(self._replica.checksums(), host_copies(self._device))
+            self._checksums = self.step, time.time(), copy
             self._meter.start()
 
-    def _checksum(self) -> None:
-        parameters, buffers = self._replica.fingerprint().digests
-        self._writer.write(
-            Checksum(
-                time=time.time(),
-                rank=self._rank,
-                step=self.step,
-                parameters=f"{parameters:016x}",
-                buffers=f"{buffers:016x}",
-            )
-        )
+    def _write_checksum(self) -> None:
+        """Write the checksum that was begun after an earlier step."""
+        if self._checksums is None:
+            return
+        step, at, copy = self._checksums
+        self._checksums = None
+        parameters, buffers = self._replica.fingerprint(copy.numbers()).texts
+        self._writer.write(Checksum(time=at, rank=self._rank, step=step, parameters=parameters, buffers=buffers))
 
     def _set_state(self, state: RankStateName, message: str | None = None) -> None:
         if not self._records_states:

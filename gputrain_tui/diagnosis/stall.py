@@ -319,7 +319,8 @@ def _position_text(view: RankView) -> str:
         place = view.process.sleeps_in
         what = f"sleeps in the kernel's {place}" if place and not place.startswith(LOCK_PREFIX) else f"is {doing}"
         known.append(f"its process {what}" if known else f"the process of rank {view.rank} {what}")
-    return "; " + ", and ".join(known) if known else ""
+    last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""
+    return ("; " + ", and ".join(known) if known else "") + last
 
 
 def _evidence(view: RankView, silence_s: float) -> dict[str, float]:

@@ -16,7 +16,13 @@ from trainer.checkpoint import load
 from trainer.contract.options import Training
 from trainer.contract.record import EventWriter, Finding, Validation, decode_events
 
-OPTIONS: dict[str, Any] = {"task": "tested", "batch_size": (4,), "lr": (0.05,), "max_epochs": 6, "save_every_updates": 1}
+OPTIONS: dict[str, Any] = {
+    "task": "tested",
+    "batch_size": (4,),
+    "lr": (0.05,),
+    "max_epochs": 6,
+    "save_every_updates": 1,
+}
 """The best validation comes after the first of the epochs, of 7 updates on 2 ranks: the loss rises from then on."""
 
 

@@ -376,7 +376,7 @@ def test_a_process_alone_needs_no_group() -> None:
     assert distributed.broadcast_object({"a": [1.5]}) == {"a": [1.5]}
     assert distributed.all_reduce(torch.tensor([2.0])).tolist() == [2.0]
     assert distributed.all_reduce_dict({"b": 1, "a": 2.5}) == {"b": 1.0, "a": 2.5}
-    assert distributed.sum_async(torch.tensor(3), CPU)() == 3.0
+    assert float(distributed.sum_async(torch.tensor(3), CPU)()) == 3.0
     distributed.barrier()
     distributed.shutdown()
 
@@ -423,7 +423,7 @@ def reduce(rank: int) -> dict[str, Any]:
         "min": distributed.all_reduce(torch.tensor([5 + rank]), "min").item(),
         "order": list(reduced) == order,
         "dict": [reduced["a"], reduced["b"], reduced["c"].item()],
-        "later": later(),
+        "later": float(later()),
         "sent": distributed.broadcast_object({"rank": rank, "t": torch.tensor([rank])} if rank == 1 else None, 1),
     }
 

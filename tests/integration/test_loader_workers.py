@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import random
@@ -8,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainer.agent.log_tail import error_line
 from trainer.contract.errors import RequestError
@@ -22,6 +24,7 @@ from trainer.data.batches import (
     EpochBatches,
 )
 from trainer.data.loader import MicroBatch
+from trainer.data.worker_start import start_method
 
 
 def batches(samples: int | Sequence[Any], batch_sizes: Sequence[int], rank: int, **options: Any) -> EpochBatches:
@@ -173,17 +176,86 @@ time.sleep(600)
 """
 
 
+ON_GPU = (
+    RANK.replace("Slow()", "range(1000)")  # which can be sent
+    .replace("source =", "import torch; torch.cuda.is_initialized = lambda: True\nsource =", 1)
+    .replace("children()", "children(recursive=True)")
+)
+
+
 @pytest.mark.timing
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are bound to their rank by Linux's PDEATHSIG")
-def test_workers_die_with_a_rank_that_is_killed() -> None:
+@pytest.mark.parametrize(
+    ("script", "children", "limit_s"),
+    [(RANK, 2, 3), (ON_GPU, 4, 30)],  # the server, which has torch loaded, takes its time to end
+    ids=["forked", "of a fork server"],
+)
+def test_workers_die_with_a_rank_that_is_killed(script: str, children: int, limit_s: float) -> None:
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, cwd=root) as rank:
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as rank:
         assert rank.stdout is not None
         workers = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
-        assert len(workers) == 2
+        assert len(workers) == children, "a server and a resource tracker besides" if children > 2 else ""
         os.kill(rank.pid, signal.SIGKILL)
         rank.wait()
         started = time.monotonic()
-        _, alive = psutil.wait_procs(workers, timeout=3)
+        _, alive = psutil.wait_procs(workers, timeout=limit_s)
         assert not alive
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < limit_s
+
+
+# ------------------------------------------------------------------------------------------------- once CUDA is in use
+
+
+def loaded_by_path(folder: Path) -> Any:
+    file = folder / "mine.py"
+    file.write_text("class Mine:\n    def __len__(self): return 4\n    def __getitem__(self, index): return index\n")
+    spec = importlib.util.spec_from_file_location("task_file_mine", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.Mine()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "method"),
+    [
+        (lambda _: Whole(), "forkserver"),
+        (lambda _: TensorDataset(torch.arange(8)), "forkserver"),
+        (lambda _: [torch.arange(2) for _ in range(1000)], "fork"),
+        (lambda _: TensorDataset(torch.zeros(100 << 20, dtype=torch.uint8)), "fork"),
+        (lambda _: [bytes(100 << 20)], "fork"),
+        (lambda _: [lambda: 1], "fork"),
+        (loaded_by_path, "fork"),
+    ],
+    ids=[
+        "importable",
+        "a few tensors",
+        "more tensors than open files",
+        "a large tensor",
+        "much else",
+        "not picklable",
+        "a task's file",
+    ],
+)
+def test_workers_come_from_a_fork_server_once_cuda_is_in_use_where_the_data_can_be_sent(
+    tmp_path: Path, dataset: Any, method: str
+) -> None:
+    data = dataset(tmp_path)
+    assert start_method(data, cuda_in_use=True) == method
+    assert start_method(data, cuda_in_use=False) == "fork"
+
+
+def test_workers_of_a_fork_server_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_all() -> list[Any]:
+        source = batches(Noisy(24), [4], 0, num_workers=2)  # type: ignore[arg-type]
+        found = samples_of(read(source, 1))
+        source.close()
+        return found
+
+    forked = read_all()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert read_all() == forked
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -6,55 +6,20 @@ import json
 import os
 import resource
 import socket
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from trained import Trained
 
 from trainer.checkpoint import newest, write_file
 
 TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
-
-
-class Trained:
-    """What a finished `python -m trainer` left behind."""
-
-    def __init__(self, run_dir: Path, done: subprocess.CompletedProcess[str]) -> None:
-        self.code = done.returncode
-        self.output = done.stdout + done.stderr
-        self.run_dir = run_dir
-        self.events: list[dict[str, Any]] = []
-        for file in sorted(run_dir.glob("events/*.ndjson")):
-            self.events += [json.loads(line) for line in file.read_text().splitlines()]
-        self.events.sort(key=lambda event: float(event["time"]))
-
-    def of(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["type"] == kind and (rank is None or e.get("rank") == rank)]
-
-    def sum_of(self, value: str, rank: int, *, after: int = 0) -> float:
-        """Over the steps; how many steps share an event depends on how fast they were, the sum does not."""
-        return sum(event[value] * event["steps"] for event in self.of("step", rank) if event["step"] > after)
-
-    def curve(self) -> list[float]:
-        """The loss of each step: the mean over the ranks, whose batches are equally large."""
-        losses: dict[int, list[float]] = {}
-        for event in self.of("step"):
-            assert event["steps"] == 1
-            losses.setdefault(event["step"], []).append(event["loss"])
-        return [statistics.fmean(losses[step]) for step in sorted(losses)]
-
-    @property
-    def parameters(self) -> Tensor:
-        found = newest(self.run_dir / "checkpoints")
-        assert found is not None
-        return torch.cat([tensor.flatten().double() for tensor in found[1]["model"].values()])
 
 
 def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract.record import (
+    Doing,
     EventWriter,
     Finding,
     Step,
@@ -360,3 +361,63 @@ def test_our_hook_and_ddps_logger_agree(gang: Gang) -> None:
     for exposed in gang.run(_both_ways):
         ours, theirs = (statistics.median(values) for values in zip(*exposed, strict=True))
         assert ours == pytest.approx(theirs, abs=20.0), "of about 100 ms on rank 0 and about 1 ms on rank 1"
+
+
+def _wait_long(rank: int, world_size: int, folder: str) -> str:
+    """Let a rank hang in its forward pass after two collectives; return what its record has of them."""
+    from trainer.distributed import flight_recorder
+
+    file = Path(folder) / f"collectives_{rank}"
+    flight_recorder.prepare(file, rank, {})
+    writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
+    hours = itertools.count(step=3600)
+    meter = StepMeter(nn.Linear(2, 2), device=CPU, writer=writer, rank=rank, clock=lambda: float(next(hours)))
+    meter.start()
+    dist.all_reduce(torch.ones(3, 5))
+    dist.barrier()
+    meter.lap("data")
+    found: list[Doing] = []
+    deadline = time.monotonic() + 60
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)  # the writer's thread goes on
+        found = [event for event in _events(Path(folder), rank) if isinstance(event, Doing)]
+    meter.close()
+    writer.close()
+    assert file.with_name(f"{file.name}.json").read_bytes().startswith(b"{")
+    return found[0].collectives
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="this torch records no collectives of gloo"
+)
+def test_a_rank_that_waits_long_records_its_last_collectives(gang: Gang, tmp_path: Path) -> None:
+    for words in gang.run(_wait_long, str(tmp_path)):
+        assert "all_reduce" in words
+        assert "of [3, 5], barrier" in words
+        assert "are complete" in words
+
+
+def _local_norm(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> tuple[list[str], list[float | None]]:
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False, dtype=dtype))
+    writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
+    meter = StepMeter(model, device=CPU, writer=writer, rank=rank, detail_every=1)
+    meter.start()
+    for step in range(1, 5):
+        model.zero_grad()
+        model(torch.full((1, 2), 3.0 + rank, dtype=dtype)).sum().backward()
+        meter.end(step=step, epoch=1, samples=1)
+        assert writer.flush()
+    meter.close()
+    writer.close()
+    events = _events(Path(folder), rank)
+    norms = [event.local_grad_norm for event in events if isinstance(event, Step) and event.step == 4]
+    return [event.message for event in events if isinstance(event, Finding)], norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_local_gradient_norm_is_measured_in_every_number_format(
+    gang: Gang, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    for rank, (faults, norms) in enumerate(gang.run(_local_norm, str(tmp_path), dtype)):
+        assert faults == []
+        assert norms == [pytest.approx((3.0 + rank) * 2**0.5, rel=1e-3)]

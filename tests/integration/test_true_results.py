@@ -106,19 +106,21 @@ def test_a_validation_that_is_no_number_is_never_the_best() -> None:
 class Queue:
     """A device's queue, as its events see it: it gets on only when it is waited for, or by itself."""
 
+    step = 0
     waited = 0
+    """For what a step has queued itself; what is a step old leaves the queue full."""
     prompt = False
 
 
 class QueuedEvent:
     def record(self) -> None:
-        self.reached = Queue.prompt
+        self.reached, self.step = Queue.prompt, Queue.step
 
     def query(self) -> bool:
         return self.reached
 
     def synchronize(self) -> None:
-        Queue.waited += not self.reached
+        Queue.waited += not self.reached and self.step == Queue.step
         self.reached = True
 
 
@@ -126,10 +128,10 @@ def train_queued(
     rank: int, world_size: int, folder: str, options: dict[str, Any], task: dict[str, Any], prompt: bool
 ) -> dict[str, Any]:
     """Train on the CPU as on a GPU: numbers are on their way to the host until an event has been reached."""
+    from host_waits import HostWaits
     from tiny_task import TinyTask
 
     from trainer.contract.record import EventWriter
-    from trainer.engine.host_copies import HostCopies
     from trainer.engine.loop import Loop
     from trainer.engine.non_finite import NonFiniteError
     from trainer.engine.worker_context import WorkerContext
@@ -140,12 +142,13 @@ def train_queued(
     class Task(TinyTask):
         def loss(self, model: torch.nn.Module, batch: Any) -> Any:
             if model.training:
+                Queue.step += 1
                 waited_in_steps.append(Queue.waited)
             return super().loss(model, batch)
 
     loop = Loop(
         Task(TinyOptions(**task)),
-        Training(task="tiny", batch_size=(5,), optimizer="adam", **options),
+        Training(task="tiny", batch_size=(5,), **({"optimizer": "adam"} | options)),
         WorkerContext(
             rank=rank,
             world_size=world_size,
@@ -154,7 +157,7 @@ def train_queued(
             set_state=lambda state: None,
             say=lambda line: None,
             checkpoints=Path(folder),
-            copies=HostCopies(QueuedEvent, pinned=False),
+            copies=HostWaits(QueuedEvent).copies,
         ),
     )
     message = ""
@@ -183,6 +186,7 @@ def test_on_a_device_no_checkpoint_is_written_from_numbers_not_looked_at(
     two_ranks: Gang, tmp_path: Path, poison: str, found: str, save_every: int
 ) -> None:
     options = {"max_updates": 100, "save_every_updates": save_every, "valid_every_epochs": 0, "save_every_epochs": 0}
+    options |= {"optimizer": "adam" if save_every == 2 else "adadelta"}  # a fused one, and one that is not
     results = two_ranks.run(train_queued, str(tmp_path), options, {"poison": poison, "samples": 1000}, False)
     assert [result["message"] for result in results] == [found, found]
     assert [result["updates"] for result in results] == [max(4, save_every)] * 2, "at the first save from there on"
@@ -369,3 +373,61 @@ def test_what_a_loss_returns_wrongly_is_told_with_the_class_of_the_task(tmp_path
     assert "Traceback" not in done.output
     result = json.loads((tmp_path / "nodes" / "0.json").read_text())
     assert result["failure"]["message"].startswith(f"{line}; it must return the summed loss")
+
+
+# ------------------------------------------------------------------------------------------------- waits
+
+
+def train_without_waits(rank: int, world_size: int, count_per_sample: int | None) -> int:
+    """Train with every wait for a device refused, from the first step to the last; return the steps."""
+    from host_waits import HostWaits
+    from tiny_task import TinyTask
+
+    from trainer.contract.record import EventWriter
+    from trainer.engine.loop import Loop
+    from trainer.engine.worker_context import WorkerContext
+
+    waits = HostWaits()
+
+    class Task(TinyTask):
+        def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+            if self.calls == 2:  # DDP's first backward pass rebuilds its buckets
+                waits.start()
+            return super().loss(model, batch)
+
+    task = Task(TinyOptions(masked=True, valid_samples=5))
+    task.count_per_sample = count_per_sample
+    loop = Loop(
+        task,
+        Training(
+            batch_size=(5,),
+            update_freq=(2,),
+            max_updates=4,
+            optimizer="sgd",  # the step counters of others are on the host
+            desync_every=1,
+            clip_norm=0.1,
+            valid_every_epochs=0,
+            shuffle=False,  # the order is on the host, and is not told from what is on a device
+        ),
+        WorkerContext(
+            rank=rank,
+            world_size=world_size,
+            device=torch.device("cpu"),
+            writer=EventWriter(None, rank=rank),
+            set_state=lambda state: None,
+            say=lambda line: None,
+            checkpoints=None,
+            waits=waits.stop,  # before the last evaluation and the save, which may wait
+            copies=waits.copies,
+        ),
+    )
+    try:
+        loop.run()
+    finally:
+        waits.stop()
+    return loop.updates
+
+
+@pytest.mark.parametrize("count_per_sample", [None, 3], ids=["counts summed over the ranks", "counts known"])
+def test_no_step_waits_for_the_device(two_ranks: Gang, count_per_sample: int | None) -> None:
+    assert two_ranks.run(train_without_waits, count_per_sample) == [4, 4]

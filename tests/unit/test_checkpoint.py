@@ -20,6 +20,7 @@ from torch import nn
 from trainer.checkpoint import (
     CheckpointError,
     CheckpointWriter,
+    HostTensors,
     Saved,
     capture_rng,
     copy_to_cpu,
@@ -207,6 +208,51 @@ def test_the_best_is_a_name_and_not_a_second_copy(tmp_path: Path, log: Log) -> N
     writer.close()
     assert (tmp_path / "best.pt").samefile(tmp_path / "step_00000001.pt")
     assert names(tmp_path) == ["best.pt", "step_00000001.pt"]
+
+
+def test_a_gpus_tensors_are_waited_for_by_the_writing_thread_and_not_by_training(tmp_path: Path) -> None:
+    queued: list[Any] = []
+    waited_on: list[str] = []
+
+    class Pinned(torch.Tensor):
+        def copy_(self, source: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+            assert non_blocking
+            queued.append((self.as_subclass(torch.Tensor), source.clone()))
+            return self.as_subclass(torch.Tensor)
+
+    class Event:
+        def record(self) -> None:
+            assert len(queued) == 2, "after all copies"
+
+        def synchronize(self) -> None:
+            waited_on.append(threading.current_thread().name)
+            for pinned, source in queued:
+                pinned.copy_(source)
+
+    def on_a_device() -> HostTensors:
+        return HostTensors(
+            is_away=lambda tensor: True,
+            empty_like=lambda like: torch.empty_like(like).fill_(-1.0).as_subclass(Pinned),
+            event=Event,
+        )
+
+    writer = CheckpointWriter(tmp_path, keep_last=1, host_tensors=on_a_device)
+    state = {"weight": torch.arange(3.0), "bias": torch.ones(2), "step": 7}
+    writer.save(state, step=7)
+    state["weight"].zero_()  # type: ignore[union-attr]
+    writer.close()
+    assert waited_on == ["checkpoint-writer"]
+    back = load(tmp_path / "step_00000007.pt")
+    assert (back["weight"].tolist(), back["bias"].tolist(), back["step"]) == ([0.0, 1.0, 2.0], [1.0, 1.0], 7)
+
+
+def test_memory_that_cannot_be_locked_costs_a_wait_and_no_checkpoint() -> None:
+    def refused(like: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    tensors = HostTensors(is_away=lambda tensor: True, empty_like=refused)
+    assert copy_to_cpu({"weight": torch.ones(2)}, tensors)["weight"].tolist() == [1.0, 1.0]
+    tensors.wait()
 
 
 def test_where_a_file_system_has_no_links_the_best_is_a_copy(

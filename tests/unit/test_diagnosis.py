@@ -678,13 +678,14 @@ def test_the_rank_that_is_at_an_earlier_part_of_the_step_is_named_with_that_part
     run = Run(2)
     run.steps(40)
     run.look()
+    last = "its last collectives are all_reduce 81, all_reduce 82; 82 of 82 are complete"
     for rank, part, done in ((0, "sync", 4), (1, "forward", 2)):
-        run.state.apply(
-            Doing(time=run.now + 5.0, rank=rank, step=41, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
-        )
+        doing = Doing(time=run.now + 5.0, rank=rank, step=41, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
+        doing.collectives = last if rank == 1 else ""
+        run.state.apply(doing)
     found = run.look(12.0)
     assert told(found) == [("stalled", "raised", 1, "forward")]
-    assert "rank 1 is in its forward pass" in found[0].message
+    assert found[0].message.endswith(f"rank 1 is in its forward pass; {last}")
     assert told(run.steps(1)) == [("stalled", "cleared", 1, "forward")]
     assert run.state.ranks[1].doing is None
 

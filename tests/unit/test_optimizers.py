@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -157,6 +158,31 @@ def test_optimizers_by_name_are_those_of_torch(options: dict[str, Any], referenc
             params[0].square().sum().backward()
             optimizer.step()
     assert torch.equal(ours[0], theirs[0])
+
+
+def moved(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
+    for step in range(steps):
+        parameter.grad = torch.full_like(parameter, 0.3 * (step + 1))
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
+def test_a_fused_optimizer_does_what_the_plain_one_does_and_goes_on_from_its_checkpoint(name: Any) -> None:
+    options = Training(optimizer=name, lr=0.1, weight_decay=0.01, momentum=0.9 if name == "sgd" else 0.0)
+    (ours,), (theirs,) = parameters(), parameters()
+    fused, plain = build_optimizer(options, [ours]), build_optimizer(options, [theirs], sparse=True)
+    assert (fused.param_groups[0]["fused"], plain.param_groups[0]["fused"]) == (True, False)
+    assert torch.allclose(moved(ours, fused), moved(theirs, plain))
+    restore(fused, copy.deepcopy(plain.state_dict()))
+    with torch.no_grad():
+        ours.copy_(theirs)
+    assert torch.allclose(moved(ours, fused), moved(theirs, plain))
+
+
+def test_parameters_that_no_fused_kernel_takes_are_updated_by_the_plain_one() -> None:
+    complex_ones = [nn.Parameter(torch.ones(2, dtype=torch.complex64))]
+    assert not build_optimizer(Training(optimizer="adam"), complex_ones).param_groups[0]["fused"]
 
 
 def test_weight_decay_of_adam_is_l2_and_that_of_adamw_is_decoupled() -> None:

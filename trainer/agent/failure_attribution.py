@@ -78,6 +78,10 @@ class FailureAttribution:
         message = f"the process was ended by {signal_name(-rank.exit_code)}"
         message += self._why(-rank.exit_code) or (words and f": {words}")
         # NCCL's watchdog ends a process whose collective took too long.
+        if rank.assignment.run_dir is not None:
+            collectives = RunDir(rank.assignment.run_dir).rank_collectives(rank.assignment.rank)
+            if collectives.is_file():
+                message += f"; its last collectives are in {collectives}"
         self.fail(rank.assignment, "lost_peer" if is_lost_peer(words) else "signal", message)
 
     def server_ended(self, host: str, number: int | None) -> None:

@@ -8,7 +8,7 @@ are written in ``writer`` and read in ``reader``, weights alone in ``weights``, 
 from trainer.checkpoint.entries import ENTRIES, difference, kinds
 from trainer.checkpoint.file import BEST, MAGIC, step_name, write_file
 from trainer.checkpoint.reader import good_ones, load, newest, open_checkpoint
-from trainer.checkpoint.state import capture_rng, copy_to_cpu, restore_rng
+from trainer.checkpoint.state import HostTensors, capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.weights import fit, load_weights, weights_of
 from trainer.checkpoint.writer import CheckpointWriter, NotSaved, Saved
 from trainer.contract.errors import CheckpointError
@@ -19,6 +19,7 @@ __all__ = [
     "MAGIC",
     "CheckpointError",
     "CheckpointWriter",
+    "HostTensors",
     "NotSaved",
     "Saved",
     "capture_rng",

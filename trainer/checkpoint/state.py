@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,19 +15,80 @@ from trainer.contract.errors import CheckpointError
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
-def copy_to_cpu(state: Any) -> Any:
+class HostTensors:
+    """Copies tensors to the CPU: at once, and from a GPU into pinned memory, behind the work queued there.
+
+    The training then goes on; ``wait`` is for the thread that reads the copies.
+
+    Args:
+        is_away: whether a tensor is on a GPU.
+        empty_like: allocates pinned memory of a tensor's shape.
+        event: marks a place in the queue of the current GPU, as ``torch.cuda.Event`` does.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_away: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
+        empty_like: Callable[[Tensor], Tensor] = lambda like: torch.empty_like(like, device="cpu", pin_memory=True),
+        event: Callable[[], Any] = torch.cuda.Event,
+    ) -> None:
+        self._is_away = is_away
+        self._empty_like = empty_like
+        self._event = event
+        self._device: torch.device | None = None
+        self._copied: Any = None
+        """Event after the last copy; None where all are here."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy, which is complete after ``wait``."""
+        tensor = tensor.detach()
+        if not self._is_away(tensor):
+            return tensor.to("cpu", copy=True)
+        try:
+            pinned = self._empty_like(tensor)
+        except RuntimeError:  # so much memory cannot be locked
+            return tensor.to("cpu", copy=True)
+        self._device = tensor.device
+        return pinned.copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        """Mark the end of the copies; called by the thread that has begun them."""
+        if self._device is not None:
+            self._copied = self._event()
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Return when all copies are complete; called by any thread."""
+        if self._copied is None:
+            return
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # another thread begins on GPU 0, and would open a context there
+        self._copied.synchronize()
+
+
+def copy_to_cpu(state: Any, tensors: HostTensors | None = None) -> Any:
     """Return the state with every tensor copied to the CPU, and everything else as plain lists, tuples and dicts.
 
     Tensors that share memory entirely, tied weights, still share it in the copy; a view of part of a larger tensor
     is copied alone.
 
+    Args:
+        state: tensors, numbers, strings, and lists, tuples and dicts of them.
+        tensors: copies the tensors, which are complete after its ``wait``; default: at once.
+
     Raises:
         CheckpointError: the state holds something that cannot come back with ``weights_only=True``.
     """
-    return _copy(state, "state", {})
+    here = tensors or HostTensors()
+    copied = _copy(state, "state", {}, here)
+    here.close()
+    if tensors is None:
+        here.wait()
+    return copied
 
 
-def _copy(state: Any, where: str, seen: dict[tuple[Any, ...], Tensor]) -> Any:
+def _copy(state: Any, where: str, seen: dict[tuple[Any, ...], Tensor], tensors: HostTensors) -> Any:
     if state is None:
         return state
     if isinstance(state, bytes) and not state:
@@ -39,14 +100,14 @@ def _copy(state: Any, where: str, seen: dict[tuple[Any, ...], Tensor]) -> Any:
         # Empty tensors all have address 0.
         key = (state.device, state.data_ptr() or id(state), state.dtype, tuple(state.shape), state.stride())
         if key not in seen:
-            seen[key] = state.detach().to("cpu", copy=True)
+            seen[key] = tensors.copy(state)
         return seen[key]
     if isinstance(state, Mapping):
-        return {_key(key, where): _copy(value, f"{where}[{key!r}]", seen) for key, value in state.items()}
+        return {_key(key, where): _copy(value, f"{where}[{key!r}]", seen, tensors) for key, value in state.items()}
     if isinstance(state, list):
-        return [_copy(value, f"{where}[{index}]", seen) for index, value in enumerate(state)]
+        return [_copy(value, f"{where}[{index}]", seen, tensors) for index, value in enumerate(state)]
     if isinstance(state, tuple):
-        return tuple(_copy(value, f"{where}[{index}]", seen) for index, value in enumerate(state))
+        return tuple(_copy(value, f"{where}[{index}]", seen, tensors) for index, value in enumerate(state))
     kind = type(state)
     raise CheckpointError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds dense tensors, numbers, strings, "

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.file import BEST, EPOCH, LAST_PLACE, clear_unfinished, link, place_of, step_name, write_file
 from trainer.checkpoint.folder_lock import FolderLock
 from trainer.checkpoint.reader import in_order, tell
-from trainer.checkpoint.state import copy_to_cpu
+from trainer.checkpoint.state import HostTensors, copy_to_cpu
 from trainer.contract.errors import CheckpointError
 
 
@@ -49,6 +49,8 @@ class _Job:
     best: bool
     epoch: int | None
     """The epoch that ended here, if its checkpoint is kept."""
+    tensors: HostTensors
+    """Completes the copies in the state."""
     why_not: str = ""
     """Why it could not be written; empty while that was not tried."""
 
@@ -93,6 +95,7 @@ class CheckpointWriter:
         run_id: str = "",
         on_saved: Callable[[Saved], None] | None = None,
         on_failed: Callable[[int, str], None] | None = None,
+        host_tensors: Callable[[], HostTensors] = HostTensors,
     ) -> None:
         """Make the folder, hold it against other trainings and clear away what an interrupted save has left in it.
 
@@ -104,6 +107,7 @@ class CheckpointWriter:
             on_saved: called in the writing thread when a checkpoint is on disk.
             on_failed: called in the writing thread with the step and one line about why it could not be written, or
                 that the folder with the ones before had been deleted; default: the line goes to stderr.
+            host_tensors: makes what copies the tensors of one save.
 
         Raises:
             CheckpointError: the folder cannot be made or written to.
@@ -115,6 +119,7 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._keep_last_epochs = keep_last_epochs
         self._on_saved = on_saved
+        self._host_tensors = host_tensors
         self._on_failed = on_failed or (lambda _step, line: tell(line))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +139,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def save(self, state: Mapping[str, Any], *, step: int, best: bool = False, epoch: int | None = None) -> None:
-        """Copy the state and have it written.
+        """Begin to copy the state and have it written; it may be changed by what is queued on its GPU from here on.
 
         Args:
             state: tensors, numbers, strings, and lists, tuples and dicts of them; may change after the call.
@@ -149,7 +154,8 @@ class CheckpointWriter:
         epoch = epoch if self._keep_last_epochs else None
         if epoch is not None:
             self.wait()  # each is kept, so that none may be superseded
-        job = _Job(copy_to_cpu(state), step, self._place, best, epoch)
+        tensors = self._host_tensors()
+        job = _Job(copy_to_cpu(state, tensors), step, self._place, best, epoch, tensors)
         with self._changed:
             assert not self._queue.closing, "save after close"
             self._queue.add(job)
@@ -204,6 +210,7 @@ class CheckpointWriter:
 
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
+        job.tensors.wait()
         self._require_folder(job.step)
         path = self.folder / step_name(job.step)
         size = write_file(path, job.state, place=job.place)

@@ -411,6 +411,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             extra={"group": "Numerics", "switches": {"--fp16": "fp16", "--bf16": "bf16"}},
         ),
     ] = "fp32"
+    tf32: Annotated[
+        bool,
+        Meta(
+            description="round products of 32-bit floats to TF32 on GPUs that have it (NVIDIA Ampere and later)",
+            extra={"group": "Numerics"},
+        ),
+    ] = True
     min_loss_scale: Annotated[
         float,
         Meta(

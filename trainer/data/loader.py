@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.dataset import SizedDataset
 from trainer.data.seeds import seed_all
+from trainer.data.worker_start import start_method
 from trainer.host import process_guard
 
 Collate = Callable[[list[Any]], Any]
@@ -103,7 +105,7 @@ class BatchLoader:
         pin_memory: bool,
         persistent_workers: bool = True,
     ) -> None:
-        """Start nothing yet; workers are forked by the first ``read``.
+        """Start nothing yet; workers are started by the first ``read``.
 
         Args:
             dataset: samples by index.
@@ -121,6 +123,10 @@ class BatchLoader:
         self._ahead: Iterator[Any] = iter(())
         self._loader: DataLoader[Any] | None = None
         if num_workers:
+            method = start_method(self._fetch, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+            context = multiprocessing.get_context(method)
+            if method == "forkserver":
+                context.set_forkserver_preload([__name__])  # torch is then loaded once for all workers
             self._loader = DataLoader(
                 self._fetch,  # type: ignore[arg-type]  # map-style over requests, which fetches and collates
                 batch_size=None,
@@ -128,11 +134,10 @@ class BatchLoader:
                 num_workers=num_workers,
                 collate_fn=as_it_is,
                 pin_memory=pin_memory,
-                worker_init_fn=partial(start_worker, os.getpid()),
+                worker_init_fn=partial(start_worker, os.getpid(), method),
                 # Without one of its own the loader draws from the generator that dropout uses.
                 generator=torch.Generator(),
-                # A task of the user's own need not be picklable.
-                multiprocessing_context="fork",
+                multiprocessing_context=context,
                 persistent_workers=persistent_workers,
             )
 
@@ -179,7 +184,8 @@ class BatchLoader:
                 self._ahead = iter(())
 
     def _dummy(self) -> MicroBatch:
-        return MicroBatch(self._fetch([self.dummy] * 2), 0)
+        batch = self._fetch([self.dummy] * 2)
+        return MicroBatch(batch if self._pin is None else self._pin(batch), 0)
 
     def close(self) -> None:
         """End the workers; they end when the loader and its iterator are let go."""
@@ -210,9 +216,12 @@ def pinned(batch: Any) -> Any:
     return batch
 
 
-def start_worker(rank_pid: int, worker: int) -> None:
+def start_worker(rank_pid: int, method: str, worker: int) -> None:
     """Make a worker end with its rank, however that ends, and leave signals to the rank."""
-    process_guard.die_with_parent_process()
-    if os.getppid() != rank_pid:  # The rank ended before the request above.
-        os._exit(1)
+    if method == "forkserver":
+        process_guard.die_with_process(rank_pid)  # its parent is the server
+    else:
+        process_guard.die_with_parent_process()
+        if os.getppid() != rank_pid:  # The rank ended before the request above.
+            os._exit(1)
     process_guard.set_signals()

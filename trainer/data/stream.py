@@ -24,6 +24,7 @@ from trainer.data.batches import Position, Shares, Update
 from trainer.data.dataset import StreamDataset, length_of
 from trainer.data.loader import Collate, MicroBatch, Refused, as_it_is, mix_seed, pinned, start_worker
 from trainer.data.seeds import RandomNumbers
+from trainer.data.worker_start import start_method
 from trainer.distributed.encoding import encode
 
 Exchange = Callable[[Any], list[Any]]
@@ -174,15 +175,16 @@ class StreamReader:
 
     def _read_ahead(self, reading: _Reading) -> Iterator[_Block]:
         workers = self._num_workers
+        method = start_method(reading, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         self._loaders = [
             DataLoader(
                 _InWorker(replace(reading, worker=worker, workers=workers)),
                 batch_size=None,
                 num_workers=1,
                 collate_fn=as_it_is,
-                worker_init_fn=partial(start_worker, os.getpid()),
+                worker_init_fn=partial(start_worker, os.getpid(), method),
                 generator=torch.Generator(),
-                multiprocessing_context="fork",
+                multiprocessing_context=method,
             )
             for worker in range(workers)
         ]

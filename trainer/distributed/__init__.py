@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
-from trainer.distributed import collectives, network_probe, peer_failure, rendezvous
+from trainer.distributed import collectives, heartbeat, network_probe, peer_failure, rendezvous
 from trainer.distributed.collectives import (
     all_gather_list,
     all_reduce,
@@ -75,6 +75,10 @@ class _GroupState:
     """Environment variables that ``distributed_init`` has set."""
     machines: list[rendezvous.RankMachine]
     """Members of the group, by machine."""
+    interface: str | None = None
+    """The network interface that this process has chosen; None where the user or the backend has."""
+    leave: Callable[[], None] = lambda: None
+    """Ends the heartbeat."""
 
 
 _group: _GroupState | None = None
@@ -123,6 +127,7 @@ def distributed_init(
     timeout_s: float,
     join_timeout_s: float,
     on_waiting: OnWaiting | None = None,
+    on_lost: Callable[[str], None] | None = None,
     identity: str = "",
     request: Mapping[str, str] | None = None,
     share_devices: bool = False,
@@ -138,6 +143,8 @@ def distributed_init(
         timeout_s: what a collective may take, in seconds.
         join_timeout_s: how long to wait for the other ranks, in seconds.
         on_waiting: told about once a second who has joined, who has not and the milliseconds waited.
+        on_lost: told on a thread, in words, that another machine is gone or has failed while this rank may wait in
+            NCCL; the process is to report that and to end.
         identity: run id; ranks with another one are refused.
         request: values by name that must be equal on all ranks, such as ``--lr``; ranks with another one are refused.
         share_devices: allow two ranks on one GPU.
@@ -170,11 +177,14 @@ def distributed_init(
     rdzv = open_store(init_method, rank=rank, world_size=world_size, wait=wait, environ=os.environ)
     result = rendezvous.join(rdzv, mine, wait, {**(request or {}), "--distributed-backend": backend})
     variables: tuple[str, ...] = ()
-    if interface := network_probe.interface_for(rdzv, result, mine, gloo=backend == "gloo"):
-        os.environ[network_probe.GLOO_INTERFACE] = interface
-        variables = (network_probe.GLOO_INTERFACE,)
+    gloo = backend == "gloo"
+    interface = network_probe.interface_for(rdzv, result, mine, gloo=gloo)
+    if interface is not None:
+        name, value = network_probe.interface_setting(interface, gloo=gloo)
+        os.environ[name] = value
+        variables = (name,)
     # Set before the group exists, so that shutdown removes the store's file even if the backend fails to connect.
-    _group = _GroupState(rdzv, rank, variables, result.machines)
+    _group = _GroupState(rdzv, rank, variables, result.machines, interface)
     collectives.reset_exchange_count()
     dist.init_process_group(
         backend,
@@ -184,6 +194,10 @@ def distributed_init(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
+    here = next(index for index, machine in enumerate(result.machines) if rank in machine.ranks)
+    if not gloo and on_lost is not None and len(result.machines) > 1 and rank == result.machines[here].ranks[0]:
+        # Gloo's connections break when a machine goes, and a collective raises; NCCL waits for its time-out.
+        _group.leave = heartbeat.start(heartbeat.Heartbeat(rdzv.store, result.machines, here), on_lost)
 
 
 def shutdown(*, abort: bool = False) -> None:
@@ -198,6 +212,8 @@ def shutdown(*, abort: bool = False) -> None:
     """
     global _group
     group, _group = _group, None
+    if group is not None and not abort:  # whoever aborts has reported why, or is silent and lost
+        group.leave()
     if dist.is_initialized() and not abort:
         world_size = dist.get_world_size()
         time.sleep(_DESTROY_DELAY_S)
@@ -226,7 +242,7 @@ def describe_lost_peers() -> str:
     if _group is None or len(_group.machines) < 2:
         return ""
     return peer_failure.describe_lost_peers(
-        _group.rdzv, _group.machines, _group.rank, os.environ.get(network_probe.GLOO_INTERFACE)
+        _group.rdzv, _group.machines, _group.rank, _group.interface or os.environ.get(network_probe.GLOO_INTERFACE)
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.encoding import decode, encode
+from trainer.distributed.host_copies import HostCopies, begin_copy, host_copies, on_device
 
 Op = Literal["sum", "max", "min"]
 Number = TypeVar("Number", Tensor, float, int)
@@ -89,38 +90,56 @@ def all_reduce(tensor: Tensor, op: Op = "sum") -> Tensor:
     return tensor
 
 
-def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], float]:
-    """Start summing a number over all ranks; the callable that is returned waits for the sum.
+def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], Tensor]:
+    """Start summing a number over all ranks; the callable that is returned gives the sum [], in float64.
+
+    On a CPU it waits for the others; on a GPU the sum stays there, and nothing waits.
 
     Args:
         value: a number or a tensor of one element.
         device: where the sum is accumulated.
     """
-    total = _as_tensor(value).to(device, torch.float64).reshape(1).clone()
+    if isinstance(value, Tensor):
+        total = value.detach().to(device, torch.float64, non_blocking=True).reshape(1).clone()
+    else:
+        total = torch.full((1,), value, dtype=torch.float64, device=device)  # a copy from the host would wait
     if get_world_size() == 1:
-        return lambda: float(total)
+        return lambda: total.reshape(())
     moved = _on_backend_device(total)
     work = dist.all_reduce(moved, async_op=True)
 
-    def result() -> float:
+    def result() -> Tensor:
         assert work is not None
-        work.wait()
-        return float(moved)
+        work.wait()  # nccl: the current CUDA stream waits, not this thread
+        return moved.reshape(())
 
     return result
 
 
-def max_async(values: Sequence[int]) -> Callable[[], list[int]]:
+def max_async(values: Sequence[int] | Tensor, copies: HostCopies | None = None) -> Callable[[], list[int]]:
     """Start taking the maximum of each number over all ranks; the callable that is returned waits for the result.
 
     With nccl it waits for kernels queued before this call, not for those queued since.
+
+    Args:
+        values: numbers, or a tensor of them [numbers], int64.
+        copies: brings the result to the host; default: what its device needs.
     """
-    if get_world_size() == 1:
+    if isinstance(values, Tensor):
+        # The maximum is taken in place.
+        moved = _on_backend_device(values.clone()) if get_world_size() > 1 else values
+    elif get_world_size() == 1:
         return lambda: [int(value) for value in values]
-    moved = _on_backend_device(torch.tensor([int(value) for value in values], dtype=torch.int64))
+    else:
+        on_gpu = dist.get_backend() == "nccl"
+        where = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        moved = on_device([int(value) for value in values], where)
+    copies = copies or host_copies(moved.device)
+    if get_world_size() == 1:
+        return begin_copy(moved, copies).numbers
     work = dist.all_reduce(moved, dist.ReduceOp.MAX, async_op=True)
     assert work is not None
-    if moved.device.type == "cpu":
+    if copies is None:
 
         def reduced() -> list[int]:
             work.wait()
@@ -128,16 +147,7 @@ def max_async(values: Sequence[int]) -> Callable[[], list[int]]:
 
         return reduced
     work.wait()  # nccl: the current CUDA stream waits, not this thread
-    host = torch.empty(moved.shape, dtype=moved.dtype, pin_memory=True)
-    host.copy_(moved, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-
-    def fetched() -> list[int]:
-        copied.synchronize()
-        return list(host.tolist())
-
-    return fetched
+    return copies.begin(moved).numbers
 
 
 def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = None) -> dict[str, Number]:

@@ -39,6 +39,8 @@ from trainer.host.addresses import (
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the interface that gloo binds to."""
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""Likewise of NCCL, which takes prefixes too, and several."""
 
 CONNECT_TIMEOUT_S = 3.0
 """Time-out of a connection to one of several addresses; TCP sends its first packet twice in it."""
@@ -61,19 +63,20 @@ class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registration, *, gloo: bool) -> str | None:
-    """Return the interface that gloo should bind to; None where the user has set one or gloo has to choose.
+    """Return the interface that the backend should bind to; None where the user has set one or it has to choose.
 
     Args:
         rdzv: the store in which the ranks have registered.
         result: the members by machine.
         mine: this rank's registration.
-        gloo: probe all pairs of machines, because gloo connects every rank with every other one.
+        gloo: whether the backend is gloo, which connects every rank with every other one: all pairs of machines are
+            probed. Otherwise it is NCCL.
 
     Raises:
         RequestError: the interface in the environment does not exist.
         TrainingError: machines cannot reach each other; the message names which.
     """
-    requested = os.environ.get(GLOO_INTERFACE)
+    requested = os.environ.get(GLOO_INTERFACE if gloo else NCCL_INTERFACE)
     if len(result.machines) == 1:
         names = [name for _, name in socket.if_nameindex()]
         return "lo" if requested is None and "lo" in names else None
@@ -82,7 +85,9 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
     wait = Wait(EXCHANGE_TIMEOUT_S, None)
     try:
         if mine.rank == result.machines[here].ranks[0]:
-            endpoint = _probe_machine(keys, rdzv, result.machines, here, requested, wait, probe_all=gloo)
+            # What NCCL makes of its setting is its own business.
+            named = requested if gloo else None
+            endpoint = _probe_machine(keys, rdzv, result.machines, here, named, wait, probe_all=gloo)
         else:
             endpoint = _read_endpoint(keys, result.machines, here, wait)
         if gloo and (refusal := _wait_for_key(keys, "probe_result", result.machines[0].host, wait)):
@@ -97,6 +102,11 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
         first = str(error).splitlines()[0]
         raise TrainingError(f"rank {mine.rank} lost the store at {rdzv.url} while joining: {first}") from None
     return None if requested is not None else endpoint.interface or None
+
+
+def interface_setting(interface: str, *, gloo: bool) -> tuple[str, str]:
+    """Return the environment variable, and its value, by which the backend binds to this interface and no other."""
+    return (GLOO_INTERFACE, interface) if gloo else (NCCL_INTERFACE, f"={interface}")  # without =, a prefix
 
 
 def _probe_machine(

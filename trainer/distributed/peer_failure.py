@@ -42,7 +42,7 @@ class PeerReport(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 def report_failure(rdzv: RendezvousStore, rank: int, failure: str) -> None:
     """Write the failure of this rank into the store, for the ranks that lose it."""
-    _run_with_timeout(REPORT_TIMEOUT_S, lambda: _write_report(_store(rdzv), rank, failure))
+    run_with_timeout(REPORT_TIMEOUT_S, lambda: _write_report(_store(rdzv), rank, failure))
 
 
 def describe_lost_peers(
@@ -68,7 +68,7 @@ def describe_lost_peers(
                     idle_at = time.monotonic() + COLLECT_IDLE_S
             time.sleep(0.02)
 
-    store_answered = _run_with_timeout(COLLECT_TIMEOUT_S + REPORT_TIMEOUT_S, collect)
+    store_answered = run_with_timeout(COLLECT_TIMEOUT_S + REPORT_TIMEOUT_S, collect)
     if rank == 0:
         time.sleep(STORE_LINGER_S)
     # Rank 0's process serves the store: a store that goes after rank 0's report was closed, not lost.
@@ -126,7 +126,7 @@ def _write_report(keys: Store, rank: int, failure: str) -> None:
     keys.compare_set(str(rank), "", msgspec.json.encode(PeerReport(failure=failure)).decode())
 
 
-def _run_with_timeout(limit_s: float, act: Callable[[], None]) -> bool:
+def run_with_timeout(limit_s: float, act: Callable[[], None]) -> bool:
     """Run a function on a thread and give up after ``limit_s``; whether it returned in time.
 
     A store whose machine is out of reach answers after many minutes, and nothing can interrupt the question.

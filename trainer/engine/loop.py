@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer import distributed
@@ -24,7 +24,9 @@ from trainer.contract.outcome import BEST_NOT_TESTED, SEED_ON_RESUME, describe_s
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
+from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
+from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.batching import batch_sizes, evaluation_batches, training_batches
 from trainer.engine.best_weights import BestWeights
@@ -32,7 +34,7 @@ from trainer.engine.checkpointing import Saving
 from trainer.engine.data_sample import DataSample, data_sample, require_same_data
 from trainer.engine.ema import WeightAverage
 from trainer.engine.evaluation import Evaluation, evaluate
-from trainer.engine.host_copies import host_copies
+from trainer.engine.item_count import ItemCount, factor_for
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model import (
     Accumulation,
@@ -40,9 +42,8 @@ from trainer.engine.model import (
     checkpoint_activations,
     clip,
     compression,
-    gradients,
+    has_sparse_gradients,
     share_buffers,
-    to_device,
     trainable,
     unwrap,
     wrap,
@@ -107,7 +108,9 @@ class Loop:
         self.raw_model = unwrap(self.model)
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks and can be repeated
         self.parameters = trainable(self.raw_model)
-        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(options, self.parameters)
+        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(
+            options, self.parameters, sparse=has_sparse_gradients(self.raw_model)
+        )
         self.schedule = Schedule(options, self.optimizer)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay)
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
@@ -124,12 +127,11 @@ class Loop:
             wire_ratio=wire.wire_ratio,
             sparse=task.sparse_parameters(self.raw_model),
         )
+        self._copies = ctx.copies or host_copies(ctx.device)
+        self._to_device = batch_copy(ctx.device)
+        choose_algorithms(options, ctx.device, alike_batches=task.lengths("train") is None)
         self._finite = FiniteCheck(
-            task,
-            self.raw_model,
-            autocast=self.autocast,
-            scaled=self.scaler.enabled,
-            copies=ctx.copies or host_copies(ctx.device),
+            task, self.raw_model, autocast=self.autocast, scaled=self.scaler.enabled, copies=self._copies
         )
         self.best = Best.of(options)
         self._tests = options.test and "test" in self.splits
@@ -139,7 +141,11 @@ class Loop:
         self.updates = 0
         self.epoch = 1
         # One item per sample until a count is known; far less would overflow fp16's first gradient.
-        self._count_estimate = float(sum(sizes) * self._update_freq(1))
+        self._items = ItemCount(
+            float(sum(sizes) * self._update_freq(1)),
+            parameters=self.parameters,
+            finite=None if self._copies is None else self._finite,
+        )
         self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
@@ -170,7 +176,7 @@ class Loop:
         self.model.train()
         self.meter.start()
         agreement = self._agreement = Agreement(
-            distributed.max_async,
+            partial(distributed.max_async, copies=self.ctx.copies),
             self._requests,
             leads=self.ctx.rank == 0,
             first_update=self.updates,
@@ -222,15 +228,14 @@ class Loop:
         options, meter, device = self.options, self.meter, self.ctx.device
         self.optimizer.zero_grad(set_to_none=True)
         per_sample = self.task.count_per_sample
-        denominator = update.global_samples * per_sample if per_sample else self._count_estimate
-        grad_scale = self.scaler.value
+        denominator = update.global_samples * per_sample if per_sample else self._items.estimate
+        grad_scale: Tensor | float = self.scaler.value
         loss_sum: Tensor | float = 0.0
         count: Tensor | int = 0
         samples = 0
-        pending: Any = None
         for index, micro in enumerate(update):
             meter.lap("data")
-            batch = to_device(micro.batch, device)
+            batch = self._to_device(micro.batch)
             meter.lap("h2d")
             last = index == update.micro_steps - 1
             try:
@@ -241,13 +246,13 @@ class Loop:
                         local_sum, local_count = local_sum * 0.0, 0
                     count = count + local_count
                     if last and not per_sample:
-                        pending = distributed.sum_async(count, device)
+                        self._items.begin(count, device)
                         if self._compresses:
-                            self._correct(pending, denominator)
-                            pending, denominator = None, self._count_estimate
+                            self._items.correct(step=self.updates + 1)
+                            denominator = self._items.estimate
                     meter.lap("forward")
                     loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
-                    scaled = local_sum * (self.ctx.world_size / denominator)
+                    scaled = local_sum * factor_for(self.ctx.world_size / denominator, local_sum.dtype)
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")
             except (RuntimeError, MemoryError) as error:
@@ -255,11 +260,11 @@ class Loop:
                     raise
                 raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {too_much(batch, error)}") from error
             samples += micro.samples
-        if pending is not None:
-            grad_scale *= self._correct(pending, denominator)
+        if not per_sample and not self._compresses:
+            grad_scale *= self._items.correct(step=self.updates + 1)
         self.scaler.unscale_(self.optimizer)
         norm = clip(self.parameters, options.clip_norm)
-        grad_norm = self._finite.require_gradient(norm, step=self.updates + 1)
+        grad_norm = self._finite.require_gradient(norm, self.optimizer, step=self.updates + 1)
         if not self.scaler.step(self.optimizer):
             self._left_out()
             return False
@@ -296,22 +301,6 @@ class Loop:
         self._finite.require_scale(scaler.value, self.options.min_loss_scale, step=step, left_out=scaler.left_out)
         self.meter.discard()
         self.ctx.say(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
-
-    def _correct(self, pending: Any, denominator: float) -> float:
-        """Turn gradients that were divided by an estimate of the global count into the exact mean.
-
-        Returns:
-            The true count over the estimate.
-        """
-        true_count = pending()
-        if true_count <= 0:
-            raise TrainingError(f"step {self.updates + 1}: the loss of every rank counts no item")
-        if true_count != denominator:
-            found = gradients(self.parameters)
-            if found:  # there are none before the only backward pass
-                torch._foreach_mul_(found, denominator / true_count)
-        self._count_estimate = true_count
-        return float(true_count / denominator)
 
     def at_its_end(self) -> str:
         """Say why a resumed training will make no update; empty when it will."""
@@ -498,7 +487,7 @@ class Loop:
         return {
             "task": self.options.task,
             "updates": self.updates,
-            "count_estimate": self._count_estimate,
+            "count_estimate": float(self._items.estimate),
             "model": self.raw_model.state_dict(),
             **({"plain": self.average.plain_weights()} if self.average.enabled else {}),
             "parameters": parameter_names(self.raw_model, self.optimizer),
@@ -581,7 +570,7 @@ class Loop:
             self.best.load_state_dict(state["best"])
         self.updates = self._saving.last_update = kept.updates
         self._validated_at = kept.validated_at
-        self._count_estimate = kept.count_estimate
+        self._items.estimate = kept.count_estimate
         self._best_weights.resumed(source)
         resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position

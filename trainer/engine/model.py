@@ -193,6 +193,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Return whether an embedding of the model gives a sparse gradient."""
+    return any(getattr(module, "sparse", False) for module in model.modules())
+
+
 def gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the gradients of those that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer import distributed
 from trainer.contract.errors import TrainingError
-from trainer.engine.host_copies import HostCopies, HostCopy
+from trainer.distributed.host_copies import HostCopies, HostCopy
 from trainer.tasks.task import Task, summed_loss
 
 
@@ -27,9 +28,9 @@ class NonFiniteError(TrainingError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Number:
-    """A loss or a gradient norm that has not been looked at yet, and with what it can be computed again."""
+    """A number that has not been looked at yet, and with what it can be computed again."""
 
-    kind: Literal["loss", "gradient"]
+    kind: Literal["loss", "gradient", "count"]
     step: int
     batch: Any
     copy: HostCopy
@@ -40,8 +41,8 @@ class FiniteCheck:
 
     On a CPU that happens at once and costs microseconds. On a GPU it would stop the queue at every step: there a
     number is looked at when it has arrived on the host, and waited for only before an evaluation and a save
-    (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it gets
-    zeros, so that the parameters stay finite and the batch computed again shows the module.
+    (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it does
+    nothing or gets zeros, so that the parameters stay finite and the batch computed again shows the module.
 
     Args:
         task: computes the loss once more to find the place.
@@ -99,7 +100,7 @@ class FiniteCheck:
             "named; computing it again draws random numbers, such as dropout's, anew"
         )
 
-    def require_gradient(self, norm: Tensor, *, step: int) -> Tensor | float:
+    def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
         """Refuse to step on gradients whose norm [] is not finite; all ranks have the same one and look for it.
 
         Returns:
@@ -114,13 +115,19 @@ class FiniteCheck:
             self._look_later("gradient", norm, step, self._copies)
             overflowed = ~torch.isfinite(norm)
             self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
-            for parameter in self._model.parameters():
-                if (gradient := parameter.grad) is not None:
-                    (gradient._values() if gradient.is_sparse else gradient).masked_fill_(self._overflowed, 0.0)
+            self._keep_from_stepping(optimizer, self._overflowed)
             return norm
         if math.isfinite(value := norm.item()):
             return value
         raise NonFiniteError(self._gradient_trouble(step, self._batch))
+
+    def require_count(self, count: Tensor, *, step: int) -> None:
+        """Look later at the items of all ranks in a step, [] on a GPU; a step without any is none.
+
+        ``require_all`` raises what was found.
+        """
+        assert self._copies is not None
+        self._look_later("count", count, step, self._copies)
 
     def require_scale(self, scale: float, least: float, *, step: int, left_out: int) -> None:
         """End all ranks when the loss scale has fallen below the least one: no step will be taken any more.
@@ -145,6 +152,7 @@ class FiniteCheck:
 
         Raises:
             NonFiniteError: on all ranks, if one of them has found something; with the step and the places.
+            TrainingError: the losses of a step counted no item.
         """
         while self._bad is None and self._unread:
             self._look(self._unread.popleft())
@@ -153,6 +161,8 @@ class FiniteCheck:
         numbers = [(at, kind) for kind, at, _ in told if kind != "state"]
         if numbers:
             at, kind = min(numbers, key=lambda number: (number[0], number[1] != "loss"))
+            if kind == "count":
+                raise TrainingError(no_item(at))
             batch = bad.batch if bad and bad.step == at else None
             if kind == "gradient":
                 raise NonFiniteError(self._gradient_trouble(at, batch))
@@ -173,15 +183,26 @@ class FiniteCheck:
                 f"{'; '.join(found)}; lower --lr, or set --clip-norm"
             )
 
-    def _look_later(self, kind: Literal["loss", "gradient"], value: Tensor, step: int, copies: HostCopies) -> None:
+    def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:
+        """Have the optimizer change no parameter once a gradient was not finite, [] on the device."""
+        if all(group.get("fused") for group in optimizer.param_groups):
+            # What GradScaler tells a fused optimizer, whose kernel then does nothing.
+            optimizer.found_inf, optimizer.grad_scale = overflowed.to(torch.float32), None  # type: ignore[attr-defined]
+            return
+        for parameter in self._model.parameters():
+            if (gradient := parameter.grad) is not None:
+                (gradient._values() if gradient.is_sparse else gradient).masked_fill_(overflowed, 0.0)
+
+    def _look_later(
+        self, kind: Literal["loss", "gradient", "count"], value: Tensor, step: int, copies: HostCopies
+    ) -> None:
         self.seen()  # lets go of the batches whose numbers are here
         self._unread.append(_Number(kind=kind, step=step, batch=self._batch, copy=copies.begin(value)))
 
     def _look(self, number: _Number) -> None:
-        assert self._copies is not None
-        if not math.isfinite(number.copy.read()):
+        value = number.copy.numbers()[0]
+        if not (value > 0 if number.kind == "count" else math.isfinite(value)):
             self._bad = number
-        self._copies.release(number.copy)
 
     def _gradient_trouble(self, step: int, batch: Any) -> str:
         """Say where the gradient of a step became non-finite; every rank looks into its batch of that step."""
@@ -217,6 +238,11 @@ class FiniteCheck:
         if not finite or bool(torch.stack(finite).all()):
             return ""
         return next(name for name in self._state if not _finite(tensors[name]))
+
+
+def no_item(step: int) -> str:
+    """Say that nothing counted in a step."""
+    return f"step {step}: the loss of every rank counts no item"
 
 
 def locate(task: Task, model: nn.Module, batch: Any) -> str:

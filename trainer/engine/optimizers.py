@@ -16,7 +16,9 @@ from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 
 
-def build_optimizer(options: Training, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> Optimizer:
+def build_optimizer(
+    options: Training, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], *, sparse: bool = False
+) -> Optimizer:
     """Return the optimizer that the options name.
 
     Weight decay is what torch's class of that name does, on every parameter, biases and norms included: added to the
@@ -26,6 +28,7 @@ def build_optimizer(options: Training, params: Iterable[nn.Parameter] | Iterable
     Args:
         options: name and settings.
         params: parameters, or groups of them; a group may have an ``lr`` and other settings of its own.
+        sparse: whether a gradient may be sparse, which torch's fused optimizers do not take.
 
     Raises:
         RequestError: there is nothing to train, or the settings contradict each other.
@@ -35,19 +38,30 @@ def build_optimizer(options: Training, params: Iterable[nn.Parameter] | Iterable
         raise RequestError("the model has no parameters to train: all are frozen, or it has none")
     lr, decay = options.lr[0], options.weight_decay
     beta1, beta2 = options.adam_betas
+    fused = _fused(trained, options.optimizer) and not sparse
     match options.optimizer:
         case "sgd":
             if options.nesterov and not options.momentum:
                 raise RequestError("--nesterov needs a --momentum above 0")
-            return SGD(trained, lr, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay)
+            return SGD(
+                trained, lr, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay, fused=fused
+            )
         case "adam":
-            return Adam(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay)
+            return Adam(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay, fused=fused)
         case "adamw":
-            return AdamW(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay)
+            return AdamW(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay, fused=fused)
         case "adadelta":
             return Adadelta(trained, lr, rho=options.adadelta_rho, eps=options.adadelta_eps, weight_decay=decay)
         case "adagrad":
-            return Adagrad(trained, lr, eps=options.adam_eps, weight_decay=decay)
+            return Adagrad(trained, lr, eps=options.adam_eps, weight_decay=decay, fused=fused)
+
+
+def _fused(params: list[Any], name: str) -> bool:
+    """Return whether torch has a kernel that updates all of these parameters at once."""
+    # Adagrad's kernel for GPUs is not in all versions that we support; adadelta has none.
+    devices = ("cpu",) if name == "adagrad" else ("cpu", "cuda")
+    tensors = [tensor for group in params for tensor in (group["params"] if isinstance(group, dict) else [group])]
+    return all(tensor.device.type in devices and tensor.is_floating_point() for tensor in tensors)
 
 
 def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

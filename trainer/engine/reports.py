@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
+import torch
 from msgspec import structs
 from torch import Tensor, nn
 
 from trainer.contract import record
 from trainer.contract.options import Training
+from trainer.distributed.host_copies import HostCopy, NumbersHere, begin_copy, host_copies
 from trainer.engine.evaluation import Evaluation
 from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry import desync
 
 REPORT_EVERY_S = 2.0
-"""Seconds between two lines about the loss: rare enough that fetching it from a GPU costs nothing."""
+"""Seconds between two lines about the loss."""
 
 
 def announce(
@@ -43,6 +45,7 @@ def announce(
             max_epochs=options.max_epochs,
             first_update=first_update,
             parameters=parameters,
+            tf32=ctx.tf32,
         )
     )
 
@@ -109,8 +112,10 @@ class DesyncReports:
 
     def begin(self, *, step: int) -> None:
         """Begin to compare the parameters of all ranks; all of them call this after the same step."""
-        self._pending = desync.DesyncCheck(self._replica, step=step, rank=self._ctx.rank, device=self._ctx.device)
-        self._ctx.writer.write(self._pending.checksum)
+        ctx = self._ctx
+        self._pending = desync.DesyncCheck(
+            self._replica, step=step, rank=ctx.rank, device=ctx.device, copies=ctx.copies
+        )
 
     @property
     def standing(self) -> str:
@@ -121,8 +126,10 @@ class DesyncReports:
         """Report what was found, if a check was begun; all ranks call this at the same place too."""
         if self._pending is None:
             return
-        writer, step = self._ctx.writer, self._pending.checksum.step
-        found = {finding.cause: finding for finding in self._pending.findings()}
+        writer, step = self._ctx.writer, self._pending.step
+        checksum, findings = self._pending.result()
+        writer.write(checksum)
+        found = {finding.cause: finding for finding in findings}
         self._pending = None
         for what, finding in self._reported.items():
             if what not in found or found[what].rank != finding.rank:
@@ -143,12 +150,19 @@ class Progress:
         self._ctx = ctx
         self._every = every
         self._last = 0.0
+        self._pending: tuple[str, str, HostCopy | NumbersHere] | None = None
+        """What is said before the loss and after it, and the loss on its way."""
 
     def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:
-        """Say it if it is due; the loss [] is in nats and is fetched only then."""
-        now = time.monotonic()
+        """Say it if it is due; the loss [] is in nats, and is said when it is on the host."""
+        now, ctx = time.monotonic(), self._ctx
         due = step % self._every == 0 if self._every else now - self._last >= REPORT_EVERY_S
-        if loss is None or not due:
-            return
-        self._last = now
-        self._ctx.say(f"epoch {epoch} step {step}: loss {float(loss):.4f} nats, lr {lr:.3g}")
+        if ctx.rank == 0 and self._pending is None and loss is not None and due:
+            self._last = now
+            value = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+            copies = ctx.copies or host_copies(value.device)
+            self._pending = f"epoch {epoch} step {step}: loss", f"nats, lr {lr:.3g}", begin_copy(value, copies)
+        if self._pending is not None and self._pending[2].arrived():
+            before, after, copy = self._pending
+            self._pending = None
+            ctx.say(f"{before} {copy.numbers()[0]:.4f} {after}")

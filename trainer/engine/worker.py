@@ -24,7 +24,9 @@ from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir,
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
 from trainer.contract.seed_flags import settle
+from trainer.distributed import flight_recorder
 from trainer.engine import reports
+from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
 from trainer.engine.loop import Loop, TrainingOutcome
 from trainer.engine.non_finite import NonFiniteError
@@ -71,11 +73,7 @@ class _Rank:
             outcome = self._train()
         except Exception as error:  # noqa: BLE001  (whatever it is, the record says it and the run ends)
             failure = self._failure(error)
-            self.set_state("failed", message=failure.message)
-            self.writer.write(failure)
-            self.writer.flush()
-            self.assignment.failed(failure, not_recorded=self.writer.write_error)
-            self.writer.close()
+            self._end_failed(failure)
             distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
@@ -119,9 +117,13 @@ class _Rank:
         keep_freed_memory()
         options, words = _training_options(assignment.words)
         torch.set_num_threads(options.threads or cores_per_rank(assignment.local_world_size))
+        prepare_environment(options)  # before anything touches CUDA
         device = distributed.bind_device(assignment.device_id)
+        tf32 = set_numerics(options, device)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
+        if self.run_dir is not None:
+            flight_recorder.prepare(self.run_dir.rank_collectives(assignment.rank), assignment.rank)
         distributed.distributed_init(
             init_method=assignment.init_method,
             world_size=assignment.world_size,
@@ -134,10 +136,11 @@ class _Rank:
             identity=assignment.run_id,
             request=training_request(options),
             on_waiting=self._waiting if assignment.rank == 0 else None,
+            on_lost=self._lost,
         )
         self.set_state("ready")
         task, request = self._task(options, words)
-        ctx = self._context(options, device, request)
+        ctx = self._context(options, device, request, tf32)
         if options.eval_only:
             assignment.stoppable()
             return evaluate_checkpoint(task, options, ctx)
@@ -162,7 +165,9 @@ class _Rank:
         own = check(kind.Options, values, where=lambda name: flags.get(name, name))
         return kind(own), task_request(options.task, kind, own)
 
-    def _context(self, options: Training, device: torch.device, request: Mapping[str, str]) -> WorkerContext:
+    def _context(
+        self, options: Training, device: torch.device, request: Mapping[str, str], tf32: bool | None
+    ) -> WorkerContext:
         assignment = self.assignment
         # Absolute, because the record names the files for readers in other folders.
         given = Path(options.save_dir).absolute() if options.save_dir else None
@@ -171,6 +176,7 @@ class _Rank:
             rank=assignment.rank,
             world_size=assignment.world_size,
             device=device,
+            tf32=tf32,
             writer=self.writer,
             set_state=self.set_state,
             say=self._say if assignment.rank == 0 else _discard_line,
@@ -265,6 +271,27 @@ class _Rank:
             f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
         )
 
+    def _lost(self, why: str) -> None:
+        """Report that another machine is gone and end the process, whose training thread may wait in NCCL."""
+        last = flight_recorder.dump()
+        failure = Failure(
+            time=time.time(),
+            kind="lost_peer",
+            message=f"{why}; {last}" if last else why,
+            rank=self.assignment.rank,
+            host=self.assignment.host,
+            step=self.step(),
+        )
+        self._end_failed(failure)
+        os._exit(ExitCode.FAILED)
+
+    def _end_failed(self, failure: Failure) -> None:
+        self.set_state("failed", message=failure.message)
+        self.writer.write(failure)
+        self.writer.flush()
+        self.assignment.failed(failure, not_recorded=self.writer.write_error)
+        self.writer.close()
+
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
         told = kind not in ("exception", "lost_peer", "out_of_memory")
@@ -283,10 +310,14 @@ class _Rank:
         if not told or self.run_dir is not None:
             said = failure.traceback or f"{type(error).__name__}: {error}"
             print(printable_lines(said), file=sys.stderr)
+        last = flight_recorder.dump()
         if kind != "lost_peer":
             distributed.report_failure(failure.message)
-        elif lost := distributed.describe_lost_peers():
+            return failure
+        if lost := distributed.describe_lost_peers():
             failure.message = f"{lost} ({failure.message})"
+        if last:
+            failure.message += f"; {last}"
         return failure
 
 

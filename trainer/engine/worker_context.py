@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.contract.record import EventWriter, RankStateName
-from trainer.engine.host_copies import HostCopies
+from trainer.distributed.host_copies import HostCopies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class WorkerContext:
     """Values by name that must be equal on all ranks."""
     recipe: str = ""
     """What a checkpoint keeps of the request."""
+    tf32: bool | None = None
+    """Whether products of 32-bit floats are rounded to TF32, for the record; None on a CPU."""
     copies: HostCopies | None = None
     """Brings numbers from the device without waiting; None chooses by the device."""
     stop_requested: Callable[[], bool] = lambda: False

@@ -23,6 +23,10 @@ Scalar = Tensor | float | None
 class Clock(Protocol):
     """Clock that marks points in time and fetches numbers without synchronising."""
 
+    def enter_thread(self) -> None:
+        """Prepare a thread other than the training thread to read marks."""
+        ...
+
     def mark(self, *, waits: bool = True) -> Mark:
         """Return a mark after all work that is queued on the device.
 
@@ -59,6 +63,10 @@ class Clock(Protocol):
         """Start copying numbers to the host; call the result once a later mark is ready."""
         ...
 
+    def memory_peak_bytes(self) -> int | None:
+        """Return the most memory that tensors have held on the device; None where it is not counted."""
+        ...
+
 
 class HostClock:
     """Clock of a CPU rank; a mark is ready at once.
@@ -77,6 +85,9 @@ class HostClock:
         self._waits = waits
         self._waited = 0.0
         """Run delay at the last mark that read it."""
+
+    def enter_thread(self) -> None:
+        """Do nothing: the host's clock is the same on every thread."""
 
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
         """Return the time and the run delay."""
@@ -106,6 +117,10 @@ class HostClock:
     def release(self, marks: Sequence[Mark]) -> None:
         """Do nothing: there is no pool."""
 
+    def memory_peak_bytes(self) -> None:
+        """Return None: torch does not count the host's memory."""
+        return
+
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
         """Read the numbers at once."""
         numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
@@ -120,14 +135,29 @@ class CudaClock:
     """
 
     def __init__(
-        self, device: torch.device, event: Callable[[], Any] | None = None, stream: Callable[[], Any] | None = None
+        self,
+        device: torch.device,
+        event: Callable[[], Any] | None = None,
+        stream: Callable[[], Any] | None = None,
+        set_device: Callable[[torch.device], None] = torch.cuda.set_device,
+        peak_bytes: Callable[[torch.device], int] = torch.cuda.max_memory_allocated,
     ) -> None:
         self._device = device
+        self._set_device = set_device
+        self._peak_bytes = peak_bytes
         # The stream of this device, which need not be current: scripts may never call ``set_device``.
         self._stream = stream or (lambda: torch.cuda.current_stream(device))
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._events: list[Any] = []
         self._pinned: list[Tensor] = []
+
+    def enter_thread(self) -> None:
+        """Make the device this thread's current one.
+
+        A thread begins on GPU 0, and the first question about an event opens a context there, of half a GiB in each
+        rank.
+        """
+        self._set_device(self._device)
 
     def mark(self, *, waits: bool = True) -> Any:
         """Record an event on the device's current stream."""
@@ -158,6 +188,10 @@ class CudaClock:
     def release(self, marks: Sequence[Any]) -> None:
         """Put events back into the pool."""
         self._events.extend(marks)
+
+    def memory_peak_bytes(self) -> int | None:
+        """Return the allocator's count, which needs no answer of the device."""
+        return self._peak_bytes(self._device) or None
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
         """Queue one copy of all numbers behind the kernels that compute them."""

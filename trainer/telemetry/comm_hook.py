@@ -283,7 +283,9 @@ class BucketHook:
     def _norm(self, buffer: Tensor) -> Tensor | None:
         """Return the norm [] of a bucket before it is averaged."""
         try:
-            norm: Tensor = torch.linalg.vector_norm(buffer, dtype=torch.float32)
+            # Of 16-bit numbers the squares may overflow; 64-bit ones are not narrowed before they are summed.
+            wider = torch.float32 if buffer.dtype.itemsize < 4 else None
+            norm: Tensor = torch.linalg.vector_norm(buffer, dtype=wider).to(torch.float32)
         except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
             self._fail(error)
             return None

@@ -7,9 +7,7 @@ parameters at the speed of memory and one collective of a few bytes.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 import time
 import zlib
 from collections import Counter
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 
 from trainer.contract.record import Checksum, Finding
 from trainer.distributed.collectives import max_async
+from trainer.distributed.host_copies import HostCopies, begin_copy, host_copies
 
 DRIFT = 1e-6
 """Relative difference of a norm up to which unlike processors drift rather than desync (fairseq's tolerance)."""
@@ -31,15 +30,18 @@ DRIFT = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Checksums of a model's tensors, in the order of their names."""
+    """Checksums of a model's tensors, in the order of their names, and of all parameters and of all buffers."""
 
+    digests: tuple[int, int]
+    """Of all parameters and of all buffers; 64 bits."""
     parameters: tuple[int, ...]
     buffers: tuple[int, ...]
 
     @property
-    def digests(self) -> tuple[int, int]:
-        """Unsigned 64-bit digests of all parameters and of all buffers."""
-        return _digest(self.parameters), _digest(self.buffers)
+    def texts(self) -> tuple[str, str]:
+        """The digests as a record has them."""
+        parameters, buffers = (f"{digest % (1 << 64):016x}" for digest in self.digests)
+        return parameters, buffers
 
 
 class _Held(NamedTuple):
@@ -69,22 +71,34 @@ class ReplicatedTensors:
         """Each tensor's memory as 64-bit integers [words]; None where that needs a copy."""
         self._sums = torch.empty(0, dtype=torch.int64)
         """Checksum of each tensor, [tensors]."""
+        self._weights = self._sums
+        """Of each checksum in the digests, [tensors]."""
         self._slots: Sequence[Tensor] = ()
         """Views [] of ``_sums``, one per tensor."""
 
-    def fingerprint(self) -> Fingerprint:
-        """Return checksums that are equal if, and practically only if, all tensors are bit for bit equal."""
-        held = self._held()
-        if not held:
-            return Fingerprint(parameters=(), buffers=())
+    def checksums(self) -> Tensor:
+        """Return checksums that are equal if, and practically only if, all tensors are bit for bit equal.
+
+        They stay on the tensors' device, and nothing waits for it.
+
+        Returns:
+            Digests of all parameters and of all buffers, then the checksum of each, [2 + tensors], int64.
+        """
+        held, count = self._held(), len(self.parameters)
         with torch.no_grad():
             for (_, tensor, _, _), words, slot in zip(held, self._words, self._slots, strict=True):
                 if words is None:
                     slot.copy_(_checksum(tensor))
                 else:
                     torch.sum(words, 0, out=slot)
-        sums = self._sums.tolist()
-        return Fingerprint(parameters=tuple(sums[: len(self.parameters)]), buffers=tuple(sums[len(self.parameters) :]))
+            # With wrap-around: sums that differ have equal digests once in 2^64.
+            weighted = self._sums * self._weights
+            return torch.cat([weighted[:count].sum(0, keepdim=True), weighted[count:].sum(0, keepdim=True), self._sums])
+
+    def fingerprint(self, checksums: Sequence[int]) -> Fingerprint:
+        """Name what ``checksums`` has returned, once it is on the host."""
+        digests, count = (checksums[0], checksums[1]), 2 + len(self.parameters)
+        return Fingerprint(digests=digests, parameters=tuple(checksums[2:count]), buffers=tuple(checksums[count:]))
 
     def _held(self) -> list[_Held]:
         """Return all tensors, parameters first; collect them again if one was replaced or moved."""
@@ -100,6 +114,7 @@ class ReplicatedTensors:
         if held:
             self._addresses = [tensor.data_ptr() for _, tensor, _, _ in held]
             self._sums = torch.empty(len(held), dtype=torch.int64, device=held[0].tensor.device)
+            self._weights = _weights(len(held), self._sums.device)
             self._slots = self._sums.unbind()
             self._words = [_as_words(tensor.detach(), self._sums.device) for _, tensor, _, _ in held]
         return held
@@ -116,54 +131,60 @@ class DesyncCheck:
     """
 
     def __init__(
-        self, replica: ReplicatedTensors, *, step: int, rank: int, device: torch.device, now: float | None = None
+        self,
+        replica: ReplicatedTensors,
+        *,
+        step: int,
+        rank: int,
+        device: torch.device,
+        copies: HostCopies | None = None,
+        now: float | None = None,
     ) -> None:
-        """Compute this rank's checksum and start the comparison.
+        """Start to compute this rank's checksum and to compare it.
 
         Args:
             replica: Tensors of the model inside DDP.
             step: Optimizer steps done.
             rank: Global rank of this process.
             device: Device of the process group's tensors.
+            copies: Brings numbers from the device; default: what the device needs.
             now: Unix seconds, for the events.
         """
+        self.step = step
+        """Optimizer steps done."""
         self._replica = replica
         self._rank = rank
         self._device = device
-        self._own = replica.fingerprint()
-        digests = self._own.digests
-        self.checksum = Checksum(
-            time=time.time() if now is None else now,
-            rank=rank,
-            step=step,
-            parameters=f"{digests[0]:016x}",
-            buffers=f"{digests[1]:016x}",
-        )
-        """Checksum of this rank."""
-        # int64, the integers of the collectives, is signed.
-        self._held = [_processor(device), *(digest - 2**63 for digest in digests)]
+        self._time = time.time() if now is None else now
+        checksums = replica.checksums()
+        processor = torch.full((1,), _processor(device), dtype=torch.int64, device=checksums.device)
+        held = torch.cat([processor, checksums[:2]])
         # Maximum and complement of the minimum (the negative could overflow): one reduction shows whether all are
         # equal, whatever the number of ranks.
-        self._extremes = max_async([*self._held, *(~number for number in self._held)])
+        self._extremes = max_async(torch.cat([held, ~held]), copies)
+        self._checksums = begin_copy(checksums, copies or host_copies(checksums.device))
 
-    def findings(self) -> list[Finding]:
-        """Return the findings on rank 0, an empty list elsewhere; call it once, on all ranks."""
-        held, extremes = self._held, self._extremes()
+    def result(self) -> tuple[Checksum, list[Finding]]:
+        """Return this rank's checksum and, on rank 0, what differs; call it once, on all ranks."""
+        own = self._replica.fingerprint(self._checksums.numbers())
+        parameters, buffers = own.texts
+        checksum = Checksum(time=self._time, rank=self._rank, step=self.step, parameters=parameters, buffers=buffers)
+        found: list[Finding] = []
+        held, extremes = [_processor(self._device), *own.digests], self._extremes()
         if all(high == ~low for high, low in zip(extremes, extremes[len(held) :], strict=False)):
-            return []
+            return checksum, found
         rows = _gather([self._rank, *held], torch.int64, self._device)
         ranks = [int(row[0]) for row in rows]
         unlike = len({row[1] for row in rows}) > 1
-        found = []
         for column, what, tensors, sums in (
-            (2, "parameter", self._replica.parameters, self._own.parameters),
-            (3, "buffer", self._replica.buffers, self._own.buffers),
+            (2, "parameter", self._replica.parameters, own.parameters),
+            (3, "buffer", self._replica.buffers, own.buffers),
         ):
             if len({row[column] for row in rows}) > 1:
                 difference = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
                 if self._rank == ranks[0]:
-                    found.append(_finding(difference, what=what, time=self.checksum.time, step=self.checksum.step))
-        return found
+                    found.append(_finding(difference, what=what, time=self._time, step=self.step))
+        return checksum, found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,9 +302,12 @@ def _checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _digest(sums: Sequence[int]) -> int:
-    packed = struct.pack(f"<{len(sums)}q", *sums)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest())
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Return odd numbers that have nothing in common, [count], int64 (as splitmix64 mixes them)."""
+    weights = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        weights = (weights ^ (weights >> shift)) * factor
+    return (weights ^ (weights >> 31)) | 1
 
 
 @cache

@@ -37,8 +37,8 @@ class StepReading(NamedTuple):
     phases: Sequence[Phase]
     """Phase between each mark and the next; the last interval, up to the end of the step, has none."""
     numbers: Callable[[], Sequence[float | None]]
-    """Return loss, gradient norm and, on detailed steps, the local gradient norm, once the marks are ready."""
-    grad_scale: float
+    """Return loss, gradient norm, on detailed steps the local gradient norm, and the gradients' scale, once the marks
+    are ready."""
     log: SyncTimes | None
     """Synchronisation of the step by DDP's logger."""
     syncs: Sequence[Buckets]
@@ -108,7 +108,7 @@ def step_event(
         synchronised: Whether the ranks exchange gradients.
         wire_ratio: Bytes sent per byte of gradient; None where it is not known.
     """
-    loss, grad_norm, local = reading.numbers()
+    loss, grad_norm, local, grad_scale = reading.numbers()
     laps_ms = clock.laps_ms(reading.marks)
     phase_ms: dict[str, float] = {}
     for phase, lap_ms in zip(reading.phases, laps_ms, strict=False):
@@ -127,7 +127,7 @@ def step_event(
         lr=reading.lr,
         loss=loss,
         grad_norm=grad_norm,
-        local_grad_norm=None if local is None else local / reading.grad_scale,
+        local_grad_norm=None if local is None else local / (grad_scale or 1.0),
         gc_ms=rounded(reading.gc_ms),
         step_ms=rounded(sum(laps_ms)),
         data_ms=rounded(phase_ms.get("data")),

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.contract.record import Doing, EventWriter, Finding, Step
+from trainer.contract.record import Doing, EventWriter, Finding
+from trainer.distributed import flight_recorder
 from trainer.host.core_waits import core_waits
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.comm_hook import BucketHook, CommHook
@@ -152,7 +153,7 @@ class StepMeter:
         tokens: int | None = None,
         lr: float | None = None,
         grad_norm: Scalar = None,
-        grad_scale: float = 1.0,
+        grad_scale: Scalar = 1.0,
     ) -> None:
         """End the step and start the next one.
 
@@ -173,7 +174,7 @@ class StepMeter:
         syncs = self._hook.take() if self._hook is not None else ()
         # After a first synchronisation the gradient is no longer this rank's alone.
         local = syncs[0].norm() if len(syncs) == 1 else None
-        numbers = self._clock.fetch((loss, grad_norm, local))
+        numbers = self._clock.fetch((loss, grad_norm, local, grad_scale))
         end = self._mark(waits=False)
         self._marks.append(end)
         self._recorder.add(
@@ -188,7 +189,6 @@ class StepMeter:
                 self._marks,
                 self._phases,
                 numbers,
-                grad_scale,
                 log,
                 syncs,
                 self._count >= WARM_UP,
@@ -211,14 +211,6 @@ class StepMeter:
                 self._clock.release(buckets.marks())
         self._measure_sync()
         self.start()
-
-    @property
-    def latest(self) -> Step | None:
-        """The last step that is complete on the device; None before the first, and without a record."""
-        if not self._enabled:
-            return None
-        self._recorder.process()
-        return self._recorder.latest
 
     def pause(self) -> None:
         """Write all complete steps, before a validation or a checkpoint; ``start`` continues."""
@@ -263,7 +255,7 @@ class StepMeter:
 
     def _process_readings(self, last: bool) -> None:
         """Turn readings into events; called by the writer's thread."""
-        self._recorder.process()
+        self._recorder.process(other_thread=True)
         if last:
             self._recorder.flush()
         else:
@@ -293,6 +285,7 @@ class StepMeter:
                 part=phase,
                 parts_done=len(phases) + (phase == "sync"),
                 waited_ms=round(waited_s * 1e3, 1),
+                collectives=flight_recorder.dump(),
             )
         )
 

@@ -40,8 +40,6 @@ class StepRecorder:
         synchronised: bool = False,
         wire_ratio: float | None = 1.0,
     ) -> None:
-        self.latest: Step | None = None
-        """The last step that is complete on the device."""
         self.longest_s = 0.0
         """The longest recent step."""
         self.fault: str | None = None
@@ -68,10 +66,16 @@ class StepRecorder:
         """Whether all readings are processed."""
         return not self._pending
 
-    def process(self) -> None:
-        """Turn the steps that are complete on the device into events, in order."""
+    def process(self, *, other_thread: bool = False) -> None:
+        """Turn the steps that are complete on the device into events, in order.
+
+        Args:
+            other_thread: Whether another thread than the training thread calls this.
+        """
         with self._lock:
             try:
+                if other_thread:
+                    self._clock.enter_thread()
                 while self._pending and self._clock.ready(self._pending[0].all_marks()):
                     self._record(self._pending.popleft())
             except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
@@ -97,7 +101,9 @@ class StepRecorder:
     def _flush(self) -> None:
         if self._unmerged:
             self._last_written_s = self._unmerged[-1].time
-            self._writer.write(merge(self._unmerged))
+            event = merge(self._unmerged)
+            event.memory_peak_bytes = self._clock.memory_peak_bytes()
+            self._writer.write(event)
             self._unmerged.clear()
 
     def _record(self, reading: StepReading) -> None:
@@ -111,7 +117,6 @@ class StepRecorder:
         clock.release(reading.marks[:-1])  # the last one is the first of the next step
         for buckets in reading.syncs:
             clock.release(buckets.marks())
-        self.latest = event
         self.longest_s = max(LONGEST_DECAY * self.longest_s, (event.step_ms or 0.0) * 1e-3)
         self._unmerged.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.

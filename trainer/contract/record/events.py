@@ -93,6 +93,8 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Optimizer steps done before this start, when it resumes."""
     parameters: Count | None = None
     """Trainable parameters of the model."""
+    tf32: bool | None = None
+    """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
 
 
 class Step(Event, kw_only=True, tag="step"):
@@ -144,6 +146,8 @@ class Step(Event, kw_only=True, tag="step"):
     sync_buckets: Count | None = None
     bucket_ms: list[FiniteFloat] | None = None
     """Time of each bucket from ready to reduced, in launch order."""
+    memory_peak_bytes: Count | None = None
+    """Most memory of the GPU that tensors have held at a time so far."""
     losses: list[FiniteFloat | None] | None = None
     """The loss of each covered step, in step order; absent where the event covers one."""
     step_ms_each: list[FiniteFloat | None] | None = None
@@ -204,6 +208,8 @@ class Doing(Event, kw_only=True, tag="doing"):
     """Phases of the step that are complete; with several micro-steps each counts."""
     waited_ms: FiniteFloat
     """Time in this phase so far."""
+    collectives: str = ""
+    """The rank's last collectives in words; empty where torch has recorded none."""
 
 
 class Validation(Event, kw_only=True, tag="validation"):

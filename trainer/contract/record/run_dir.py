@@ -42,6 +42,10 @@ class RunDir:
         """Return the log of a rank, both streams."""
         return self.logs / f"{rank}.log"
 
+    def rank_collectives(self, rank: int) -> Path:
+        """Return the file of a rank's last collectives, written by NCCL when it gives up; its name ends in the rank."""
+        return self.logs / f"collectives_{rank}"
+
     def node_log(self, node: int) -> Path:
         """Return the log of a node agent."""
         return self.logs / f"node-{node}.log"

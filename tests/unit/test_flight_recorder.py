@@ -1,0 +1,105 @@
+"""What torch records of the collectives, and the heartbeat of machines; neither needs a GPU to be shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from trainer.distributed import flight_recorder
+from trainer.distributed.heartbeat import LOST_S, Heartbeat
+from trainer.distributed.network_probe import interface_setting
+from trainer.distributed.peer_failure import PEER_FAILURE_PREFIX, PeerReport
+from trainer.distributed.rendezvous import RankMachine
+
+MACHINES = [RankMachine(host="one", ranks=[0, 1]), RankMachine(host="two", ranks=[2, 3])]
+
+
+def test_nccl_writes_its_collectives_into_the_run_directory_unless_the_user_says_where(tmp_path: Path) -> None:
+    environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}
+    flight_recorder.prepare(tmp_path / "collectives_12", 12, environ)
+    assert environ.pop("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{tmp_path}/collectives_") == f"{tmp_path}/collectives_"
+    assert environ == {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "50",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/collectives_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words"),
+    [
+        ({"entries": []}, ""),
+        (
+            {
+                "entries": [
+                    {
+                        "record_id": number,
+                        "collective_seq_id": number + 1,
+                        "profiling_name": "nccl:all_reduce" if number < 4 else "nccl:barrier",
+                        "input_sizes": [[4, 1000]] if number < 4 else [],
+                        "pg_id": 0,
+                    }
+                    for number in (3, 4, 1, 2)
+                ],
+                "pg_status": {"0": {"last_enqueued_collective": "5", "last_completed_collective": "3"}},
+            },
+            "its last collectives are all_reduce 3 of [4, 1000], all_reduce 4 of [4, 1000], barrier 5; 3 of 5 are "
+            "complete",
+        ),
+    ],
+)
+def test_the_last_collectives_are_put_into_words(recorded: dict[str, object], words: str) -> None:
+    assert flight_recorder.in_words(recorded) == words
+
+
+@pytest.mark.parametrize(
+    ("gloo", "setting"), [(True, ("GLOO_SOCKET_IFNAME", "eth1")), (False, ("NCCL_SOCKET_IFNAME", "=eth1"))]
+)
+def test_each_backend_is_bound_to_the_interface_by_its_own_variable(gloo: bool, setting: tuple[str, str]) -> None:
+    assert interface_setting("eth1", gloo=gloo) == setting
+
+
+class Clock:
+    now_s = 0.0
+
+
+def hearts(store: dist.Store) -> tuple[Heartbeat, Heartbeat]:
+    first, second = (Heartbeat(store, MACHINES, here, now=lambda: Clock.now_s) for here in range(2))
+    return first, second
+
+
+def test_a_machine_that_says_nothing_any_more_is_lost_and_one_that_left_is_not() -> None:
+    Clock.now_s = 0.0
+    first, second = hearts(dist.HashStore())
+    for Clock.now_s in (0.0, LOST_S, 2 * LOST_S):
+        assert (second.beat(), first.beat()) == ("", "")
+    Clock.now_s += LOST_S
+    assert first.beat() == f"no sign of life from two (ranks 2, 3) for {LOST_S:g} s"
+    second.leave()
+    Clock.now_s += LOST_S
+    assert (first.beat(), first.beat()) == ("", "")
+
+
+def test_a_failure_that_a_rank_has_reported_is_told_at_the_next_beat() -> None:
+    Clock.now_s = 0.0
+    store = dist.HashStore()
+    first, second = hearts(store)
+    assert (second.beat(), first.beat()) == ("", "")
+    report = PeerReport(failure="CUDA error: device-side assert")
+    dist.PrefixStore(PEER_FAILURE_PREFIX, store).set("3", msgspec.json.encode(report).decode())
+    assert first.beat() == "rank 3 on two failed: CUDA error: device-side assert"
+
+
+def test_a_store_that_does_not_answer_is_the_first_machines_loss() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+    Clock.now_s = 0.0
+    _, second = hearts(store)
+    assert second.beat() == ""
+    del server
+    Clock.now_s = LOST_S
+    assert second.beat() == "one (ranks 0, 1) is gone, or out of reach from two"

@@ -1,0 +1,123 @@
+"""Sets a GPU up for a training: number formats, algorithms, memory, and the copy of a batch."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.engine.model import to_device
+
+AMPERE = (8, 0)
+"""The first compute capability with TF32 and bf16."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables of torch's allocator, the second by its name in later versions."""
+EXPANDABLE = "expandable_segments:True"
+"""Batches of varying lengths otherwise leave holes in memory that none of them fits."""
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+REPEATABLE_WORKSPACE = ":4096:8"
+"""One of the two with which cuBLAS repeats its sums bit for bit (NVIDIA's cuBLAS documentation, reproducibility)."""
+
+
+def prepare_environment(options: Training, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what CUDA and torch's allocator read once, at their first use; what the user has set stays."""
+    if not any(name in environ for name in ALLOCATOR):
+        environ[ALLOCATOR[0]] = EXPANDABLE
+    if options.deterministic:
+        environ.setdefault(CUBLAS_WORKSPACE, REPEATABLE_WORKSPACE)
+
+
+def set_numerics(
+    options: Training,
+    device: torch.device,
+    *,
+    capability: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
+    name: Callable[[torch.device], str] = torch.cuda.get_device_name,
+) -> bool | None:
+    """Set the number formats of a GPU's products.
+
+    Args:
+        options: ``--precision`` and ``--tf32``.
+        device: of this rank.
+        capability: of a GPU, as (major, minor).
+        name: of a GPU.
+
+    Returns:
+        Whether products of 32-bit floats are rounded to TF32; None on a CPU, where nothing is set.
+
+    Raises:
+        RequestError: the GPU has no bf16.
+    """
+    if device.type != "cuda":
+        return None
+    found = capability(device)
+    if options.precision == "bf16" and found < AMPERE:
+        raise RequestError(
+            f"--precision bf16 needs a GPU of compute capability 8.0 or later, and {name(device)} has "
+            f"{found[0]}.{found[1]}: allowed here are fp32 and fp16"
+        )
+    tf32 = options.tf32 and found >= AMPERE
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    with warnings.catch_warnings():
+        # The name that replaces this one is not in all versions that we support.
+        warnings.simplefilter("ignore")
+        torch.backends.cudnn.allow_tf32 = tf32
+    return tf32
+
+
+def choose_algorithms(options: Training, device: torch.device, *, alike_batches: bool) -> None:
+    """Let cuDNN try its algorithms on each shape, where batches have few shapes and none is asked to repeat."""
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = alike_batches and not options.deterministic
+
+
+class DeviceCopy:
+    """Copies batches to a GPU on a stream of its own, beside the work that is queued there.
+
+    The host runs ahead of the GPU, so a batch is there before the step before it has ended.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stream: Callable[[torch.device], Any] = torch.cuda.Stream,
+        current_stream: Callable[[torch.device], Any] = torch.cuda.current_stream,
+        on: Callable[[Any], AbstractContextManager[Any]] = torch.cuda.stream,
+    ) -> None:
+        self._device = device
+        self._current_stream = current_stream
+        self._on = on
+        self._stream = stream(device)
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch on the device; what is queued from here on waits for it there."""
+        compute = self._current_stream(self._device)
+        with self._on(self._stream):
+            moved = to_device(batch, self._device)
+        compute.wait_stream(self._stream)
+        _each_tensor(moved, lambda tensor: tensor.record_stream(compute))  # else its memory is given away too early
+        return moved
+
+
+def batch_copy(device: torch.device) -> Callable[[Any], Any]:
+    """Return what brings a batch to this device."""
+    return DeviceCopy(device) if device.type == "cuda" else lambda batch: batch
+
+
+def _each_tensor(batch: Any, act: Callable[[Tensor], object]) -> None:
+    if isinstance(batch, Tensor):
+        act(batch)
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            _each_tensor(value, act)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            _each_tensor(value, act)
