@@ -171,7 +171,7 @@ class Supervisor:
         attempt = Attempt(since=launched.since)
         for node in self._plan.nodes:
             identity = launched.processes.get(node.node)
-            process = node_launcher.adopt(node, self.dir, identity) if identity is not None else None
+            process = node_launcher.adopt(node, self.dir, identity)
             if process is not None:
                 attempt.running[process.fileno()] = process
                 self._poll.register(process, select.POLLIN)
@@ -200,6 +200,8 @@ class Supervisor:
                 code = process.poll() if process is not None else None
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
+                elif process is not None:  # its host has answered
+                    write_launched(self.dir, attempt, str(self._tmp))
             if time.monotonic() >= self._directory_check_at:
                 self._check_directory()
             if not attempt.stop_level and time.monotonic() >= self._diagnose_at:

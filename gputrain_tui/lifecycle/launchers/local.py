@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.lifecycle.leftovers import open_process
 from trainer.contract.errors import ExitCode
+from trainer.contract.home_folder import expand_home
 from trainer.contract.outcome import node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
@@ -116,10 +118,10 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
 class LocalLauncher:
     """Starts nodes as processes of this machine."""
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
+    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None) -> AdoptedProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
-        pidfd = open_process(identity.pid, run_dir.path)
-        if pidfd is None:
+        pidfd = None if identity is None else open_process(identity.pid, run_dir.path)
+        if identity is None or pidfd is None:
             return None
         if not is_alive(identity):  # checked after it was opened: the descriptor refers to this very process
             os.close(pidfd)
@@ -137,7 +139,8 @@ class LocalLauncher:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
-                node.argv,
+                node_command([str(expand_home(node.argv[0])), *node.argv[1:]], node.setup),
+                cwd=expand_home(node.workdir) if node.workdir else None,
                 env=node_environment(node, env, leased=leased),
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,

@@ -25,6 +25,8 @@ class RunDir:
         """Outcomes of the nodes, ``<node>.json``."""
         self.attempt = self.path / "attempt.json"
         """Processes of the nodes, by which another supervisor can adopt them."""
+        self.agents = self.path / "agents"
+        """What supervisors and the agents of nodes on other hosts share, a folder for each start of a node."""
         self.lock = self.path / "supervisor.lock"
         """Lock file of the supervisor."""
         self.tmp = self.path / "tmp"
