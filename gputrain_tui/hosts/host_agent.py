@@ -184,6 +184,8 @@ class Session:
         found = [(name, size) for folder in ("digest", "events", "logs") for name, size in self._files(folder)]
         for name, size in reversed(found):
             begin = self._sizes.get(name, 0)
+            if name not in self._sizes and not size:
+                self.send(word="file", name=name, offset=0)
             while begin < size and sent < ROUND_BYTES:
                 data = _part(self.run_dir / name, begin, min(size - begin, FRAME_BYTES))
                 if not data:
@@ -294,7 +296,7 @@ def _keep(
 ) -> None:
     """Be the agent: start the node's command and stay until it has ended; nothing of it is left then."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # unlike one that is ignored, it stays a signal to the node
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)

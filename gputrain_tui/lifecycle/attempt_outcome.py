@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gputrain_tui.lifecycle.remote_nodes import shown
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome, root_cause, signal_name
 from trainer.contract.record import AnyEvent, Failure, RankState, RunDir, decode_events
@@ -172,7 +173,7 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     if not stopped and not_kept:  # the stop request came while the last update was saved
         parts.append(f"but {not_kept}")
     if stopped:
-        saved = next((outcome.saved for outcome in outcomes if outcome.saved), None)
+        saved = next((shown(run_dir, outcome.node, outcome.saved) for outcome in outcomes if outcome.saved), None)
         words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
         parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
