@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from gputrain_tui.lifecycle.attempt import (
 )
 from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.lifecycle.stop_file import read_stop_file
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, answer_s, exit_code_of
@@ -223,8 +225,12 @@ class Supervisor:
         return ready
 
     def _check_directory(self) -> None:
-        """Stop a run whose directory was deleted: no command would find it any more."""
+        """Stop a run whose directory was deleted, as no command would find it any more, or has a stop request."""
         self._directory_check_at = time.monotonic() + DIRECTORY_CHECK_S
+        with suppress(OSError):
+            os.utime(self.dir.lock)
+        if (level := read_stop_file(self.dir)) > self._stop_request.level:
+            self._stop_request.ask(level, "stopped from another host")
         if self._deleted is None and attempt_outcome.is_deleted(self.dir):
             self._deleted = attempt_outcome.deleted(self.dir, self._now())
             print(self._deleted.message, file=sys.stderr, flush=True)

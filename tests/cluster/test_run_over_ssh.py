@@ -121,6 +121,7 @@ def cluster(running_lab: SshLab) -> Iterator[Cluster]:
             for pid in found.on(host):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(running_lab.folder / "shared", ignore_errors=True)
     for host in running_lab.hosts:
         shutil.rmtree(running_lab.disk_of(host) / "home", ignore_errors=True)
 
@@ -211,6 +212,23 @@ def pids(record: Path, rank: int) -> list[int]:
 
 def results(record: Path) -> list[dict[str, Any]]:
     return [json.loads((record / "nodes" / f"{node}.json").read_text()) for node in range(3)]
+
+
+@pytest.mark.parametrize("supervisor", ["lives", "is gone"])
+def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: Cluster, supervisor: str) -> None:
+    cluster.home = cluster.lab.folder / "shared"
+    cluster.write(**ENDLESS)
+    code, said = cluster.run("run", "recipe.toml", "--detach", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, said
+    cluster.train()
+    if supervisor == "is gone":
+        os.kill(cluster.supervisor(), signal.SIGKILL)
+    cluster.typed_on = cluster.h2
+    code, said = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, said
+    assert ("on h0 is gone; taking over" in said) == (supervisor == "is gone")
+    assert "is stopped at update " in said
+    assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
 
 
 def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host(cluster: Cluster) -> None:

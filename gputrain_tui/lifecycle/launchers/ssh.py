@@ -100,10 +100,10 @@ class SshLauncher:
 
     def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None where it started none."""
-        if is_local(node.host, local_facts((node.host,))):
-            return self._local.adopt(node, run_dir, identity)
         folders = attempt_folders(run_dir, node.node)
-        return _started(SshProcess(node, run_dir, folders[-1].name, start=False, leased=False)) if folders else None
+        if not folders:  # it was started on the machine of that supervisor, or not at all
+            return self._local.adopt(node, run_dir, identity)
+        return _started(SshProcess(node, run_dir, folders[-1].name, start=False, leased=False))
 
 
 def _started(process: SshProcess) -> SshProcess:
@@ -368,6 +368,8 @@ class Connection:
         readable, writable, _ = select.select([stdout, other], [stdin] if self._first else [], [], timeout_s)
         if writable:
             self._write()
+        if os.fstat(self._stderr.fileno()).st_size > MAX_NOISE_BYTES:
+            raise RefusedError(f"it says more than {MAX_NOISE_BYTES >> 20} MiB on its standard error")
         if stdout in readable:
             part = os.read(stdout, 1 << 18)
             self._buffer += part
