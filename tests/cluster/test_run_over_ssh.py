@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -104,6 +105,8 @@ class Cluster:
         assert found == len([path for path in ours if path.stem not in ("run", "supervisor")])
 
 
+LINK_DOWN_S = 5.0
+GONE_S = 5.0
 GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
 
 
@@ -158,8 +161,13 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     cluster.train()
     (client,) = (pid for pid, words in cluster.on(cluster.h0).items() if words.startswith("ssh ") and " h2 " in words)
     os.kill(client, signal.SIGKILL)
-    before = events(cluster.record, 2)[-1]["time"]
-    wait_until(lambda: events(cluster.record, 2)[-1]["time"] > before + 0.5, "the record of h2 goes on")
+    broken = time.time()
+    wait_until(lambda: recorded_after(cluster.record, 2, broken), "the record of h2 goes on")
+    cluster.h3.link("down")
+    time.sleep(LINK_DOWN_S)
+    cluster.h3.link("up")
+    mended = time.time()
+    wait_until(lambda: recorded_after(cluster.record, 3, mended), "the record of h3 goes on")
     os.kill(cluster.supervisor(), signal.SIGKILL)
     wait_until(lambda: not any("ssh " in words for words in cluster.on(cluster.h0).values()), "its connections end")
     code, said = cluster.run("stop", "last")
@@ -205,6 +213,11 @@ def test_a_killed_rank_starts_all_hosts_again_and_ctrl_c_saves_on_all_of_them(cl
     cluster.check_record()
 
 
+def recorded_after(record: Path, rank: int, moment: float) -> bool:
+    """Whether a rank has recorded something since a moment, Unix seconds."""
+    return bool(events(record, rank)) and events(record, rank)[-1]["time"] > moment
+
+
 def pids(record: Path, rank: int) -> list[int]:
     """The processes that a rank has been, oldest first."""
     return list(dict.fromkeys(event["pid"] for event in events(record, rank) if "pid" in event))
@@ -231,12 +244,35 @@ def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster
     assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
 
 
+@pytest.mark.timing
 def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host(cluster: Cluster) -> None:
     cluster.write(**ENDLESS)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
-    supervisor = cluster.supervisor()
-    for pid in (command.pid, supervisor):
+    for pid in (command.pid, cluster.supervisor()):
         os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
     command.communicate()
     wait_until(cluster.nothing_is_left, "no process is left on any host")
+    assert time.monotonic() - began < GONE_S
+
+
+@pytest.mark.slow
+def test_agents_that_hear_of_nobody_go_on_while_their_ranks_make_steps_and_end_them_when_they_do_not(
+    cluster: Cluster,
+) -> None:
+    cluster.write(**ENDLESS | {"distributed_timeout": 4})
+    code, said = cluster.run("run", "recipe.toml", "--detach")
+    assert code == 0, said
+    cluster.train()
+    os.kill(cluster.supervisor(), signal.SIGKILL)
+    alone = time.time()
+    theirs = cluster.lab.disk_of(cluster.h3) / "home" / "runs" / cluster.record.name
+    wait_until(lambda: recorded_after(theirs, 3, alone + 6), "they train for longer than they may be idle")
+    for rank, (host, _, _) in enumerate(PLACES):
+        names = {each.name: each for each in cluster.lab.hosts}
+        os.kill(pids(cluster.lab.disk_of(names[host]) / "home" / "runs" / theirs.name, rank)[-1], signal.SIGSTOP)
+    wait_until(cluster.nothing_is_left, "no process is left on any host")
+    code, said = cluster.run("stop", "last")
+    assert "processes left: none" in said
+    cluster.check_record()
