@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def lab() -> Iterator[SshLab]:
         pytest.skip(f"needs {' and '.join(missing)}")
     folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     with ssh_lab(
-        folder, {"h0": "eth0", "h1": "ens3", "h2": "eth0", "h3": "eth0"}, start_up={"h3": "echo a line"}
+        folder, {"h0": "eth0", "gpu1": "ens3", "gpu2": "eth0", "gpu3": "eth0"}, start_up={"gpu3": "echo a line"}
     ) as running:
         fill(running)
         yield running
@@ -41,7 +42,8 @@ def fill(lab: SshLab) -> None:
     (code / "data_elsewhere").touch()
     (code / "notes.tmp").touch()
     (code / ".gitignore").write_text("*.tmp\n")
-    (code / "recipe.toml").write_text(recipe(["h1", "h2"], [1, 1]))
+    (code / "recipe.toml").write_text(recipe(["gpu1", "gpu2"], [1, 1]))
+    (code / "two.toml").write_text(readme_blocks("toml")[0])
     subprocess.run(["git", "init", "-q", code], check=True)
     lab.hosts[0].run(sys.executable, "-m", "venv", "--without-pip", lab.disk / "env")
     packages = disk / "env" / Path(sysconfig.get_paths()["purelib"]).relative_to(sys.prefix)
@@ -50,25 +52,34 @@ def fill(lab: SshLab) -> None:
     (packages / "tests.pth").write_text("\n".join([str(ROOT), *folders]) + "\n")
 
 
+def readme_blocks(language: str) -> list[str]:
+    """The blocks of a language on the README's page about ssh."""
+    page = (ROOT / "README.md").read_text().partition("## Two machines and ssh\n")[2].partition("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+
+
 def typed(lab: SshLab, *words: str) -> subprocess.CompletedProcess[str]:
     python = lab.disk / "env" / "bin" / "python"
     environ = {name: value for name, value in lab.environ.items() if name != "PYTHONPATH"}
     return lab.hosts[0].run(python, "-m", "gputrain_tui", *words, cwd=lab.disk / "code", env=environ, check=False)
 
 
-def test_three_commands_lead_from_empty_disks_to_training(lab: SshLab) -> None:
-    said = typed(lab, "push", "recipe.toml")
+def test_the_three_commands_of_the_readme_lead_from_empty_disks_to_training(lab: SshLab) -> None:
+    (page,) = readme_blocks("shell")
+    commands = [line.split() for line in page.splitlines()]
+    assert [words[:2] for words in commands] == [["gputrain", "push"], ["gputrain", "check"], ["gputrain", "run"]]
+    said = typed(lab, *commands[0][1:])
     assert said.returncode == 0, said.stderr
     code = lab.disk / "code"
-    for host in ("h1", "h2"):
-        assert f"{host}: code: 5 files of {code} to {code}; data and what git ignores stay here\n" in said.stdout
+    for host in ("gpu1", "gpu2"):
+        assert f"{host}: code: 6 files of {code} to {code}; data and what git ignores stay here\n" in said.stdout
         assert f"{host}: environment: {lab.disk}/env to the same place by rsync\n" in said.stdout
     for host in lab.hosts[1:3]:
         there = {path.name for path in (lab.disk_of(host) / "code").iterdir()}
-        assert there == {"tiny_task.py", "host_task.py", "data_elsewhere", "recipe.toml", ".gitignore"}
-    said = typed(lab, "check", "recipe.toml")
+        assert there == {"tiny_task.py", "host_task.py", "data_elsewhere", "recipe.toml", "two.toml", ".gitignore"}
+    said = typed(lab, *commands[1][1:])
     assert said.returncode == 0, said.stdout
-    said = typed(lab, "run", "recipe.toml")
+    said = typed(lab, *commands[2][1:])
     assert said.returncode == 0, said.stderr
     assert "finished in " in said.stderr
 
@@ -79,9 +90,9 @@ def test_a_second_push_brings_what_has_changed_and_keeps_what_is_only_there(lab:
     (h1 / "own").write_text("of this host")
     (h0 / "data_elsewhere").write_text("changed")
     before = (h1 / "host_task.py").stat().st_mtime_ns
-    said = typed(lab, "push", "--hosts", "h1", "--dry-run")
+    said = typed(lab, "push", "--hosts", "gpu1", "--dry-run")
     assert (said.returncode, (h1 / "data_elsewhere").read_text()) == (0, "")
-    assert typed(lab, "push", "--hosts", "h1").returncode == 0
+    assert typed(lab, "push", "--hosts", "gpu1").returncode == 0
     assert (h1 / "data_elsewhere").read_text() == "changed"
     assert (h1 / "own").read_text() == "of this host"
     assert (h1 / "host_task.py").stat().st_mtime_ns == before
@@ -90,14 +101,14 @@ def test_a_second_push_brings_what_has_changed_and_keeps_what_is_only_there(lab:
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        (["--hosts", "h1,nowhere"], 3, "nowhere: no such host: neither DNS nor ~/.ssh/config knows the name"),
+        (["--hosts", "gpu1,nowhere"], 3, "nowhere: no such host: neither DNS nor ~/.ssh/config knows the name"),
         (
-            ["--hosts", "h3"],
+            ["--hosts", "gpu3"],
             3,
-            "h3: its start-up files print, which rsync does not bear; let them do so in terminals only",
+            "gpu3: its start-up files print, which rsync does not bear; let them do so in terminals only",
         ),
         ([], 2, "name a recipe, or hosts by --hosts or --hostfile"),
-        (["recipe.toml", "--hosts", "h1"], 2, "name a recipe, or hosts by --hosts or --hostfile"),
+        (["recipe.toml", "--hosts", "gpu1"], 2, "name a recipe, or hosts by --hosts or --hostfile"),
     ],
 )
 def test_a_push_that_cannot_be_is_one_line(lab: SshLab, words: list[str], code: int, line: str) -> None:
