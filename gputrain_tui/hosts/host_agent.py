@@ -29,7 +29,7 @@ from trainer.host.boot import boot_id
 from trainer.host.descendants import kill_descendants
 from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, prctl
 from trainer.host.proc_environ import RUN
-from trainer.host.processes import read_stat
+from trainer.host.processes import environ_value, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL, signal_of
 
 POLL_S = 0.1
@@ -135,7 +135,6 @@ class Session:
             self.send(word="refused", why=f"{error.filename or self.run_dir}: {error.strerror}")
             return
         self.send(word="hello", shared=self.shared, run_dir=str(self.run_dir), agent=agent)
-        self._beat()
         while True:
             over = self._over(agent)  # asked before the record is read: what it wrote is sent
             grown = self._send_record()
@@ -146,16 +145,20 @@ class Session:
                 self._follow(word, agent)
 
     def _follow(self, word: Mapping[str, Any], agent: Mapping[str, Any]) -> None:
-        self._beat()
-        if word["word"] == "stop" and word["level"] > self._asked:
+        if word["word"] == "beat":
+            self._beat()
+        elif word["word"] == "stop" and word["level"] > self._asked:
             self._asked = word["level"]
             if self._asked >= StopLevel.KILL:
                 _signal(agent, signal.SIGTERM)
             else:
                 _signal(agent["node"], signal_of(StopLevel(self._asked)), signal.SIGCONT)
-        elif word["word"] == "stacks" and _environ_names(word["pid"], self.run_dir):
-            with suppress(ProcessLookupError):
+        elif word["word"] == "stacks":
+            # Pids are reused: the mark in its environment proves that the process is this run's.
+            found = environ_value(word["pid"], RUN) == os.fsencode(self.run_dir)
+            if found:
                 os.kill(word["pid"], signal.SIGUSR1)
+            self.send(word="stacks", found=found)
 
     def _beat(self) -> None:
         """Write that the launching side is there."""
@@ -396,15 +399,6 @@ def _signal(process: Mapping[str, Any], *numbers: int) -> None:
                     signal.pidfd_send_signal(descriptor, number)
     finally:
         os.close(descriptor)
-
-
-def _environ_names(pid: int, run_dir: Path) -> bool:
-    """Whether a process's environment names the run."""
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"{RUN}={run_dir}".encode() in environ
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -71,6 +71,8 @@ FIRST_TRIES = 3
 """Connections that are tried to a host that has not answered yet."""
 KILLED_S = 5.0
 """How long a node that is to be killed is waited for on a host that cannot be reached."""
+EXIT_S = 2.0
+"""How long ssh may take to end once its output has."""
 MAX_NOISE_BYTES = 1 << 20
 """What a host's start-up files may print."""
 MAX_LINE_BYTES = 1 << 16
@@ -411,7 +413,10 @@ class Connection:
         """Return why there is no session: a reason that stays is a refusal, one that may pass is not."""
         if not self.ended:
             return ConnectionError(f"it did not answer within {HELLO_S:g} s")
-        code = self._process.wait()
+        try:
+            code = self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return RefusedError("it closes its standard output, and says nothing of the agent's")
         self._stderr.seek(0)
         why = explain_failure(self._host, code, self._stderr.read(1 << 16).decode("utf-8", "replace"))
         return ConnectionError(why) if code == SSH_FAILED else RefusedError(why)
