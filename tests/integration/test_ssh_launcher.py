@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from gputrain_tui.console.stack_request import request_stack
 from gputrain_tui.lifecycle.launchers import NodeProcess
-from gputrain_tui.lifecycle.launchers.ssh import SshLauncher, travelling
+from gputrain_tui.lifecycle.launchers.ssh import SshLauncher, request_stacks, travelling
 from gputrain_tui.lifecycle.leftovers import processes_of
-from gputrain_tui.plan.planner import PlannedNode
-from trainer.contract.record import RunDir
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.state import RankView
+from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.stop_level import StopLevel
 
 LIMIT_S = 60.0
 HERE = 'while [ "$1" != -- ]; do shift; done; shift 2; exec sh -c "$*"'
 """Runs the command that ssh gets on this machine."""
 SAYS = "import os, sys; print(sys.argv[1:], os.environ.get('NCCL_DEBUG'), os.getcwd(), flush=True)"
+SHOWS_STACKS = """
+import faulthandler, os, signal, sys
+log = open(sys.argv[1] + ".new", "w")
+faulthandler.register(signal.SIGUSR1, file=log)
+print(os.getpid(), file=log, flush=True)
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+def reads_until_the_end():
+    sys.stdin.read()
+reads_until_the_end()
+"""
 WAITS = f"{SAYS}; sys.stdin.read()"
 """Until the end of its lease."""
 
@@ -123,6 +138,27 @@ def test_a_node_outlives_its_connection_and_another_supervisor_adopts_it(run_dir
     second.kill()
     assert ended(second) == ended(first) < 0
     assert processes_of(run_dir.path) == []
+
+
+def test_a_rank_elsewhere_is_asked_for_its_stack_and_no_process_of_others(run_dir: RunDir) -> None:
+    log = run_dir.rank_log(0)
+    planned = node(sys.executable, "-c", SHOWS_STACKS, str(log))
+    write_atomically(run_dir.plan, msgspec.json.encode(Plan(
+        world_size=1, init_method=None, backend="gloo", launcher="ssh", nodes=[planned]
+    )))  # fmt: skip
+    process = launch(planned, run_dir)
+    while not log.exists():
+        assert select.select([process], [], [], 0.05)[0] or process.poll() is None
+    view = RankView(0)
+    view.host, view.node, view.pid = "far", 0, int(log.read_text())
+    request = request_stack(run_dir, view)
+    deadline = time.monotonic() + LIMIT_S
+    while not any("reads_until_the_end" in line for line in request.answer()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not request_stacks(planned, run_dir, os.getpid())
+    process.kill()
+    assert ended(process) < 0
 
 
 def test_the_environment_that_travels_is_a_list() -> None:

@@ -181,7 +181,10 @@ class SshProcess:
         """Connect, again and again, until the node has ended or cannot be started; return its exit code."""
         failures = 0
         while True:
-            connection = Connection(self.host, self._ssh, self._request())
+            request = session_request(
+                self._planned, self._run_dir, self._attempt, start=self._start, leased=self._leased
+            )
+            connection = Connection(self.host, self._ssh, request)
             try:
                 code = self._talk(connection)
             except RefusedError as refused:
@@ -281,33 +284,55 @@ class SshProcess:
         with suppress(OSError), os.fdopen(open_to_append(self._run_dir.node_log(self.node)), "ab") as log:
             log.write(f"gputrain: {line}\n".encode(errors="backslashreplace"))
 
-    def _request(self) -> dict[str, Any]:
-        node = self._planned
-        return {
-            "node": node.node,
-            "ranks": node.ranks,
-            "argv": node.argv,
-            "env": {**travelling(os.environ), **node.env},
-            "workdir": node.workdir or str(Path.cwd()),
-            "setup": node.setup,
-            "home": os.environ.get(HOME, ""),
-            "run_dir": str(self._run_dir.path),
-            "attempt": self._attempt,
-            "start": self._start,
-            "leased": self._leased,
-            "idle_s": distributed_timeout(node),
-            "sizes": self._sizes(),
-        }
 
-    def _sizes(self) -> dict[str, int]:
-        """Return how much of the node's files is here."""
-        found = {}
-        for folder in (self._run_dir.events, self._run_dir.logs, self._run_dir.digest):
-            for path in folder.glob("*"):
-                name = f"{folder.name}/{path.name}"
-                if is_of_node(name, self.node, self._planned.ranks):
-                    found[name] = size_of(path)
-        return found
+def session_request(
+    node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool = False, leased: bool = False
+) -> dict[str, Any]:
+    """Return what a session of the host agent is told first."""
+    sizes = {}
+    for folder in (run_dir.events, run_dir.logs, run_dir.digest):
+        for path in folder.glob("*"):
+            name = f"{folder.name}/{path.name}"
+            if is_of_node(name, node.node, node.ranks):
+                sizes[name] = size_of(path)
+    return {
+        "node": node.node,
+        "ranks": node.ranks,
+        "argv": node.argv,
+        "env": {**travelling(os.environ), **node.env},
+        "workdir": node.workdir or str(Path.cwd()),
+        "setup": node.setup,
+        "home": os.environ.get(HOME, ""),
+        "run_dir": str(run_dir.path),
+        "attempt": attempt,
+        "start": start,
+        "leased": leased,
+        "idle_s": distributed_timeout(node),
+        "sizes": sizes,
+    }
+
+
+def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
+    """Ask a rank on another host to print its stacks into its log; return whether the process is there.
+
+    Raises:
+        ConnectionError: the host does not answer.
+        RefusedError: it has no agent of this run.
+    """
+    attempt = attempt_folders(run_dir, node.node)[-1].name
+    connection = Connection(node.host, Ssh(), session_request(node, run_dir, attempt))
+    try:
+        while not connection.ended:
+            for frame, _ in connection.frames(None, BEAT_S):
+                if frame["word"] == "hello":
+                    connection.send(word="stacks", pid=pid)
+                elif frame["word"] == "stacks":
+                    return bool(frame["found"])
+                elif frame["word"] == "refused":
+                    raise RefusedError(str(frame["why"]))
+    finally:
+        connection.close()
+    return False
 
 
 class RefusedError(Exception):
@@ -357,7 +382,7 @@ class Connection:
             written = os.write(self._process.stdin.fileno(), self._first)
             self._first = self._first[written:]
 
-    def frames(self, other: int, timeout_s: float) -> list[tuple[dict[str, Any], bytes]]:
+    def frames(self, other: int | None, timeout_s: float) -> list[tuple[dict[str, Any], bytes]]:
         """Return the frames that have come, after waiting for one, or for another descriptor.
 
         Raises:
@@ -367,7 +392,8 @@ class Connection:
         assert self._process.stdout is not None
         assert self._process.stdin is not None
         stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
-        readable, writable, _ = select.select([stdout, other], [stdin] if self._first else [], [], timeout_s)
+        watched = [stdout] if other is None else [stdout, other]
+        readable, writable, _ = select.select(watched, [stdin] if self._first else [], [], timeout_s)
         if writable:
             self._write()
         if os.fstat(self._stderr.fileno()).st_size > MAX_NOISE_BYTES:
