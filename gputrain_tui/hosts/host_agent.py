@@ -147,6 +147,7 @@ class Session:
     def _follow(self, word: Mapping[str, Any], agent: Mapping[str, Any]) -> None:
         if word["word"] == "beat":
             self._beat()
+            self.send(word="beat")
         elif word["word"] == "stop" and word["level"] > self._asked:
             self._asked = word["level"]
             if self._asked >= StopLevel.KILL:

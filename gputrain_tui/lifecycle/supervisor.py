@@ -63,6 +63,9 @@ LOCK_TIMEOUT_S = 1.0
 """How long a successor waits for the lock, which outlives a killed supervisor in a process that it was starting."""
 DIRECTORY_CHECK_S = 1.0
 """Time between two checks that the run directory is there."""
+SILENT_S = 5.0
+"""How long a host may be silent, which answers once a second; until it answers its ranks are not diagnosed, as their
+record ends where the connection broke."""
 FIRST_DIAGNOSIS_S = 1.0
 """When a run is first diagnosed; until then its ranks have better use for the processor."""
 
@@ -93,6 +96,8 @@ class Supervisor:
         self._diagnose_at = time.monotonic() + FIRST_DIAGNOSIS_S
         self._directory_check_at = 0.0
         """When the run directory is checked for next, monotonic seconds."""
+        self._silent: set[int] = set()
+        """Nodes of which nothing is heard."""
         self._deleted: Failure | None = None
         """The failure of a run whose directory is gone."""
 
@@ -206,6 +211,7 @@ class Supervisor:
                     write_launched(self.dir, attempt, str(self._tmp))
             if time.monotonic() >= self._directory_check_at:
                 self._check_directory()
+                self._check_hosts(attempt)
             if not attempt.stop_level and time.monotonic() >= self._diagnose_at:
                 self._diagnose()
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
@@ -236,8 +242,30 @@ class Supervisor:
             print(self._deleted.message, file=sys.stderr, flush=True)
             self._stop_request.ask(StopLevel.SAVE, self._deleted.message)  # the ranks may save somewhere else
 
+    def _check_hosts(self, attempt: Attempt) -> None:
+        """Record which hosts are silent, and which are not any more."""
+        for process in attempt.running.values():
+            silent_s = process.silent_s()
+            if (silent_s >= SILENT_S) == (process.node in self._silent):
+                continue
+            self._silent ^= {process.node}
+            self._status_writer.record(
+                Finding(
+                    time=self._now(),
+                    kind="host_silent",
+                    state="raised" if process.node in self._silent else "cleared",
+                    rank=self._plan.nodes[process.node].first_rank,
+                    host=process.host,
+                    message=f"nothing is heard of {process.host}: its ranks may go on; what they record comes later",
+                    advice=f"see whether `ssh {process.host} true` works",
+                )
+            )
+
     def _diagnose(self) -> None:
         """Diagnose the run and record the findings."""
+        if self._silent:
+            self._diagnose_at = time.monotonic() + DIRECTORY_CHECK_S
+            return
         try:
             if self._diagnosis is None:
                 from gputrain_tui.lifecycle.diagnosis_watch import (
@@ -256,6 +284,7 @@ class Supervisor:
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]
+        self._silent.discard(process.node)
         self._poll.unregister(descriptor)
         process.close()
         ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)

@@ -82,6 +82,12 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         return json.loads((self.record / "status.json").read_text())
 
+    def findings(self, kind: str) -> list[str]:
+        """The states of what was found of a kind, in their order."""
+        text = (self.record / "events" / "run.ndjson").read_text()
+        found = [json.loads(line) for line in text.splitlines() if f'"{kind}"' in line]
+        return [finding.get("state", "raised") for finding in found]
+
     def supervisor(self) -> int:
         return int(self.status()["supervisor"]["pid"])
 
@@ -165,7 +171,10 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     wait_until(lambda: recorded_after(cluster.record, 2, broken), "the record of h2 goes on")
     cluster.h3.link("down")
     time.sleep(LINK_DOWN_S)
+    wait_until(lambda: cluster.findings("host_silent") == ["raised"], "it is told that nothing is heard of h3")
     cluster.h3.link("up")
+    wait_until(lambda: cluster.findings("host_silent") == ["raised", "cleared"], "it is heard of again")
+    assert cluster.findings("stalled") == []
     mended = time.time()
     wait_until(lambda: recorded_after(cluster.record, 3, mended), "the record of h3 goes on")
     os.kill(cluster.supervisor(), signal.SIGKILL)

@@ -47,6 +47,9 @@ class NodeProcess(Protocol):
     def close(self) -> None:
         """Close the descriptors of a process that has ended."""
 
+    def silent_s(self) -> float:
+        """Return for how many seconds nothing has been heard of its host; 0 for this machine."""
+
 
 class Launcher(Protocol):
     """Starts the command of a node."""

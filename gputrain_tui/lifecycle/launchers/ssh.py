@@ -131,6 +131,7 @@ class SshProcess:
         self._asked = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._level = StopLevel.NONE
         self._give_up_at = float("inf")
+        self._heard_at = time.monotonic()
         self._code: int | None = None
         self._unwritten: set[str] = set()
         """Files that this disk does not take, until the next connection."""
@@ -165,6 +166,10 @@ class SshProcess:
         self._thread.join()
         os.close(self._changed)
         os.close(self._asked)
+
+    def silent_s(self) -> float:
+        """Return for how many seconds its host has not answered."""
+        return time.monotonic() - self._heard_at
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -230,6 +235,7 @@ class SshProcess:
                 beat_at = now + BEAT_S
                 connection.send(word="beat")
             for frame, data in connection.frames(self._asked, BEAT_S / 2):
+                self._heard_at = time.monotonic()
                 match frame["word"]:
                     case "hello":
                         self._said_hello(frame)
