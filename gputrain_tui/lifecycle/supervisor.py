@@ -36,7 +36,7 @@ from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.stop_file import read_stop_file
 from gputrain_tui.plan.planner import Plan, stop_grace
-from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, answer_s, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
@@ -292,7 +292,9 @@ class Supervisor:
         if missing and code == ExitCode.FINISHED and attempt_outcome.disk_is_full(self.dir):
             missing = []  # neither they nor their node agent could write that they finished
         code = attempt_outcome.exit_code(self.dir, process.node, code) if missing else code
-        attempt.ended[process.node] = attempt_outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
+        attempt.ended[process.node] = attempt_outcome.NodeEnd(
+            host=process.host, exit_code=code, unfinished=missing, why=printable(process.why)
+        )
         if missing and not attempt.stop_level:
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
 

@@ -78,23 +78,24 @@ def ended(process: NodeProcess) -> int:
 @pytest.mark.parametrize(
     ("ssh", "planned", "line"),
     [
-        (HERE, node(workdir="/no/such folder"), "gputrain: there is no folder /no/such folder"),
-        (HERE, node("/no/such/python"), "gputrain: there is no interpreter /no/such/python"),
+        (HERE, node(workdir="/no/such folder"), "there is no folder /no/such folder"),
+        (HERE, node("/no/such/python"), "there is no interpreter /no/such/python"),
         (HERE, node(setup="module load nothing"), "setup ended with exit code 127"),
         (HERE, node(setup='echo "$HOME"; exit 3'), str(Path.home())),
-        ("exec yes", node(), "gputrain: it says more than 1 MiB, and nothing of the agent's"),
-        ("yes >&2", node(), "gputrain: it says more than 1 MiB on its standard error"),
-        ("exec sleep 60 >&2", node(), "gputrain: it closes its standard output, and says nothing of the agent's"),
-        ("exit 127", node(), "gputrain: there is no python3"),
-        ("echo 'Host key verification failed.' >&2; exit 255", node(), "gputrain: its host key is not known yet: run"),
+        ("exec yes", node(), "it says more than 1 MiB, and nothing of the agent's"),
+        ("yes >&2", node(), "it says more than 1 MiB on its standard error"),
+        ("exec sleep 60 >&2", node(), "it closes its standard output, and says nothing of the agent's"),
+        ("exit 127", node(), "there is no python3"),
+        ("echo 'Host key verification failed.' >&2; exit 255", node(), "its host key is not known yet: run"),
     ],
 )
-def test_what_keeps_a_node_from_being_started_is_the_last_line_of_its_log(
+def test_what_keeps_a_node_from_being_started_is_one_line(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ssh: str, planned: PlannedNode, line: str
 ) -> None:
     ssh_is(ssh, tmp_path, monkeypatch)
-    assert ended(launch(planned, run_dir)) not in (0, None)
-    assert run_dir.node_log(0).read_text().splitlines()[-1].startswith(line)
+    process = launch(planned, run_dir)
+    assert ended(process) not in (0, None)
+    assert (process.why or run_dir.node_log(0).read_text().splitlines()[-1]).startswith(line)
     assert processes_of(run_dir.path) == []
 
 

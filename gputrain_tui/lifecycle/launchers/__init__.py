@@ -27,6 +27,8 @@ class NodeProcess(Protocol):
     node: int
     """Index of the node in the plan."""
     host: str
+    why: str
+    """Why its host did not start or keep it, in one line; empty where its own log has the last word."""
 
     @property
     def identity(self) -> ProcessIdentity | None:

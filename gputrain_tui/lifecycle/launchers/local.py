@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class LocalProcess:
     """A node agent that this process started."""
 
+    why = ""
+
     def __init__(self, node: int, host: str, process: subprocess.Popen[bytes]) -> None:
         self.node = node
         self.host = host
@@ -73,6 +75,8 @@ class LocalProcess:
 
 class AdoptedProcess:
     """A node agent that a killed supervisor started."""
+
+    why = ""
 
     def __init__(self, node: int, host: str, identity: ProcessIdentity, pidfd: int, run_dir: RunDir) -> None:
         self.node = node

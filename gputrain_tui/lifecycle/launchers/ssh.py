@@ -34,7 +34,7 @@ from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, wri
 from trainer.contract.errors import ExitCode
 from trainer.contract.options import Distributed
 from trainer.contract.record import RunDir, write_atomically
-from trainer.contract.record.regular_file import open_regular, open_to_append, size_of
+from trainer.contract.record.regular_file import open_regular, size_of
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity
 
@@ -119,6 +119,7 @@ class SshProcess:
     def __init__(self, node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool, leased: bool) -> None:
         self.node = node.node
         self.host = node.host
+        self.why = ""
         self.identity: ProcessIdentity | None = None
         """Of the agent on the host, once that has answered."""
         self._planned = node
@@ -177,8 +178,10 @@ class SshProcess:
         try:
             code = self._serve()
         except Exception as error:  # noqa: BLE001 - the supervisor waits for this node
-            self._log(f"{type(error).__name__}: {error}")
+            self.why = f"{type(error).__name__}: {error}"
             code = ExitCode.FAILED
+        if self.why:
+            print(f"node {self.node} on {self.host}: {self.why}", file=sys.stderr, flush=True)
         self._code = code
         os.eventfd_write(self._changed, 1)
 
@@ -193,7 +196,7 @@ class SshProcess:
             try:
                 code = self._talk(connection)
             except RefusedError as refused:
-                self._log(str(refused))
+                self.why = str(refused)
                 return ExitCode.FAILED
             except ConnectionError as error:
                 code, why = None, str(error)
@@ -205,7 +208,7 @@ class SshProcess:
                 return code
             failures = failures + 1 if not connection.answered else 1
             if (self.identity is None and failures >= FIRST_TRIES) or time.monotonic() >= self._give_up_at:
-                self._log(why)
+                self.why = why
                 return ExitCode.FAILED
             print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
             self._pause(RETRY_S[min(failures, len(RETRY_S)) - 1])
@@ -284,11 +287,6 @@ class SshProcess:
     def _write_outcome(self, data: bytes) -> None:
         with suppress(OSError):
             write_atomically(self._run_dir.node_result(self.node), data)
-
-    def _log(self, line: str) -> None:
-        """Write why the node could not be kept where its own last words stand."""
-        with suppress(OSError), os.fdopen(open_to_append(self._run_dir.node_log(self.node)), "ab") as log:
-            log.write(f"gputrain: {line}\n".encode(errors="backslashreplace"))
 
 
 def session_request(
