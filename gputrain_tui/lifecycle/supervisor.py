@@ -178,7 +178,7 @@ class Supervisor:
         attempt = Attempt(since=launched.since)
         for node in self._plan.nodes:
             identity = launched.processes.get(node.node)
-            process = node_launcher.adopt(node, self.dir, identity)
+            process = node_launcher.adopt(node, self.dir, identity, leased=self.leased)
             if process is not None:
                 attempt.running[process.fileno()] = process
                 self._poll.register(process, select.POLLIN)

@@ -121,9 +121,11 @@ class WarmFirstLauncher:
                 warm_agent.discard()
         return self._otherwise.launch(node, run_dir, env=env, leased=leased)
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None) -> NodeProcess | None:
+    def adopt(
+        self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
+    ) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
-        return self._otherwise.adopt(node, run_dir, identity)
+        return self._otherwise.adopt(node, run_dir, identity, leased=leased)
 
 
 def wait_for_run(idle_s: float) -> tuple[list[str], WarmAgent] | None:

@@ -258,6 +258,11 @@ def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host
     cluster.write(**ENDLESS)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
+    first = cluster.supervisor()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: cluster.supervisor() != first, "another one takes over", [command])
+    taken_over = time.time()
+    wait_until(lambda: recorded_after(cluster.record, 3, taken_over), "they train on", [command])
     for pid in (command.pid, cluster.supervisor()):
         os.kill(pid, signal.SIGKILL)
     began = time.monotonic()

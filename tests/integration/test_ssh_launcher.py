@@ -130,7 +130,7 @@ def test_a_node_outlives_its_connection_and_another_supervisor_adopts_it(run_dir
     while first.identity is None:
         assert select.select([first], [], [], LIMIT_S)[0]
         first.poll()
-    second = SshLauncher().adopt(node(sys.executable, "-c", WAITS), run_dir, None)
+    second = SshLauncher().adopt(node(sys.executable, "-c", WAITS), run_dir, None, leased=True)
     assert second is not None
     while second.identity is None:
         assert select.select([second], [], [], LIMIT_S)[0]

@@ -69,7 +69,9 @@ class Launcher(Protocol):
             OSError: the command cannot be started.
         """
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None) -> NodeProcess | None:
+    def adopt(
+        self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
+    ) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone.
 
         The identity is what that supervisor has written down of it, None for nothing.

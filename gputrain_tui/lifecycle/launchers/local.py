@@ -130,7 +130,9 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
 class LocalLauncher:
     """Starts nodes as processes of this machine."""
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None) -> AdoptedProcess | None:
+    def adopt(
+        self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
+    ) -> AdoptedProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
         pidfd = None if identity is None else open_process(identity.pid, run_dir.path)
         if identity is None or pidfd is None:

@@ -100,12 +100,14 @@ class SshLauncher:
         (folder / TOKEN).touch(mode=0o600)
         return _started(SshProcess(node, run_dir, folder.name, start=True, leased=leased))
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None) -> NodeProcess | None:
+    def adopt(
+        self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
+    ) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None where it started none."""
         folders = attempt_folders(run_dir, node.node)
         if not folders:  # it was started on the machine of that supervisor, or not at all
-            return self._local.adopt(node, run_dir, identity)
-        return _started(SshProcess(node, run_dir, folders[-1].name, start=False, leased=False))
+            return self._local.adopt(node, run_dir, identity, leased=leased)
+        return _started(SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased))
 
 
 def _started(process: SshProcess) -> SshProcess:
