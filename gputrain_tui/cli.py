@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
     "check": ("gputrain_tui.commands.check", "say what would go wrong with a recipe here, and the fix; start nothing"),
     "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
+    "push": (
+        "gputrain_tui.commands.push",
+        "bring code and environment to the hosts of a recipe that do not share this disk",
+    ),
     "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),

@@ -89,8 +89,9 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         with closing(foreground.reader_of(started, out=out, json=json)) as reader:
             code = follow(supervisor)
             if code < 0 and not settle.is_settled(started.dir):
-                # It was killed, and with it the lease; another one sees to the end and writes it down.
-                supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
+                # It was killed, and with it the nodes of this machine; another one takes over those of other hosts, or
+                # sees to the end and writes it down.
+                supervisor = start.start_supervisor(started.dir, leased=True, adopting=True)
                 if stop_request.level:
                     supervisor.terminate()  # what the one that is dead was asked
                 code = follow(supervisor)

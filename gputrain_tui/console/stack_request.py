@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 
+from gputrain_tui.history.runs import read_plan
 from gputrain_tui.lifecycle.leftovers import processes_of
+from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.state import RankView
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
@@ -36,7 +40,7 @@ class StackRequest:
 
 
 def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
-    """Signal a rank's process on this machine to print its stack.
+    """Signal a rank's process to print its stack, on another host through the agent of its node.
 
     Raises:
         RequestError: the rank is elsewhere, or its process is not there.
@@ -44,7 +48,7 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.pid is None:
         raise RequestError(f"rank {view.rank} has no process yet")
     if view.host is not None and view.host not in (socket.gethostname(), "localhost"):
-        raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGUSR1 to process {view.pid} there")
+        return _request_over_ssh(run_dir, view)
     # Pids are reused: the mark in its environment proves that the process is this run's.
     if view.pid not in processes_of(run_dir.path):
         raise RequestError(f"rank {view.rank} is not running any more")
@@ -55,3 +59,21 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
     except ProcessLookupError:
         raise RequestError(f"rank {view.rank} is not running any more") from None
     return StackRequest(log, offset)
+
+
+def _request_over_ssh(run_dir: RunDir, view: RankView) -> StackRequest:
+    if view.node is None or not attempt_folders(run_dir, view.node):
+        raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGUSR1 to process {view.pid} there")
+    from gputrain_tui.lifecycle.launchers.ssh import RefusedError, request_stacks  # the console starts without it
+
+    node = read_plan(run_dir).nodes[view.node]
+
+    def ask() -> None:
+        # A host that does not answer is a rank that does not answer.
+        with suppress(ConnectionError, RefusedError, RequestError):
+            request_stacks(node, run_dir, view.pid or 0)
+
+    log = run_dir.rank_log(view.rank)
+    request = StackRequest(log, size_of(log))
+    threading.Thread(target=ask, name="stack-request", daemon=True).start()
+    return request

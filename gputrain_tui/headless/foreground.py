@@ -22,6 +22,7 @@ from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, planned_world_size, read_status
 from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.remote_nodes import shown
 from gputrain_tui.output import json_line
 from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode, RequestError
@@ -248,7 +249,12 @@ def conclude(
     colour = use_colour(sys.stderr.isatty(), environ)
     if narrate and (state.validations or all(view.last is not None for view in state.ranks.values())):
         columns = shutil.get_terminal_size().columns
-        for line in progress.closing_lines(state, columns, is_there=lambda path: Path(path).exists()):
+        place = shown(run.dir, 0, "")
+
+        def is_there(path: str) -> bool:
+            return bool(place) or Path(path).exists()
+
+        for line in progress.closing_lines(state, columns, is_there=is_there, place=place):
             out.write(progress.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
     out.settle(hurried=hurried)
     if narrate and out.error is not None and not isinstance(out.error, BrokenPipeError):

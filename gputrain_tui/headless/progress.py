@@ -264,7 +264,7 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
 
 
 def closing_lines(
-    state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True
+    state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True, place: str = ""
 ) -> list[list[Piece]]:
     """Return the closing lines of a run: table where it trained, last evaluations, findings, last checkpoint, sample.
 
@@ -272,6 +272,7 @@ def closing_lines(
         state: of the run.
         width: columns of the terminal.
         is_there: whether a checkpoint still exists.
+        place: stands before its path: the host that has it, where that is not this machine.
     """
     lines = closing_table(state, width) if state.step else []
     for split in ("valid", "test"):
@@ -285,7 +286,7 @@ def closing_lines(
     lines += finding_lines(state)
     kept = next((saved.path for saved in reversed(state.checkpoints) if is_there(saved.path)), None)
     if kept is not None:
-        lines.append([("checkpoint ", "dim"), (kept, "")])
+        lines.append([("checkpoint ", "dim"), (f"{place}{kept}", "")])
     if state.sample is not None:
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]

@@ -60,9 +60,11 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
     values: dict[str, Any] = {"name": recipe.name}
     cluster = msgspec.to_builtins(recipe.cluster)
     for index, node in enumerate(cluster.pop("nodes")):
+        values |= {f"cluster.nodes[{index}].env.{key}": value for key, value in node.pop("env").items()}
         for key, value in node.items():
             if value is not None:
                 values[f"cluster.nodes[{index}].{key}"] = value
+    values |= {f"cluster.env.{key}": value for key, value in cluster.pop("env").items()}
     values |= {f"cluster.{key}": value for key, value in cluster.items()}
     values["train.task"] = recipe.train.task or None
     if recipe.script is not None:

@@ -25,7 +25,7 @@ class LocalFacts:
     free_port: int = DEFAULT_PORT
     """A port that was just free for listening."""
     python: str = "python"
-    """The interpreter that runs the trainer here; other machines run ``python``."""
+    """The interpreter that runs the trainer here, and on other machines unless the recipe names theirs."""
     cuda_visible_devices: str | None = None
     """The environment's CUDA_VISIBLE_DEVICES."""
     slurm: bool = False

@@ -1,4 +1,4 @@
-"""Packs the inventory into one program for a remote ``python3 -``, so that nothing has to be installed there."""
+"""Packs modules into one program for a remote ``python3``, so that nothing has to be installed there."""
 
 from __future__ import annotations
 
@@ -32,11 +32,16 @@ module.main(sys.argv[1:])
 """
 
 
-@cache
 def inventory_program() -> bytes:
     """Return the program's source; its arguments are the marker to print before the JSON, on the same line."""
+    return packed_program(MODULES)
+
+
+@cache
+def packed_program(modules: tuple[str, ...]) -> bytes:
+    """Return the source of a program that runs ``main`` of the last of some modules, given in import order."""
     sources = []
-    for name in MODULES:
+    for name in modules:
         package, _, rest = name.partition(".")
         folder = Path(str((trainer if package == trainer.__name__ else gputrain_tui).__file__)).parent
         text = folder.joinpath(*rest.split(".")).with_suffix(".py").read_text(encoding="utf-8")

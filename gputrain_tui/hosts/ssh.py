@@ -80,14 +80,17 @@ class Ssh:
         self._lock = threading.Lock()
         self._closed = False
 
-    def command_line(self, host: str, *command: str) -> list[str]:
+    def command_line(self, host: str, *command: str, own: bool = False) -> list[str]:
         """Return the ssh command line that runs a command on a host, for a process of the caller.
 
         Args:
             host: a name, ``user@host`` or ``ssh://user@host:port``.
             command: words that no shell changes.
+            own: no process is left behind to keep the connection open for others; one that is open is used.
         """
-        options = [word for option in (*OPTIONS, f"ControlPath={self._socket(host)}") for word in ("-o", option)]
+        given = ["ControlMaster=no"] if own else []
+        given += [*OPTIONS, f"ControlPath={self._socket(host)}"]
+        options = [word for option in given for word in ("-o", option)]
         return [*self._command, *options, "-T", "-x", "--", ssh_destination(host), *command]
 
     def _socket(self, host: str) -> str:

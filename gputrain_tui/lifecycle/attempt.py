@@ -87,7 +87,8 @@ _decode = msgspec.json.Decoder(Launched)
 
 def write_launched(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
     """Write what a supervisor that takes over must know; on a full disk go on without."""
-    processes = {process.node: process.identity for process in attempt.running.values()}
+    running = [(process.node, process.identity) for process in attempt.running.values()]
+    processes = {node: identity for node, identity in running if identity is not None}
     launched = Launched(since=dict(attempt.since), processes=processes, tmp=tmp)
     try:
         write_atomically(run_dir.attempt, msgspec.json.encode(launched))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gputrain_tui.lifecycle.remote_nodes import shown
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome, root_cause, signal_name
 from trainer.contract.record import AnyEvent, Failure, RankState, RunDir, decode_events
@@ -40,6 +41,8 @@ class NodeEnd:
     """A signal's number negated."""
     unfinished: list[int]
     """Its ranks that did not record that they finished."""
+    why: str = ""
+    """Why its host did not start or keep it; empty where its log has the last word."""
 
 
 def event_file_sizes(run_dir: RunDir) -> dict[str, int]:
@@ -109,7 +112,7 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
     found = [*failures(run_dir, since), *_reported_failures(run_dir, ended)]
     recorded = root_cause((int(failure.time * 1e9), failure) for failure in found)
     first = next((node for node, end in ended.items() if end.unfinished), None)
-    killed = first is not None and ended[first].exit_code < 0
+    killed = first is not None and (ended[first].exit_code < 0 or bool(ended[first].why))
     if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
     for node, end in ended.items():
@@ -172,7 +175,7 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     if not stopped and not_kept:  # the stop request came while the last update was saved
         parts.append(f"but {not_kept}")
     if stopped:
-        saved = next((outcome.saved for outcome in outcomes if outcome.saved), None)
+        saved = next((shown(run_dir, outcome.node, outcome.saved) for outcome in outcomes if outcome.saved), None)
         words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
         parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
@@ -230,6 +233,8 @@ def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> 
     """Return the failure that a node's exit code and log tail show, where nothing else is recorded."""
     host, code, ranks = end.host, end.exit_code, end.unfinished
     # A process prints nothing about SIGKILL: its last line is about something else.
+    if end.why:
+        return Failure(time=now, kind="launch", host=host, message=f"node {node} on {host}: {end.why}")
     words = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
     said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
     if code == ExitCode.BAD_REQUEST:

@@ -21,18 +21,11 @@ def check_launcher(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[CheckR
     """
     if plan.launcher in LAUNCHERS:
         return []
-    away = next((node for node in plan.nodes if not is_local(node.host, local)), None)
-    file = shlex.quote(recipe.source)
-    if plan.launcher == "slurm":
-        what = "ranks are not started through Slurm from here"
-        fix = f"submit what `gputrain plan {file} --sbatch` prints"
-    else:
-        what = "ranks are started from here on this machine only"
-        fix = f"start each node by its command: `gputrain plan {file} --shell` prints them, c in the form copies them"
-    if away is None:
-        fix = "all nodes are this machine: use local or auto"
-    if away is None or recipe.cluster.launcher != "auto":
+    what = "ranks are not started through Slurm from here"
+    fix = f"submit what `gputrain plan {shlex.quote(recipe.source)} --sbatch` prints"
+    if recipe.cluster.launcher != "auto":
         return [_error(what, fix, key="cluster.launcher", where=recipe.where("cluster", "launcher"))]
+    away = next(node for node in plan.nodes if not is_local(node.host, local))
     where = recipe.where("cluster", "nodes", away.node, "host")
     what = f"{away.host} is another machine, and {what}"
     return [_error(what, fix, key=f"cluster.nodes[{away.node}].host", where=where)]

@@ -24,6 +24,7 @@ from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
 from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
+from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan, plan, with_run_dir
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
 from gputrain_tui.recipe import model as recipes
@@ -91,6 +92,14 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             )
         settings.append(f"train.resume={found}")
         source = source or recipe_of(run)
+        recipe = recipes.load(source, overrides=settings, stdin=stdin)
+        remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
+        if remote is not None and first != remote.host:
+            raise RequestError(
+                f"--resume {resume}: the checkpoints of {run.id} are on {remote.host}, in {found}, where rank 0 reads "
+                f"them, but the first node is {first or 'this machine'}; keep {remote.host} as the first node"
+            )
+        return recipe
     if source is None:
         raise RequestError(
             "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"

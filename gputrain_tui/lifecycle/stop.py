@@ -14,6 +14,8 @@ from gputrain_tui import paths
 from gputrain_tui.history.runs import ENDED, Run, find, open_run, read_plan
 from gputrain_tui.lifecycle import attempt_outcome, start
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
+from gputrain_tui.lifecycle.remote_nodes import attempt_folders
+from gputrain_tui.lifecycle.stop_file import await_end, supervisor_beats, write_stop_file
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
@@ -78,7 +80,12 @@ def stop(found: Run) -> tuple[str, list[int]]:
         and not supervisors_of(path)
         and is_alive(supervisor) is None
     ):
-        raise RequestError(f"stop: {found.id} runs on {supervisor.host}; stop it there")
+        if supervisor_beats(found.dir):
+            return _stop_from_here(found, supervisor.host)
+        if not all(attempt_folders(found.dir, node.node) for node in read_plan(found.dir).nodes):
+            raise RequestError(f"stop: {found.id} runs on {supervisor.host}, also some of its ranks; stop it there")
+        print(f"the supervisor of {found.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
+        found = start.adopt(found)
     now, trouble = found, ""
     for _ in range(MOST_SUPERVISORS):
         _end_supervisors(path, _stop_timeout_s(found.dir))
@@ -95,6 +102,21 @@ def stop(found: Run) -> tuple[str, list[int]]:
     if now.state not in ENDED:
         raise RequestError(f"{trouble or f'{now.id} is {now.state}'}; {_left(left)}")
     return _report(now, left, was_over=found.state in ENDED), left
+
+
+def _stop_from_here(found: Run, host: str) -> tuple[str, list[int]]:
+    """Ask the supervisor on another host through the run directory, and wait for the end.
+
+    Raises:
+        RequestError: it does not answer.
+    """
+    try:
+        write_stop_file(found.dir)
+    except OSError as error:
+        raise RequestError(f"stop: {found.dir.stop} cannot be written: {error.strerror}") from None
+    if not await_end(found.dir, _stop_timeout_s(found.dir)):
+        raise RequestError(f"stop: {found.id} runs on {host} and has not ended; stop it there")
+    return _report(open_run(found.dir.path) or found, [], was_over=False), []
 
 
 def _report(run: Run, left: list[int], *, was_over: bool) -> str:

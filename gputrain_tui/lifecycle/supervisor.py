@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,9 @@ from gputrain_tui.lifecycle.attempt import (
 )
 from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.lifecycle.stop_file import read_stop_file
 from gputrain_tui.plan.planner import Plan, stop_grace
-from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, answer_s, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
@@ -61,6 +63,9 @@ LOCK_TIMEOUT_S = 1.0
 """How long a successor waits for the lock, which outlives a killed supervisor in a process that it was starting."""
 DIRECTORY_CHECK_S = 1.0
 """Time between two checks that the run directory is there."""
+SILENT_S = 5.0
+"""How long a host may be silent, which answers once a second; until it answers its ranks are not diagnosed, as their
+record ends where the connection broke."""
 FIRST_DIAGNOSIS_S = 1.0
 """When a run is first diagnosed; until then its ranks have better use for the processor."""
 
@@ -91,6 +96,8 @@ class Supervisor:
         self._diagnose_at = time.monotonic() + FIRST_DIAGNOSIS_S
         self._directory_check_at = 0.0
         """When the run directory is checked for next, monotonic seconds."""
+        self._silent: set[int] = set()
+        """Nodes of which nothing is heard."""
         self._deleted: Failure | None = None
         """The failure of a run whose directory is gone."""
 
@@ -171,7 +178,7 @@ class Supervisor:
         attempt = Attempt(since=launched.since)
         for node in self._plan.nodes:
             identity = launched.processes.get(node.node)
-            process = node_launcher.adopt(node, self.dir, identity) if identity is not None else None
+            process = node_launcher.adopt(node, self.dir, identity, leased=self.leased)
             if process is not None:
                 attempt.running[process.fileno()] = process
                 self._poll.register(process, select.POLLIN)
@@ -200,8 +207,11 @@ class Supervisor:
                 code = process.poll() if process is not None else None
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
+                elif process is not None:  # its host has answered
+                    write_launched(self.dir, attempt, str(self._tmp))
             if time.monotonic() >= self._directory_check_at:
                 self._check_directory()
+                self._check_hosts(attempt)
             if not attempt.stop_level and time.monotonic() >= self._diagnose_at:
                 self._diagnose()
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
@@ -221,15 +231,41 @@ class Supervisor:
         return ready
 
     def _check_directory(self) -> None:
-        """Stop a run whose directory was deleted: no command would find it any more."""
+        """Stop a run whose directory was deleted, as no command would find it any more, or has a stop request."""
         self._directory_check_at = time.monotonic() + DIRECTORY_CHECK_S
+        with suppress(OSError):
+            os.utime(self.dir.lock)
+        if (level := read_stop_file(self.dir)) > self._stop_request.level:
+            self._stop_request.ask(level, "stopped from another host")
         if self._deleted is None and attempt_outcome.is_deleted(self.dir):
             self._deleted = attempt_outcome.deleted(self.dir, self._now())
             print(self._deleted.message, file=sys.stderr, flush=True)
             self._stop_request.ask(StopLevel.SAVE, self._deleted.message)  # the ranks may save somewhere else
 
+    def _check_hosts(self, attempt: Attempt) -> None:
+        """Record which hosts are silent, and which are not any more."""
+        for process in attempt.running.values():
+            silent_s = process.silent_s()
+            if (silent_s >= SILENT_S) == (process.node in self._silent):
+                continue
+            self._silent ^= {process.node}
+            self._status_writer.record(
+                Finding(
+                    time=self._now(),
+                    kind="host_silent",
+                    state="raised" if process.node in self._silent else "cleared",
+                    rank=self._plan.nodes[process.node].first_rank,
+                    host=process.host,
+                    message=f"nothing is heard of {process.host}: its ranks may go on; what they record comes later",
+                    advice=f"see whether `ssh {process.host} true` works",
+                )
+            )
+
     def _diagnose(self) -> None:
         """Diagnose the run and record the findings."""
+        if self._silent:
+            self._diagnose_at = time.monotonic() + DIRECTORY_CHECK_S
+            return
         try:
             if self._diagnosis is None:
                 from gputrain_tui.lifecycle.diagnosis_watch import (
@@ -248,6 +284,7 @@ class Supervisor:
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]
+        self._silent.discard(process.node)
         self._poll.unregister(descriptor)
         process.close()
         ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)
@@ -255,7 +292,9 @@ class Supervisor:
         if missing and code == ExitCode.FINISHED and attempt_outcome.disk_is_full(self.dir):
             missing = []  # neither they nor their node agent could write that they finished
         code = attempt_outcome.exit_code(self.dir, process.node, code) if missing else code
-        attempt.ended[process.node] = attempt_outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
+        attempt.ended[process.node] = attempt_outcome.NodeEnd(
+            host=process.host, exit_code=code, unfinished=missing, why=printable(process.why)
+        )
         if missing and not attempt.stop_level:
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
 

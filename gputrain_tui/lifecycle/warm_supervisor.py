@@ -61,6 +61,8 @@ class WarmAgent:
         return (
             words[:3] == [sys.executable, "-m", "trainer"]
             and len(node.ranks) > 1
+            and not node.workdir
+            and not node.setup
             and "--" not in words
             and not any(word.startswith(("--script", "--start-method")) for word in words)
             and LATE_ENVIRONMENT.issuperset(node.env)
@@ -124,9 +126,11 @@ class WarmFirstLauncher:
                 warm_agent.discard()
         return self._otherwise.launch(node, run_dir, env=env, leased=leased)
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> NodeProcess | None:
+    def adopt(
+        self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
+    ) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
-        return self._otherwise.adopt(node, run_dir, identity)
+        return self._otherwise.adopt(node, run_dir, identity, leased=leased)
 
 
 def wait_for_run(idle_s: float) -> tuple[list[str], WarmAgent] | None:

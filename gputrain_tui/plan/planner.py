@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gputrain_tui.recipe.model import Recipe
 
 
-class PlannedNode(msgspec.Struct, kw_only=True):
+class PlannedNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The ranks, devices and command of one node."""
 
     node: Rank
@@ -39,6 +39,10 @@ class PlannedNode(msgspec.Struct, kw_only=True):
     argv: list[str]
     env: dict[str, str]
     """Added to the environment of the command."""
+    workdir: str = ""
+    """Folder in which the command starts; empty is the one in which the run is started."""
+    setup: str = ""
+    """Line of shell that runs before the command, in its shell; empty for none."""
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -84,9 +88,10 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     alike_on_all_nodes = [*to_flags(recipe.launch), *_training_flags(recipe)]
     nodes: list[PlannedNode] = []
     first_rank = 0
-    for index, (machine, assigned) in enumerate(zip(machines, assignments, strict=True)):
+    for index, assigned in enumerate(assignments):
         ranks = list(range(first_rank, first_rank + len(assigned.devices)))
         flags = _distributed_flags(recipe, assigned, init_method, world_size, first_rank, len(assignments), backend)
+        node = recipe.cluster.of_node(index)
         nodes.append(
             PlannedNode(
                 node=index,
@@ -94,13 +99,10 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                 first_rank=first_rank,
                 ranks=ranks,
                 devices=list(assigned.devices),
-                argv=[
-                    local.python if machine == THIS_MACHINE else "python",
-                    *("-m", "trainer"),
-                    *flags,
-                    *alike_on_all_nodes,
-                ],
-                env=_environment(recipe, assigned, init_method, machines, local),
+                argv=[node.python or local.python, "-m", "trainer", *flags, *alike_on_all_nodes],
+                env={**node.env, **_environment(recipe, assigned, init_method, machines, local)},
+                workdir=node.workdir or "",
+                setup=node.setup or "",
             )
         )
         first_rank += len(ranks)

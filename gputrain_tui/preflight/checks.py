@@ -106,7 +106,7 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) 
         )
     elif recipe.script is None:
         yield CheckResult(status="note", check="data", what="the task's own ranks look for its data")
-    if recipe.train.resume:
+    if recipe.train.resume and here[0].node == 0:  # rank 0 reads it for all
         yield _missing_result("resume", facts.resume) or CheckResult(
             status="ok", check="resume", what=f"{recipe.train.resume} is there", key="train.resume"
         )

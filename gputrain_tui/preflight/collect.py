@@ -60,7 +60,7 @@ def collect_facts(
         data=_data(recipe),
         data_checked=recipe.train.task in BUILT_IN,
         script=_script(recipe),
-        resume=_resume(recipe),
+        resume=_resume(recipe) if first else None,
         port=port,
         rendezvous=rendezvous,
         home=_folder(paths.runs_folder()),

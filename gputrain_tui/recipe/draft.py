@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, Node, Script, whole_number
+from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, NodeOptions, Script, whole_number
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -171,7 +171,7 @@ class Draft:
         return task_schema(self.task) if self.task in BUILT_IN else self._schemas.get(self.task)
 
     def _node_fields(self, data: Any) -> list[Field]:
-        options = {option.name: option for option in describe(Node)}
+        options = {option.name: option for option in describe(NodeOptions)}
         saved = self.nodes(self._source.data)
         found = []
         for index, node in enumerate(self.nodes(data)):
@@ -317,7 +317,7 @@ class Draft:
     def _schema(self, field: Field) -> type[Any]:
         table = field.key.partition(".")[0]
         if NODE_KEY.fullmatch(field.key):
-            return Node
+            return NodeOptions
         if table == "cluster":
             return ClusterOptions
         if table == "task":

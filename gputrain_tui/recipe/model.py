@@ -28,6 +28,7 @@ __all__ = [
     "ClusterOptions",
     "Gpus",
     "Node",
+    "NodeOptions",
     "Recipe",
     "RecipeError",
     "Script",
@@ -54,6 +55,14 @@ COMPUTED_FLAGS = {
 }
 """Flags that the plan computes, and the key of a recipe that stands for each."""
 
+COMPUTED_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "set gpus of a node in [[cluster.nodes]]",
+    "CUDA_DEVICE_ORDER": "gputrain numbers GPUs as nvidia-smi does",
+    "MASTER_ADDR": "set cluster.init_method",
+    "MASTER_PORT": "set cluster.port",
+}
+"""Environment variables that the plan computes, and what stands for each in a recipe."""
+
 MAX_NAME_CHARS = 100
 """More makes lists of runs unreadable."""
 
@@ -71,8 +80,15 @@ UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/_-]*")
 S = TypeVar("S")
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine: ``[[cluster.nodes]]``. Of ``gpus``, ``cpu_ranks`` and ``ranks`` it has at most one."""
+Workdir = Annotated[str, Meta(description="folder on the hosts in which ranks start; default: the same as here")]
+Python = Annotated[str, Meta(description="interpreter of the hosts, with torch; default: the same path as here")]
+Setup = Annotated[
+    str, Meta(description="line of shell before a node's command, such as module load cuda or a conda environment")
+]
+
+
+class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of a node besides its table ``env``. Of ``gpus``, ``cpu_ranks`` and ``ranks`` it has at most one."""
 
     host: Annotated[str, Meta(min_length=1, description="name or address; default: this machine")] | None = None
     gpus: (
@@ -93,10 +109,20 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ]
         | None
     ) = None
+    workdir: Workdir | None = None
+    python: Python | None = None
+    setup: Setup | None = None
+
+
+class Node(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine: ``[[cluster.nodes]]``. Without ``workdir``, ``python`` or ``setup`` it has those of the cluster."""
+
+    env: dict[str, str] = {}
+    """Environment variables of its ranks, besides the cluster's."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of ``[cluster]`` besides its nodes."""
+    """The keys of ``[cluster]`` besides its nodes and the table ``env``."""
 
     init_method: Annotated[
         str, Meta(description="where ranks meet: auto, tcp://HOST:PORT, file:///SHARED/PATH or env://")
@@ -117,15 +143,31 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ]
         | None
     ) = None
+    workdir: Workdir | None = None
+    python: Python | None = None
+    setup: Setup | None = None
 
 
 class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks run; without nodes, on this machine."""
 
+    env: dict[str, str] = {}
+    """Environment variables of all ranks."""
     nodes: tuple[Node, ...] = (Node(),)
 
+    def of_node(self, index: int) -> Node:
+        """Return a node with what the cluster says for all."""
+        node = self.nodes[index]
+        return msgspec.structs.replace(
+            node,
+            workdir=node.workdir or self.workdir,
+            python=node.python or self.python,
+            setup=node.setup or self.setup,
+            env=self.env | node.env,
+        )
 
-CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "nodes")
+
+CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "env", "nodes")
 """The keys of ``[cluster]``."""
 
 
@@ -265,9 +307,12 @@ def _cluster(source: Source) -> Cluster:
     for key in table:
         if key not in CLUSTER_KEYS:
             raise RecipeError(f"{source.where(('cluster', key))} is not known{nearest(key, CLUSTER_KEYS)}")
-    options = _check(ClusterOptions, {key: table[key] for key in table if key != "nodes"}, source, "cluster")
+    given = {key: table[key] for key in table if key not in ("env", "nodes")}
+    options = _check(ClusterOptions, given, source, "cluster")
     _check_init_method(options, source)
-    scalars = {key: getattr(options, key) for key in CLUSTER_KEYS if key != "nodes"}
+    _check_place(options, source, "cluster")
+    scalars: dict[str, Any] = {key: getattr(options, key) for key in ClusterOptions.__struct_fields__}
+    scalars["env"] = _env(source, table.get("env", {}), "cluster")
     if "nodes" not in table:
         return Cluster(**scalars)
     where, nodes = source.where(("cluster", "nodes")), table["nodes"]
@@ -297,9 +342,42 @@ def _check_init_method(options: ClusterOptions, source: Source) -> None:
         )
 
 
+def _check_place(options: NodeOptions | ClusterOptions, source: Source, *table: str | int) -> None:
+    """Raise for a folder, an interpreter or a line of shell that cannot be one on a host."""
+    workdir, python, setup = options.workdir, options.python, options.setup
+    if workdir is not None and not workdir.startswith(("/", "~/")) and workdir != "~":
+        where = source.where((*table, "workdir"))
+        raise RecipeError(f"{where} is {quoted(workdir)}, but must be an absolute path, or one from ~/ on the host")
+    if python is not None and not re.fullmatch(r"[^-\s].*", python):
+        where = source.where((*table, "python"))
+        raise RecipeError(f"{where} is {quoted(python)}, but must be the path or the name of an interpreter")
+    if setup is not None and (not setup.strip() or len(setup.splitlines()) > 1):
+        where = source.where((*table, "setup"))
+        raise RecipeError(f"{where} is {quoted(setup)}, but must be one line of shell; join several by &&")
+
+
+def _env(source: Source, values: Any, *table: str | int) -> dict[str, str]:
+    """Check a table ``env``: names of environment variables, each with text or a number."""
+    if not isinstance(values, dict):
+        where = source.where((*table, "env"))
+        raise RecipeError(f'{where} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
+    for name, value in values.items():
+        where = source.where((*table, "env", name))
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise RecipeError(f"{where} is no name of an environment variable: letters, digits and _")
+        if name in COMPUTED_VARIABLES:
+            raise RecipeError(f"{where} is computed; {COMPUTED_VARIABLES[name]}")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise RecipeError(f"{where} is {quoted(value)}, but must be text or a number")
+    return {name: str(value) for name, value in values.items()}
+
+
 def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
-    rest = {key: value for key, value in values.items() if key != "gpus" or value is None}
-    node = _check(Node, rest, source, "cluster", "nodes", index)
+    rest = {key: value for key, value in values.items() if key != "env" and (key != "gpus" or value is None)}
+    options = _check(NodeOptions, rest, source, "cluster", "nodes", index)
+    _check_place(options, source, "cluster", "nodes", index)
+    env = _env(source, values.get("env", {}), "cluster", "nodes", index)
+    node = Node(**msgspec.structs.asdict(options), env=env)
     if values.get("gpus") is not None:
         node = msgspec.structs.replace(
             node, gpus=parse_gpus(values["gpus"], where=source.where(("cluster", "nodes", index, "gpus")))

@@ -37,7 +37,7 @@ def _explicit_values(recipe: Recipe) -> dict[str, Any]:
     cluster = {key: value for key, value in cluster.items() if value != getattr(default, key)}
     if recipe.cluster.nodes != default.nodes:
         cluster["nodes"] = [
-            {key: value for key, value in msgspec.to_builtins(node).items() if value is not None}
+            {key: value for key, value in msgspec.to_builtins(node).items() if value not in (None, {})}
             for node in recipe.cluster.nodes
         ]
     script = {} if recipe.script is None else msgspec.to_builtins(recipe.script)
@@ -89,7 +89,7 @@ def _current_value(recipe: Recipe, table: str, key: str) -> Any:
     else:
         value = getattr(recipe.launch if key in LAUNCH_OPTIONS else recipe.train, key)
     if key == "nodes":
-        return [{k: v for k, v in msgspec.to_builtins(node).items() if v is not None} for node in value]
+        return [{k: v for k, v in msgspec.to_builtins(node).items() if v not in (None, {})} for node in value]
     return msgspec.to_builtins(value)
 
 

@@ -144,19 +144,10 @@ async def test_a_warning_leaves_the_recipe_ready(folder: Path) -> None:
 
 
 @in_loop
-async def test_nodes_elsewhere_are_told_beside_their_host_and_their_commands_are_copied(folder: Path) -> None:
+async def test_the_commands_of_nodes_elsewhere_are_copied(folder: Path) -> None:
     (folder / "recipes" / "tiny.toml").write_text(
         TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "192.0.2.7"')
     )
-    async with launching() as (app, pilot, screen):
-        screen.form.go_to("cluster.nodes[0].host")
-        await settle(pilot)
-        field = next((row for row in seen(app).splitlines() if "! host" in row), seen(app))
-        assert "192.0.2.7 is another machine" in field
-        assert "preflight  ✗ 1 error" in seen(app)
-        await pilot.press("L")
-        await settle(pilot)
-        assert any("`gputrain plan recipes/tiny.toml --shell` prints" in text for text in toasts(app))
-        assert list_runs() == []
+    async with launching() as (app, pilot, _):
         await pilot.press("c")
         assert "# node 0, 192.0.2.7" in app.clipboard

@@ -116,9 +116,22 @@ def test_four_nodes_have_the_flags_of_hetseqs_documentation(node: int, first_ran
         "--distributed-init-method tcp://10.0.123.1:11111 --distributed-world-size 16 "
         f"--distributed-gpus 4 --distributed-rank {first_rank}"
     )
-    assert found.argv[:3] == ["python", "-m", "trainer"]
+    assert found.argv[:3] == ["/venv/python", "-m", "trainer"]
     assert found.argv[found.argv.index("--task") :] == ["--task", "mnist", "--data", "/d"]
     assert found.env == {}
+
+
+def test_a_node_says_where_it_runs_or_else_the_cluster_does_for_all_of_them() -> None:
+    place = 'workdir = "/code"\npython = "/env/bin/python"\nenv = { NCCL_DEBUG = "INFO", OMP_NUM_THREADS = 4 }'
+    own = 'workdir = "~/code"\nsetup = "module load cuda"\nenv = { NCCL_DEBUG = "WARN" }'
+    first, second = planned(*remote(1), f"{remote(1, 1)[1]}\n{own}", cluster=place).nodes
+    assert (first.workdir, first.argv[0], first.setup) == ("/code", "/env/bin/python", "")
+    assert (second.workdir, second.argv[0], second.setup) == ("~/code", "/env/bin/python", "module load cuda")
+    assert {name: first.env[name] for name in ("NCCL_DEBUG", "OMP_NUM_THREADS")} == {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "4",
+    }
+    assert (second.env["NCCL_DEBUG"], second.env["OMP_NUM_THREADS"]) == ("WARN", "4")
 
 
 @pytest.mark.parametrize(
@@ -507,7 +520,7 @@ def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
     assert "#SBATCH --nodelist=n1,n2,n3" in text
     assert "#SBATCH --gpus-per-node" not in text
     for index, count in enumerate((4, 2, 1)):
-        assert f"--nodelist=n{index + 1} --cpu-bind=none --gpus={count} python" in text
+        assert f"--nodelist=n{index + 1} --cpu-bind=none --gpus={count} /venv/python" in text
 
 
 def test_nodes_without_names_come_from_the_allocation() -> None:

@@ -419,10 +419,7 @@ def test_gpus_that_are_missing_are_the_machines_fault() -> None:
 @pytest.mark.parametrize(
     ("host", "launcher", "key", "words"),
     [
-        ("far", "auto", "cluster.nodes[0].host", "far is another machine, and ranks are started from here on this"),
-        ("far", "ssh", "cluster.launcher", "`gputrain plan one.toml --shell` prints them"),
         ("far", "slurm", "cluster.launcher", "`gputrain plan one.toml --sbatch` prints"),
-        ("localhost", "ssh", "cluster.launcher", "all nodes are this machine: use local or auto"),
     ],
 )
 def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launcher: str, key: str, words: str) -> None:
@@ -433,5 +430,6 @@ def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launc
     assert words in result.line
 
 
-def test_what_is_started_here_needs_no_word() -> None:
-    assert check_launcher(recipe(), plan(recipe(), {}, local=HERE), HERE) == []
+@pytest.mark.parametrize("node", ["cpu_ranks = 1", 'host = "far"\ncpu_ranks = 1'])
+def test_what_is_started_from_here_needs_no_word(node: str) -> None:
+    assert check_launcher(recipe(node), plan(recipe(node), {}, local=HERE), HERE) == []

@@ -295,6 +295,13 @@ def test_a_setting_makes_the_tables_that_it_needs() -> None:
         ("cluster.nodes.2.gpus=1", "--set cluster.nodes.2.gpus: cluster.nodes has no entry '2' (entries: 0 to 1)"),
         ("cluster.nodes[0].gpus=-1", "--set cluster.nodes[0].gpus is -1, but must be a count"),
         ("cluster=5", "--set cluster is 5, but must be a table"),
+        ("cluster.workdir=code", "--set cluster.workdir is 'code', but must be an absolute path, or one from ~/"),
+        ("cluster.nodes[0].python=-m", "--set cluster.nodes[0].python is '-m', but must be the path or the name"),
+        ('cluster.setup="a\\nb"', "--set cluster.setup is 'a\\nb', but must be one line of shell; join several by &&"),
+        ("cluster.env=5", "--set cluster.env is 5, but must be a table, such as "),
+        ("cluster.env.A=[1]", "--set cluster.env.A is [1], but must be text or a number"),
+        ('cluster.env={"A=B" = 1}', "--set cluster.env.A=B is no name of an environment variable"),
+        ("cluster.nodes[0].env.MASTER_PORT=1", "--set cluster.nodes[0].env.MASTER_PORT is computed; set cluster.port"),
         ("trian.lr=5", "--set trian is not known"),
     ],
 )
@@ -512,7 +519,7 @@ def test_pytexts_defaults_are_options_that_exist() -> None:
 
 def test_every_option_of_train_has_help_for_the_form() -> None:
     assert [option.name for option in train_options() if not option.help] == []
-    for schema in (recipes.ClusterOptions, Node):
+    for schema in (recipes.ClusterOptions, recipes.NodeOptions):
         assert [option.name for option in describe(schema) if not option.help] == []
 
 

@@ -5,7 +5,6 @@ Torch-free, and called before torch does anything in the rank.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import io
 import os
@@ -18,11 +17,9 @@ from pathlib import Path
 
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.log_file import LogFile
+from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from trainer.host.processes import exists
 from trainer.host.stop_request import NOW_SIGNAL
-
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 PARENT_POLL_S = 0.2
 """How often the parent is looked for on kernels before 5.3, which have no pidfd."""
@@ -30,24 +27,18 @@ PARENT_POLL_S = 0.2
 
 def die_with_parent_process() -> None:
     """Ask the kernel to kill this process when the thread that started it ends; survives exec, not fork."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def signal_on_parent_death(number: int) -> None:
     """Ask the kernel for a signal when the thread that started this process ends; 0 asks for none any more."""
-    _prctl(PR_SET_PDEATHSIG, number)
+    prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
     """Make every descendant whose parent dies a child of this process, so that none can escape; Linux only."""
     if sys.platform == "linux":
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_process(parent_pid: int) -> None:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from trainer.contract.stop_level import StopLevel
     from trainer.host.process_identity import ProcessIdentity
 
-LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher")}
+LAUNCHERS: dict[str, tuple[str, str]] = {
+    "local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher"),
+    "ssh": ("gputrain_tui.lifecycle.launchers.ssh", "SshLauncher"),
+}
 """Name to module and class."""
 
 
@@ -24,11 +27,15 @@ class NodeProcess(Protocol):
     node: int
     """Index of the node in the plan."""
     host: str
-    identity: ProcessIdentity
-    """Of the process on this machine: the node agent, or what holds the connection to it."""
+    why: str
+    """Why its host did not start or keep it, in one line; empty where its own log has the last word."""
+
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """The node agent, or the process that keeps it on another host; None until that host has answered."""
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended."""
+        """A descriptor that becomes readable when the process has ended, or its identity is known."""
 
     def poll(self) -> int | None:
         """Exit code, a signal's number negated, or None while it runs."""
@@ -41,6 +48,9 @@ class NodeProcess(Protocol):
 
     def close(self) -> None:
         """Close the descriptors of a process that has ended."""
+
+    def silent_s(self) -> float:
+        """Return for how many seconds nothing has been heard of its host; 0 for this machine."""
 
 
 class Launcher(Protocol):
@@ -59,8 +69,12 @@ class Launcher(Protocol):
             OSError: the command cannot be started.
         """
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> NodeProcess | None:
+    def adopt(
+        self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
+    ) -> NodeProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone.
+
+        The identity is what that supervisor has written down of it, None for nothing.
 
         Its exit code is read from the node's outcome: the kernel gives it only to the parent process.
         """

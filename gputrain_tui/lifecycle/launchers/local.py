@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.lifecycle.leftovers import open_process
 from trainer.contract.errors import ExitCode
+from trainer.contract.home_folder import expand_home
 from trainer.contract.outcome import node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 class LocalProcess:
     """A node agent that this process started."""
+
+    why = ""
 
     def __init__(self, node: int, host: str, process: subprocess.Popen[bytes]) -> None:
         self.node = node
@@ -60,6 +64,10 @@ class LocalProcess:
         self._end_lease()
         os.close(self._pidfd)
 
+    def silent_s(self) -> float:
+        """Return 0: it is on this machine."""
+        return 0.0
+
     def _end_lease(self) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -67,6 +75,8 @@ class LocalProcess:
 
 class AdoptedProcess:
     """A node agent that a killed supervisor started."""
+
+    why = ""
 
     def __init__(self, node: int, host: str, identity: ProcessIdentity, pidfd: int, run_dir: RunDir) -> None:
         self.node = node
@@ -103,6 +113,10 @@ class AdoptedProcess:
         """Close the descriptor."""
         os.close(self._pidfd)
 
+    def silent_s(self) -> float:
+        """Return 0: it is on this machine."""
+        return 0.0
+
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
@@ -116,10 +130,12 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
 class LocalLauncher:
     """Starts nodes as processes of this machine."""
 
-    def adopt(self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity) -> AdoptedProcess | None:
+    def adopt(
+        self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
+    ) -> AdoptedProcess | None:
         """Take over a node that a killed supervisor started; None when it is gone."""
-        pidfd = open_process(identity.pid, run_dir.path)
-        if pidfd is None:
+        pidfd = None if identity is None else open_process(identity.pid, run_dir.path)
+        if identity is None or pidfd is None:
             return None
         if not is_alive(identity):  # checked after it was opened: the descriptor refers to this very process
             os.close(pidfd)
@@ -137,7 +153,8 @@ class LocalLauncher:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
-                node.argv,
+                node_command([str(expand_home(node.argv[0])), *node.argv[1:]], node.setup),
+                cwd=expand_home(node.workdir) if node.workdir else None,
                 env=node_environment(node, env, leased=leased),
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,

@@ -25,8 +25,12 @@ class RunDir:
         """Outcomes of the nodes, ``<node>.json``."""
         self.attempt = self.path / "attempt.json"
         """Processes of the nodes, by which another supervisor can adopt them."""
+        self.agents = self.path / "agents"
+        """What supervisors and the agents of nodes on other hosts share, a folder for each start of a node."""
         self.lock = self.path / "supervisor.lock"
-        """Lock file of the supervisor."""
+        """Lock file of the supervisor, which changes its time once a second."""
+        self.stop = self.path / "stop"
+        """Asks the supervisor to stop, from a host that sees the run directory and not the process: a stop level."""
         self.tmp = self.path / "tmp"
         """Temporary folder of the ranks, deleted when the run ends."""
 

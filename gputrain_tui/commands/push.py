@@ -1,0 +1,72 @@
+"""``gputrain push``: brings code and environment to hosts without a shared disk."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.output import narrate
+from gputrain_tui.tables import printable
+from trainer.contract.errors import ExitCode, RequestError
+
+NAME = "push"
+HELP = "bring code and environment to the hosts of a recipe that do not share this disk"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    add_recipe(parser, optional=True)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A,B", help="these hosts, to the same folder as here")
+    where.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, one a line")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+
+
+def run(args: Namespace) -> int:
+    """Say what will be done, and do it.
+
+    Raises:
+        RequestError: no host is named, or in two ways.
+    """
+    from gputrain_tui.hosts.host_names import is_local
+    from gputrain_tui.hosts.hostfile import parse_host_list, read_hostfile
+    from gputrain_tui.hosts.local_facts import local_facts
+    from gputrain_tui.hosts.ssh import Ssh
+    from gputrain_tui.lifecycle import push
+    from gputrain_tui.recipe.model import load
+
+    named = args.hosts is not None or args.hostfile is not None
+    if named == (args.recipe is not None):
+        raise RequestError("name a recipe, or hosts by --hosts or --hostfile: `gputrain push RECIPE`")
+    if named:
+        entries = parse_host_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
+        hosts = [entry.host for entry in entries]
+        to = [push.Destination(host=host, workdir=str(Path.cwd())) for host in hosts]
+        data: set[Path] = set()
+    else:
+        recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+        local = local_facts(node.host for node in recipe.cluster.nodes)
+        to, data = push.destinations(recipe, lambda host: is_local(host, local)), push.data_of(recipe)
+    if not to:
+        narrate("all nodes are this machine: there is nothing to bring")
+        return ExitCode.FINISHED
+    ssh = Ssh()
+    try:
+        planned = push.plan_push(ssh, to, data)
+    except push.PushError as error:
+        narrate(str(error))
+        return ExitCode.REFUSED
+    for item in planned:
+        for line in item.lines:
+            print(printable(f"{item.host}: {line}"), flush=True)
+    if args.dry_run:
+        return ExitCode.FINISHED
+    try:
+        for line in push.push(ssh, planned):
+            print(printable(line))
+    except push.PushError as error:
+        narrate(str(error))
+        return ExitCode.FAILED
+    return ExitCode.FINISHED

@@ -1,0 +1,443 @@
+"""Starts a node's command on a host, keeps it, and sends what it records over ssh.
+
+A *session* serves one connection: it takes words, and sends frames. The *agent* is the process that the first session
+leaves behind: parent of the node's command, alive until that has ended. They share a folder of the run directory, so
+that any later session, of this supervisor or of another one, goes on where the last one broke off. Standard library
+only, since this file travels to the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.home_folder import expand_home
+from trainer.contract.stop_level import StopLevel
+from trainer.host.boot import boot_id
+from trainer.host.descendants import kill_descendants
+from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, prctl
+from trainer.host.proc_environ import RUN
+from trainer.host.processes import environ_value, read_stat
+from trainer.host.stop_request import LEASE, NOW_SIGNAL, signal_of
+
+POLL_S = 0.1
+"""Interval at which a session looks for what the record has grown by, as often as a rank writes."""
+LEASE_S = 3.0
+"""How long the node of a leased run goes on without a session, in which a broken connection is opened again."""
+LEAVE_S = 3.0
+"""How long a node may take to leave when it is stopped at once; then it is killed."""
+WATCH_S = 0.25
+"""Interval at which the agent looks whether somebody waits for its node."""
+START_S = 10.0
+"""How long an agent may take to write that it has started its node."""
+FRAME_BYTES = 1 << 18
+"""Most bytes of a file in one frame; words are read between two frames."""
+ROUND_BYTES = 1 << 20
+"""Most bytes that are sent before words are read again."""
+TOKEN, AGENT, STARTED, BEAT, EXIT = "token", "agent.json", "started", "beat", "exit"
+"""Files of an attempt's folder: of the launching side, of the agent, of the session that starts it, of the newest
+session, and of the agent at its end."""
+HOME = "GPUTRAIN_HOME"
+FILE = re.compile(r"(?:events|logs|digest|nodes)/[A-Za-z0-9._-]{1,255}")
+
+
+def is_of_node(name: str, node: int, ranks: Sequence[int]) -> bool:
+    """Whether a file of a run directory is written by one of a node's processes, by its name ``folder/file``."""
+    if not FILE.fullmatch(name):
+        return False
+    folder, _, file = name.partition("/")
+    if folder == "nodes":
+        return file == f"{node}.json"
+    if not file.endswith(".log" if folder == "logs" else ".ndjson"):
+        return False
+    if file.startswith("machine-"):
+        return True
+    writer = file.partition(".")[0]
+    return writer == f"node-{node}" or (writer.isdecimal() and int(writer) in ranks)
+
+
+def node_command(argv: Sequence[str], setup: str) -> list[str]:
+    """Return the words that run a line of shell and then, in its place, a command."""
+    if not setup:
+        return list(argv)
+    shell = shutil.which("bash") or "/bin/sh"
+    failed = 'code=$?; [ "$code" = 0 ] || { echo "setup ended with exit code $code" >&2; exit "$code"; }'
+    # A login shell, because sites define `module` and `conda` in its start-up files.
+    return [shell, "-lc", f'{setup}\n{failed}\nexec "$@"', "setup", *argv]
+
+
+class Refused(Exception):  # noqa: N818 - it is no error of this program
+    """What keeps the node from being started here, in one line."""
+
+
+class Session:
+    """One connection: its request, and what it has sent."""
+
+    def __init__(self, mark: bytes, request: Mapping[str, Any]) -> None:
+        """Find the run directory, which is the launching side's own where its token is there."""
+        self._mark = mark
+        self._request = request
+        self._node: int = request["node"]
+        self._ranks: list[int] = request["ranks"]
+        self._sizes: dict[str, int] = dict(request["sizes"])
+        self._whole: tuple[int, int] | None = None
+        """Time and size of the node's outcome when it was last sent."""
+        here = Path(request["run_dir"])
+        self.shared = (here / "agents" / request["attempt"] / TOKEN).exists()
+        self.run_dir = here if self.shared else _home(request) / "runs" / here.name
+        self.folder = self.run_dir / "agents" / request["attempt"]
+        self._input = b""
+        self._asked = int(StopLevel.NONE)
+
+    # --- frames and words ---------------------------------------------------------------------------------------
+
+    def send(self, data: bytes = b"", **fields: Any) -> None:
+        """Send one frame: the mark, a line of JSON, and bytes."""
+        frame = self._mark + json.dumps(fields | {"bytes": len(data)}).encode() + b"\n" + data
+        while frame:
+            frame = frame[os.write(1, frame) :]
+
+    def words(self, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """Yield the words that have come; end this process where no more can come."""
+        if select.select([0], [], [], timeout_s)[0]:
+            part = os.read(0, 1 << 16)
+            if not part:
+                sys.exit(0)
+            self._input += part
+        *lines, self._input = self._input.split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+    # --- one connection -----------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Start the node unless that was done before, and serve the connection until the node has ended."""
+        try:
+            if self._request["start"]:
+                self._start()
+            agent = self._agent()
+        except Refused as refused:
+            self.send(word="refused", why=str(refused))
+            return
+        except OSError as error:
+            self.send(word="refused", why=f"{error.filename or self.run_dir}: {error.strerror}")
+            return
+        self.send(word="hello", shared=self.shared, run_dir=str(self.run_dir), agent=agent)
+        while True:
+            over = self._over(agent)  # asked before the record is read: what it wrote is sent
+            grown = self._send_record()
+            if over is not None and not grown:
+                self.send(word="exit", code=over)
+                return
+            for word in self.words(0 if grown else POLL_S):
+                self._follow(word, agent)
+
+    def _follow(self, word: Mapping[str, Any], agent: Mapping[str, Any]) -> None:
+        if word["word"] == "beat":
+            self._beat()
+            self.send(word="beat")
+        elif word["word"] == "stop" and word["level"] > self._asked:
+            self._asked = word["level"]
+            if self._asked >= StopLevel.KILL:
+                _signal(agent, signal.SIGTERM)
+            else:
+                _signal(agent["node"], signal_of(StopLevel(self._asked)), signal.SIGCONT)
+        elif word["word"] == "stacks":
+            # Pids are reused: the mark in its environment proves that the process is this run's.
+            found = environ_value(word["pid"], RUN) == os.fsencode(self.run_dir)
+            if found:
+                os.kill(word["pid"], signal.SIGUSR1)
+            self.send(word="stacks", found=found)
+
+    def _beat(self) -> None:
+        """Write that the launching side is there."""
+        beat = {"time": time.monotonic(), "leased": self._request["leased"], **_identity(os.getpid())}
+        with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
+            _replace(self.folder / BEAT, beat)
+
+    def _over(self, agent: Mapping[str, Any]) -> int | None:
+        """Return the node's exit code; None while it runs."""
+        ended = _read(self.folder / EXIT)
+        if ended is not None:
+            return int(ended["code"])
+        if _is_alive(agent) or _is_alive(agent["node"]):
+            return None
+        ended = _read(self.folder / EXIT)  # written between the two looks
+        return -signal.SIGKILL if ended is None else int(ended["code"])
+
+    # --- the record ---------------------------------------------------------------------------------------------
+
+    def _send_record(self) -> bool:
+        """Send what grew of the node's files, where the launching side does not see them; return whether any did."""
+        if self.shared:
+            return False
+        sent = 0
+        # Listed first and sent last: a reader finds no summary of events that are not there yet.
+        found = [(name, size) for folder in ("digest", "events", "logs") for name, size in self._files(folder)]
+        for name, size in reversed(found):
+            begin = self._sizes.get(name, 0)
+            if name not in self._sizes and not size:
+                self.send(word="file", name=name, offset=0)
+            while begin < size and sent < ROUND_BYTES:
+                data = _part(self.run_dir / name, begin, min(size - begin, FRAME_BYTES))
+                if not data:
+                    break
+                self.send(data, word="file", name=name, offset=begin)
+                begin += len(data)
+                sent += len(data)
+            self._sizes[name] = begin
+        if not sent:
+            sent += self._send_outcome()
+        return sent > 0
+
+    def _send_outcome(self) -> bool:
+        name = f"nodes/{self._node}.json"
+        try:
+            stat = (self.run_dir / name).stat()
+        except OSError:
+            return False
+        if (stat.st_mtime_ns, stat.st_size) == self._whole:
+            return False
+        self._whole = stat.st_mtime_ns, stat.st_size
+        self.send(_part(self.run_dir / name, 0, stat.st_size), word="outcome")
+        return True
+
+    def _files(self, folder: str) -> Iterator[tuple[str, int]]:
+        try:
+            with os.scandir(self.run_dir / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}"
+                    if is_of_node(name, self._node, self._ranks):
+                        yield name, entry.stat().st_size
+        except OSError:
+            return
+
+    # --- the start ----------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Leave an agent behind, unless another session of this attempt has done so.
+
+        Raises:
+            Refused: what the node needs is not here.
+            OSError: the run directory cannot be made or written.
+        """
+        self.run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in (".", "events", "logs", "checkpoints", "nodes", "agents", self.folder):
+            (self.run_dir / part).mkdir(mode=0o700, exist_ok=True)
+        try:
+            os.close(os.open(self.folder / STARTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return
+        (self.run_dir / "nodes" / f"{self._node}.json").unlink(missing_ok=True)
+        launch = prepared(self._request, self.run_dir)
+        self._beat()
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        try:
+            _keep(self.folder, self.run_dir, self._request, *launch)
+        finally:
+            os._exit(0)
+
+    def _agent(self) -> dict[str, Any]:
+        """Return the processes of the agent and its node.
+
+        Raises:
+            Refused: there is none.
+        """
+        deadline = time.monotonic() + START_S
+        while (agent := _read(self.folder / AGENT)) is None:
+            if not (self.folder / STARTED).exists() or time.monotonic() > deadline:
+                raise Refused("no agent of this run is here")
+            time.sleep(0.005)
+        if "why" in agent:
+            raise Refused(agent["why"])
+        return agent
+
+
+def prepared(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict[str, str], str]:
+    """Return the command, the environment and the folder of a node.
+
+    Raises:
+        Refused: the folder or the interpreter is not here.
+    """
+    here = str(request["run_dir"])
+    argv = [
+        str(run_dir) + word[len(here) :] if word == here or word.startswith(f"{here}/") else word
+        for word in request["argv"]
+    ]
+    argv[0] = str(expand_home(argv[0]))
+    workdir = expand_home(request["workdir"])
+    env = {**os.environ, **request["env"], RUN: str(run_dir), LEASE: "stdin"}
+    if not workdir.is_dir():
+        raise Refused(f"there is no folder {workdir}")
+    if not request["setup"] and shutil.which(argv[0], path=env.get("PATH")) is None:
+        raise Refused(f"there is no interpreter {argv[0]}")
+    return node_command(argv, request["setup"]), env, str(workdir)
+
+
+# --- the agent ------------------------------------------------------------------------------------------------------
+
+
+def _keep(
+    folder: Path, run_dir: Path, request: Mapping[str, Any], argv: list[str], env: dict[str, str], workdir: str
+) -> None:
+    """Be the agent: start the node's command and stay until it has ended; nothing of it is left then."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, lambda *_: None)  # unlike one that is ignored, it stays a signal to the node
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    os.closerange(3, 1024)
+    try:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        with (run_dir / "logs" / f"node-{request['node']}.log").open("ab") as log:
+            # The end of its standard input, also by the end of this process, ends the node.
+            node = subprocess.Popen(
+                argv, cwd=workdir, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+    except OSError as error:
+        _replace(folder / AGENT, {"why": f"{error.filename or argv[0]}: {error.strerror}"})
+        return
+    signal.signal(signal.SIGTERM, lambda *_: _kill_session(node))
+    _replace(folder / AGENT, {**_identity(os.getpid()), "node": _identity(node.pid)})
+    lease = _Lease(folder, run_dir, request)
+    waiter = select.poll()
+    waiter.register(os.pidfd_open(node.pid), select.POLLIN)
+    kill_at: float | None = None
+    while not waiter.poll(WATCH_S * 1000):
+        if kill_at is None and lease.is_over():
+            kill_at = time.monotonic() + LEAVE_S
+            node.send_signal(NOW_SIGNAL)
+            node.send_signal(signal.SIGCONT)  # a stopped process runs no handler
+        elif kill_at is not None and time.monotonic() >= kill_at:
+            _kill_session(node)
+    code = node.wait()
+    kill_descendants()
+    _replace(folder / EXIT, {"code": code})
+
+
+def _kill_session(node: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(node.pid, signal.SIGKILL)
+
+
+class _Lease:
+    """Whether somebody still waits for the node, or it has work."""
+
+    def __init__(self, folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
+        self._beat = folder / BEAT
+        self._events = [run_dir / "events" / f"{rank}.ndjson" for rank in request["ranks"]]
+        self._idle_s: float = request["idle_s"]
+        self._said: dict[str, Any] = {"leased": request["leased"]}
+        self._recorded = -1
+        self._heard_at = self._attended_at = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether the lease has ended, or nobody has been heard of and no rank made a step for too long."""
+        now = time.monotonic()
+        said = _read(self._beat)
+        if said is not None and said != self._said:
+            self._said, self._heard_at = said, now
+        if "pid" not in self._said or _is_alive(self._said):
+            self._attended_at = now
+        recorded = sum(_size(path) for path in self._events)
+        if recorded != self._recorded:
+            self._recorded, self._heard_at = recorded, now
+        left_alone = self._said["leased"] and now - self._attended_at > LEASE_S
+        return left_alone or now - self._heard_at > self._idle_s
+
+
+# --- files and processes --------------------------------------------------------------------------------------------
+
+
+def _home(request: Mapping[str, Any]) -> Path:
+    """Return gputrain's folder here: by the recipe, by this host's environment, or by that of the launching side."""
+    chosen = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
+    if chosen:
+        return expand_home(chosen).absolute()
+    return expand_home(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "gputrain"
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    stat = read_stat(pid)
+    ticks = 0 if stat is None else stat.start_ticks
+    return {"pid": pid, "start_ticks": ticks, "boot_id": boot_id(), "host": socket.gethostname()}
+
+
+def _is_alive(process: Mapping[str, Any]) -> bool:
+    stat = read_stat(process["pid"])
+    same = stat is not None and stat.alive and stat.start_ticks == process["start_ticks"]
+    return same and process["boot_id"] == boot_id()
+
+
+def _signal(process: Mapping[str, Any], *numbers: int) -> None:
+    """Send signals to that very process, if it lives."""
+    try:
+        descriptor = os.pidfd_open(process["pid"])
+    except OSError:
+        return
+    try:
+        if _is_alive(process):  # asked after it was opened: the descriptor means this process, or one that has ended
+            for number in numbers:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Read a small JSON file; None while there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _replace(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)
+
+
+def _part(path: Path, begin: int, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            return file.read(count)
+    except OSError:
+        return b""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def main(words: list[str]) -> None:
+    """Serve one connection; the mark is the only word, and the request the first line of standard input."""
+    line = b"".join(iter(lambda: os.read(0, 1) or b"\n", b"\n"))
+    if not line:
+        return
+    with suppress(BrokenPipeError):
+        Session(words[0].encode(), json.loads(line)).serve()
+    os._exit(0)

@@ -1,0 +1,314 @@
+"""Brings the code and the environment of this machine to hosts that do not share its disk.
+
+Two kinds of folders go by rsync: the working folder, without what git ignores and without data, and those from which
+the interpreter imports. Nothing is deleted on a host. Where the interpreter itself or the C library is another one,
+the packages are installed there in the versions of here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gputrain_tui.hosts.inventory_program import packed_program
+from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.hosts.ssh_failure import explain_failure
+from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.tables import size
+from trainer.contract.errors import RequestError
+
+MODULES = ("trainer.contract.home_folder", "gputrain_tui.hosts.push_program")
+MAX_PARALLEL_HOSTS = 16
+PROBE_TIMEOUT_S = 30.0
+INSTALL_TIMEOUT_S = 3600.0
+"""Of an installation of torch over a slow network."""
+MAX_ANSWER_BYTES = 1 << 20
+DATA = ("data",)
+"""Folders of the working folder that stay, besides those that the recipe's task reads."""
+CACHES = ("__pycache__", ".git", ".venv")
+"""Names of folders that stay where no git says what belongs to the code."""
+
+
+class PushError(RequestError):
+    """A host cannot be pushed to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """A host, and where it wants the code."""
+
+    host: str
+    workdir: str
+    """``~`` stands for the home folder there."""
+    own_python: bool = False
+    """Whether the recipe names an interpreter of the host's own, whose environment is not pushed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One folder on its way to one host."""
+
+    source: Path
+    target: str
+    files: tuple[str, ...] | None = None
+    """Relative to the folder; None for all but caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPush:
+    """What is to be done for one host."""
+
+    host: str
+    transfers: tuple[Transfer, ...] = ()
+    packages: tuple[str, ...] = ()
+    """To be installed there; empty where the environment is copied."""
+    imports: tuple[str, ...] = ()
+    """Folders from which an environment that is installed there imports."""
+    lines: tuple[str, ...] = field(default=())
+    """What will be done, for people."""
+
+
+def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[Destination]:
+    """Return the other hosts of a recipe."""
+    found = {}
+    for index in range(len(recipe.cluster.nodes)):
+        node = recipe.cluster.of_node(index)
+        if node.host is not None and not is_here(node.host):
+            workdir = node.workdir or str(Path.cwd())
+            own = node.python not in (None, sys.executable)
+            found[node.host] = Destination(host=node.host, workdir=workdir, own_python=own)
+    return list(found.values())
+
+
+def data_of(recipe: Recipe) -> set[Path]:
+    """Return the files and folders of the working folder that a recipe's task reads: data stays."""
+    named = [Path.cwd() / value for value in recipe.task_options.values() if isinstance(value, str) and value]
+    return {path.resolve() for path in named if path.exists()}
+
+
+def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[HostPush]:
+    """Ask every host, and return what is to be done for each; nothing is done yet.
+
+    Raises:
+        PushError: a host cannot be asked, or lacks what a push needs.
+    """
+    code = Path.cwd()
+    imports = import_folders(code)
+    base = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()}"
+    with _tokens([code, *imports]) as tokens:
+
+        def ask(one: Destination) -> dict[str, Any]:
+            request = {"base": str(base), "workdir": one.workdir, "tokens": list(tokens.values())}
+            return _call(ssh, one.host, "probe", request, PROBE_TIMEOUT_S)
+
+        answers = _on_all(ask, to)
+    sent_code = tuple(code_files(code, data))
+    found = []
+    for one, answer in zip(to, answers, strict=True):
+        shared = {folder for folder, token in tokens.items() if token in answer["shared"]}
+        found.append(_push_of(one, answer, code, sent_code, [path for path in imports if path not in shared], shared))
+    return found
+
+
+def _push_of(
+    one: Destination,
+    answer: Mapping[str, Any],
+    code: Path,
+    files: tuple[str, ...],
+    imports: Sequence[Path],
+    shared: set[Path],
+) -> HostPush:
+    """Decide what one host gets."""
+    transfers, lines = [], []
+    if code in shared and answer["workdir"] == str(code):
+        lines.append(f"code: it sees {code} as this machine does; nothing to bring")
+    else:
+        transfers.append(Transfer(source=code, target=answer["workdir"], files=files))
+        lines.append(f"code: {len(files)} files of {code} to {answer['workdir']}; data and what git ignores stay here")
+    same = answer["base"] == platform.python_version() and answer["machine"] == platform.machine()
+    same = same and answer["libc"] == " ".join(platform.libc_ver())
+    packages: tuple[str, ...] = ()
+    if one.own_python:
+        lines.append("environment: the recipe names an interpreter of its own; nothing to bring")
+    elif not imports:
+        lines.append(f"environment: it sees {sys.prefix} as this machine does; nothing to bring")
+    else:
+        wanted = [(folder, files_of(folder)) for folder in imports]
+        transfers += [
+            Transfer(source=folder, target=str(folder), files=files)
+            for folder, files in wanted
+            if same or files is not None
+        ]
+        if same:
+            lines.append(f"environment: {', '.join(map(str, imports))} to the same place by rsync")
+        else:
+            packages = tuple(package_versions())
+            why = f"Python {answer['base'] or 'elsewhere'}, {answer['libc']}, {answer['machine']}"
+            lines.append(f"environment: {why}; a new one in {sys.prefix}, with {len(packages)} packages by pip")
+    if transfers and not answer["rsync"]:
+        raise PushError(f"{one.host}: there is no rsync; install it there")
+    own_folders = tuple(str(item.target) for item in transfers if item.source != code and item.files is not None)
+    return HostPush(
+        host=one.host, transfers=tuple(transfers), packages=packages, imports=own_folders, lines=tuple(lines)
+    )
+
+
+def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
+    """Do what was planned, on all hosts at once; return a line for each host.
+
+    Raises:
+        PushError: it failed on a host; others may be done.
+    """
+
+    def one(item: HostPush) -> str:
+        request = {
+            "folders": [transfer.target for transfer in item.transfers],
+            "python": sys.executable,
+            "prefix": sys.prefix,
+            "packages": list(item.packages),
+            "imports": list(item.imports),
+        }
+        answer = _call(ssh, item.host, "prepare", request, INSTALL_TIMEOUT_S)
+        if answer["problem"]:
+            raise PushError(f"{item.host}: {answer['problem']}")
+        sent = sum(_rsync(ssh, item.host, transfer) for transfer in item.transfers)
+        return f"{item.host}: {size(sent)} sent" if item.transfers else f"{item.host}: nothing to bring"
+
+    return _on_all(one, pushes)
+
+
+def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
+    """Copy one folder; return the bytes that went over the network."""
+    line = ssh.command_line(host)
+    # rsync names a host before the colon and puts it before its command: `env`, as ssh has the host already.
+    through = " ".join(f'"{word}"' if " " in word else word for word in line)
+    words = ["rsync", "-a", "-s", "--stats", "-e", through]
+    if transfer.files is None:
+        words += ["--exclude=__pycache__"]
+    else:
+        words += ["--files-from=-", "--from0"]
+    listed = b"" if transfer.files is None else b"\0".join(os.fsencode(name) for name in transfer.files)
+    try:
+        done = subprocess.run(
+            [*words, f"{transfer.source}/", f"env:{transfer.target}/"], input=listed, capture_output=True
+        )
+    except OSError as error:
+        raise PushError(f"rsync cannot be run here: {error.strerror}") from None
+    if done.returncode:
+        lines = [text for text in done.stderr.decode("utf-8", "replace").splitlines() if text.strip()]
+        raise PushError(f"{host}: rsync of {transfer.source}: {lines[0] if lines else f'exit code {done.returncode}'}")
+    sent = next((text for text in done.stdout.decode().splitlines() if text.startswith("Total bytes sent:")), "0")
+    return int("".join(filter(str.isdigit, sent)) or 0)
+
+
+def code_files(folder: Path, data: set[Path]) -> Iterator[str]:
+    """Yield the files of a folder that are code: what git does not ignore, or all without caches; data stays."""
+    listed = subprocess.run(
+        ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True
+    )
+    if listed.returncode == 0:
+        names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    else:
+        names = [
+            str((Path(parent) / file).relative_to(folder))
+            for parent, folders, files in os.walk(folder)
+            if folders.sort() is None  # in a stable order
+            for file in files
+        ]
+    for name in sorted(set(names)):
+        parts = Path(name).parts
+        path = folder / name
+        if parts[0] in DATA or set(CACHES) & set(parts) or not (path.is_file() or path.is_symlink()):
+            continue
+        if not any(path.resolve().is_relative_to(each) for each in data):
+            yield name
+
+
+def files_of(folder: Path) -> tuple[str, ...] | None:
+    """Return the files of a folder of code; None for one into which packages are installed, which goes as a whole."""
+    if folder == Path(sys.prefix) or folder.name in ("site-packages", "dist-packages"):
+        return None
+    return tuple(code_files(folder, set()))
+
+
+def import_folders(code: Path) -> list[Path]:
+    """Return the folders from which this interpreter imports, besides its standard library and the working folder."""
+    library = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")}
+    found = [Path(sys.prefix)] if sys.prefix != sys.base_prefix else []
+    for name in sys.path:
+        path = Path(name)
+        if not name or not path.is_dir() or path == code or path.is_relative_to(code):
+            continue
+        standard = path in library or path.name == "lib-dynload"
+        if not standard and not any(path.is_relative_to(folder) for folder in found):
+            found.append(path)
+    return found
+
+
+def package_versions() -> Iterator[str]:
+    """Yield ``name==version`` of what is installed here, besides what is imported from a working folder."""
+    found = {each.metadata["Name"]: each for each in importlib.metadata.distributions()}
+    for name in sorted(found, key=str.lower):
+        if found[name].read_text("direct_url.json") is None:
+            yield f"{name}=={found[name].version}"
+
+
+@contextmanager
+def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
+    """Put a file into each folder by which a host knows that it sees the same folder."""
+    name = f".gputrain-{secrets.token_hex(8)}"
+    found: dict[Path, str] = {}
+    try:
+        for folder in folders:
+            with suppress(OSError):  # a folder that only others may write is not known to be shared
+                (folder / name).touch()
+                found[folder] = str(folder / name)
+        yield found
+    finally:
+        for token in found.values():
+            with suppress(OSError):
+                Path(token).unlink()
+
+
+def _call(ssh: Ssh, host: str, action: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Run the program on a host; return its answer.
+
+    Raises:
+        PushError: it cannot be run.
+    """
+    mark = f"gputrain-{secrets.token_hex(8)}:"
+    words = ("python3", "-", mark, action, json.dumps(request).encode().hex())
+    done = ssh.run(host, *words, stdin=packed_program(MODULES), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
+    noise, answered, rest = done.stdout.partition(mark.encode())
+    answer = rest.partition(b"\n")[0] if answered else b""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        why = f"it did not answer within {timeout_s:g} s" if done.timed_out else ""
+        raise PushError(f"{host}: {why or explain_failure(host, done.code, done.stderr)}") from None
+    if not isinstance(found, dict):
+        raise PushError(f"{host}: what it answered is not understood")
+    if noise:
+        raise PushError(
+            f"{host}: its start-up files print, which rsync does not bear; let them do so in terminals only"
+        )
+    if action == "probe" and found.get("problem"):
+        raise PushError(f"{host}: {found['problem']}")
+    return found
+
+
+def _on_all(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    with ThreadPoolExecutor(min(MAX_PARALLEL_HOSTS, max(len(items), 1)), thread_name_prefix="push") as pool:
+        return list(pool.map(call, items))

@@ -1,0 +1,292 @@
+"""``gputrain run`` on hosts of a network of namespaces, each with an sshd and a disk of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_recipe import ENDLESS, check_rank, events, is_training, recipe
+from network_namespaces import LIMIT_S, Host, wait_until
+from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
+
+INTERFACES = {"h0": "eth0", "h1": "ens3", "h2": "eth0", "h3": "enp1s0f1"}
+NAMES = ["h1", "h2", "h3"]
+RANKS = [2, 1, 1]
+PLACES = [("h1", 0, 0), ("h1", 0, 1), ("h2", 1, 0), ("h3", 2, 0)]
+"""Host, node and local rank of each rank."""
+
+
+@pytest.fixture(scope="module")
+def running_lab() -> Iterator[SshLab]:
+    require_ssh()
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short: a socket's path has 108 bytes
+    with ssh_lab(folder, INTERFACES, start_up={"h2": "echo what a start-up file prints"}) as lab:
+        yield lab
+    shutil.rmtree(folder)
+
+
+class Cluster:
+    """The lab, and the commands of one test."""
+
+    def __init__(self, lab: SshLab) -> None:
+        self.lab = lab
+        self.h0, self.h1, self.h2, self.h3 = lab.hosts
+        self.typed_on = self.h0
+        """It has no rank."""
+        self.started: list[subprocess.Popen[str]] = []
+        self.home = lab.disk_of(self.h0) / "home"
+        """Of the launching host, as it is seen from outside."""
+
+    def write(self, *lines: str, **options: Any) -> None:
+        place = f'[cluster]\nenv = {{ PYTHONPATH = "{PYTHONPATH}" }}\n' + "".join(f"{line}\n" for line in lines)
+        (self.lab.folder / "recipe.toml").write_text(
+            recipe(NAMES, RANKS, **options).replace("[train]", f"{place}[train]")
+        )
+
+    def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        env = self.lab.environ | environ
+        self.started.append(self.typed_on.start(*GPUTRAIN, *words, cwd=self.lab.folder, env=env, **options))
+        return self.started[-1]
+
+    def run(self, *words: str, **environ: str) -> tuple[int, str]:
+        """Type a command; return its exit code and what it says."""
+        process = self.start(*words, **environ)
+        said, _ = process.communicate(timeout=LIMIT_S)
+        return process.returncode, said
+
+    @property
+    def record(self) -> Path:
+        """The newest run directory of the launching host."""
+        return max((self.home / "runs").iterdir())
+
+    def train(self, *processes: subprocess.Popen[str]) -> None:
+        """Wait until all ranks do."""
+        wait_until(
+            lambda: (self.home / "runs").is_dir() and all(is_training(self.record, rank) for rank in range(4)),
+            "all ranks train",
+            processes,
+        )
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.record / "status.json").read_text())
+
+    def findings(self, kind: str) -> list[str]:
+        """The states of what was found of a kind, in their order."""
+        text = (self.record / "events" / "run.ndjson").read_text()
+        found = [json.loads(line) for line in text.splitlines() if f'"{kind}"' in line]
+        return [finding.get("state", "raised") for finding in found]
+
+    def supervisor(self) -> int:
+        return int(self.status()["supervisor"]["pid"])
+
+    def on(self, host: Host) -> dict[int, str]:
+        """What runs on a host, its sshd left out."""
+        return {pid: words for pid, words in host.processes().items() if not words.startswith("sshd: /usr/sbin/sshd")}
+
+    def nothing_is_left(self) -> bool:
+        return not any(self.on(host) for host in self.lab.hosts)
+
+    def check_record(self) -> None:
+        """The record here has what the hosts have, byte for byte, and every step of every rank once."""
+        found = 0
+        for host in self.lab.hosts[1:]:
+            theirs = self.lab.disk_of(host) / "home" / "runs" / self.record.name
+            for folder in ("events", "logs", "digest", "nodes"):
+                for path in (theirs / folder).iterdir():
+                    assert (self.record / folder / path.name).read_bytes() == path.read_bytes(), path
+                    found += 1
+        ours = [path for name in ("events", "logs", "digest", "nodes") for path in (self.record / name).iterdir()]
+        assert found == len([path for path in ours if path.stem not in ("run", "supervisor")])
+
+
+LINK_DOWN_S = 5.0
+GONE_S = 5.0
+GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
+
+
+@pytest.fixture
+def cluster(running_lab: SshLab) -> Iterator[Cluster]:
+    found = Cluster(running_lab)
+    yield found
+    for process in found.started:
+        if process.poll() is None:  # the test has failed
+            process.kill()
+    try:
+        wait_until(found.nothing_is_left, "no process is left on any host")
+    finally:
+        for host in running_lab.hosts:
+            for pid in found.on(host):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(running_lab.folder / "shared", ignore_errors=True)
+    for host in running_lab.hosts:
+        shutil.rmtree(running_lab.disk_of(host) / "home", ignore_errors=True)
+
+
+def check_steps(record: Path, rank: int) -> int:
+    """Every step of a rank is recorded once; return the last."""
+    done = 0
+    for event in events(record, rank):
+        if event["type"] == "step":
+            assert event["step"] - event.get("steps", 1) == done
+            done = event["step"]
+    return done
+
+
+def test_hosts_that_share_a_disk_write_one_record_and_train_to_equal_parameters(cluster: Cluster) -> None:
+    cluster.typed_on = cluster.h1  # which has ranks as well
+    cluster.home = cluster.lab.folder / "shared"
+    cluster.write()
+    code, said = cluster.run("run", "recipe.toml", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, said
+    assert "finished in " in said
+    checksums = {
+        check_rank(cluster.record, rank, host=host, node=node, local_rank=local, interface=INTERFACES[host])
+        for rank, (host, node, local) in enumerate(PLACES)
+    }
+    assert len(checksums) == 1
+    assert not any((cluster.lab.disk_of(host) / "home").exists() for host in cluster.lab.hosts)
+
+
+def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_and_resumed(cluster: Cluster) -> None:
+    cluster.write(**ENDLESS)
+    code, name = cluster.run("run", "recipe.toml", "--detach")
+    assert code == 0, name
+    cluster.train()
+    (client,) = (pid for pid, words in cluster.on(cluster.h0).items() if words.startswith("ssh ") and " h2 " in words)
+    os.kill(client, signal.SIGKILL)
+    broken = time.time()
+    wait_until(lambda: recorded_after(cluster.record, 2, broken), "the record of h2 goes on")
+    cluster.h3.link("down")
+    time.sleep(LINK_DOWN_S)
+    wait_until(lambda: cluster.findings("host_silent") == ["raised"], "it is told that nothing is heard of h3")
+    cluster.h3.link("up")
+    wait_until(lambda: cluster.findings("host_silent") == ["raised", "cleared"], "it is heard of again")
+    assert cluster.findings("stalled") == []
+    mended = time.time()
+    wait_until(lambda: recorded_after(cluster.record, 3, mended), "the record of h3 goes on")
+    os.kill(cluster.supervisor(), signal.SIGKILL)
+    wait_until(lambda: not any("ssh " in words for words in cluster.on(cluster.h0).values()), "its connections end")
+    code, said = cluster.run("stop", "last")
+    assert code == 0, said
+    assert "the supervisor of " in said
+    assert "is stopped at update " in said
+    last = {check_steps(cluster.record, rank) for rank in range(4)}
+    assert len(last) == 1
+    cluster.check_record()
+    kept = cluster.lab.disk_of(cluster.h1) / "home" / "runs" / cluster.record.name / "checkpoints"
+    assert f"saved h1:{cluster.lab.disk}/home/runs/{cluster.record.name}/checkpoints/step_" in said
+    (checkpoint,) = kept.glob("step_*.pt")
+    assert int(checkpoint.stem.removeprefix("step_")) in last
+    (until,) = (step + 3 for step in last)
+    words = ("--set", f"train.max_updates={until}", "--set", "train.stop_time=0")
+    code, said = cluster.run("run", "--resume", "last", *words)
+    assert code == 0, said
+    assert [event["step"] for event in events(cluster.record, 3) if event["type"] == "step"][-1] == until
+    cluster.check_record()
+
+
+def test_a_killed_rank_starts_all_hosts_again_and_ctrl_c_saves_on_all_of_them(cluster: Cluster) -> None:
+    cluster.write("max_restarts = 1", **ENDLESS, save_every_updates=50)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    wait_until(lambda: list(cluster.lab.disk_of(cluster.h1).glob("home/runs/*/checkpoints/step_*.pt")), "one is saved")
+    os.kill(pids(cluster.record, 3)[0], signal.SIGKILL)
+    wait_until(lambda: len(pids(cluster.record, 3)) == 2, "it is started again", [command])
+    wait_until(
+        lambda: all(
+            event["type"] in ("step", "checkpoint") for rank in range(4) for event in events(cluster.record, rank)[-1:]
+        ),
+        "all train again",
+        [command],
+    )
+    command.send_signal(signal.SIGINT)
+    said, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 130, said
+    assert cluster.status()["restarts"] == 1
+    assert "saved h1:" in said
+    assert {result["exit_code"] for result in results(cluster.record)} == {130}
+    assert len({result["stopped_at"] for result in results(cluster.record)}) == 1
+    cluster.check_record()
+
+
+def recorded_after(record: Path, rank: int, moment: float) -> bool:
+    """Whether a rank has recorded something since a moment, Unix seconds."""
+    return bool(events(record, rank)) and events(record, rank)[-1]["time"] > moment
+
+
+def pids(record: Path, rank: int) -> list[int]:
+    """The processes that a rank has been, oldest first."""
+    return list(dict.fromkeys(event["pid"] for event in events(record, rank) if "pid" in event))
+
+
+def results(record: Path) -> list[dict[str, Any]]:
+    return [json.loads((record / "nodes" / f"{node}.json").read_text()) for node in range(3)]
+
+
+@pytest.mark.parametrize("supervisor", ["lives", "is gone"])
+def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: Cluster, supervisor: str) -> None:
+    cluster.home = cluster.lab.folder / "shared"
+    cluster.write(**ENDLESS)
+    code, said = cluster.run("run", "recipe.toml", "--detach", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, said
+    cluster.train()
+    if supervisor == "is gone":
+        os.kill(cluster.supervisor(), signal.SIGKILL)
+    cluster.typed_on = cluster.h2
+    code, said = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, said
+    assert ("on h0 is gone; taking over" in said) == (supervisor == "is gone")
+    assert "is stopped at update " in said
+    assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
+
+
+@pytest.mark.timing
+def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host(cluster: Cluster) -> None:
+    cluster.write(**ENDLESS)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    first = cluster.supervisor()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: cluster.supervisor() != first, "another one takes over", [command])
+    taken_over = time.time()
+    wait_until(lambda: recorded_after(cluster.record, 3, taken_over), "they train on", [command])
+    for pid in (command.pid, cluster.supervisor()):
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    command.communicate()
+    wait_until(cluster.nothing_is_left, "no process is left on any host")
+    assert time.monotonic() - began < GONE_S
+
+
+@pytest.mark.slow
+def test_agents_that_hear_of_nobody_go_on_while_their_ranks_make_steps_and_end_them_when_they_do_not(
+    cluster: Cluster,
+) -> None:
+    cluster.write(**ENDLESS | {"distributed_timeout": 4})
+    code, said = cluster.run("run", "recipe.toml", "--detach")
+    assert code == 0, said
+    cluster.train()
+    os.kill(cluster.supervisor(), signal.SIGKILL)
+    alone = time.time()
+    theirs = cluster.lab.disk_of(cluster.h3) / "home" / "runs" / cluster.record.name
+    wait_until(lambda: recorded_after(theirs, 3, alone + 6), "they train for longer than they may be idle")
+    for rank, (host, _, _) in enumerate(PLACES):
+        names = {each.name: each for each in cluster.lab.hosts}
+        os.kill(pids(cluster.lab.disk_of(names[host]) / "home" / "runs" / theirs.name, rank)[-1], signal.SIGSTOP)
+    wait_until(cluster.nothing_is_left, "no process is left on any host")
+    code, said = cluster.run("stop", "last")
+    assert "processes left: none" in said
+    cluster.check_record()

@@ -1,0 +1,175 @@
+"""The ssh launcher with a stand-in for ssh that runs everything on this machine, or does what a broken host does."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gputrain_tui.console.stack_request import request_stack
+from gputrain_tui.lifecycle.launchers import NodeProcess
+from gputrain_tui.lifecycle.launchers.ssh import SshLauncher, request_stacks, travelling
+from gputrain_tui.lifecycle.leftovers import processes_of
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.state import RankView
+from trainer.contract.record import RunDir, write_atomically
+from trainer.contract.stop_level import StopLevel
+
+LIMIT_S = 60.0
+HERE = 'while [ "$1" != -- ]; do shift; done; shift 2; exec sh -c "$*"'
+"""Runs the command that ssh gets on this machine."""
+SAYS = "import os, sys; print(sys.argv[1:], os.environ.get('NCCL_DEBUG'), os.getcwd(), flush=True)"
+SHOWS_STACKS = """
+import faulthandler, os, signal, sys
+log = open(sys.argv[1] + ".new", "w")
+faulthandler.register(signal.SIGUSR1, file=log)
+print(os.getpid(), file=log, flush=True)
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+def reads_until_the_end():
+    sys.stdin.read()
+reads_until_the_end()
+"""
+WAITS = f"{SAYS}; sys.stdin.read()"
+"""Until the end of its lease."""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    found = RunDir(tmp_path / "runs" / "20260101-000000-run")
+    for folder in (found.events, found.logs, found.checkpoints, found.nodes):
+        folder.mkdir(parents=True)
+    ssh_is(HERE, tmp_path, monkeypatch)
+    return found
+
+
+def ssh_is(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "ssh"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("GPUTRAIN_SSH", str(path))
+
+
+def node(*argv: str, env: Mapping[str, str] | None = None, workdir: str = "", setup: str = "") -> PlannedNode:
+    words = list(argv) or [sys.executable, "-c", SAYS]
+    return PlannedNode(
+        node=0, host="far", first_rank=0, ranks=[0], devices=["cpu"], argv=words, env=dict(env or {}),
+        workdir=workdir, setup=setup,
+    )  # fmt: skip
+
+
+def launch(planned: PlannedNode, run_dir: RunDir) -> NodeProcess:
+    return SshLauncher().launch(planned, run_dir, env={}, leased=True)
+
+
+def ended(process: NodeProcess) -> int:
+    """Wait for the end of a node; return its exit code."""
+    while (code := process.poll()) is None:
+        assert select.select([process], [], [], LIMIT_S)[0], "nothing comes of the node"
+    process.close()
+    return code
+
+
+@pytest.mark.parametrize(
+    ("ssh", "planned", "line"),
+    [
+        (HERE, node(workdir="/no/such folder"), "there is no folder /no/such folder"),
+        (HERE, node("/no/such/python"), "there is no interpreter /no/such/python"),
+        (HERE, node(setup="module load nothing"), "setup ended with exit code 127"),
+        (HERE, node(setup='echo "$HOME"; exit 3'), str(Path.home())),
+        ("exec yes", node(), "it says more than 1 MiB, and nothing of the agent's"),
+        ("yes >&2", node(), "it says more than 1 MiB on its standard error"),
+        ("exec sleep 60 >&2", node(), "it closes its standard output, and says nothing of the agent's"),
+        ("exit 127", node(), "there is no python3"),
+        ("echo 'Host key verification failed.' >&2; exit 255", node(), "its host key is not known yet: run"),
+    ],
+)
+def test_what_keeps_a_node_from_being_started_is_one_line(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ssh: str, planned: PlannedNode, line: str
+) -> None:
+    ssh_is(ssh, tmp_path, monkeypatch)
+    process = launch(planned, run_dir)
+    assert ended(process) not in (0, None)
+    assert (process.why or run_dir.node_log(0).read_text().splitlines()[-1]).startswith(line)
+    assert processes_of(run_dir.path) == []
+
+
+def test_words_folder_setup_and_environment_reach_the_node_as_they_are(run_dir: RunDir, tmp_path: Path) -> None:
+    words = ["$(touch owned)", "-oProxyCommand=x", "a 'b' \"c\"", "\x1b]0;title\x07", f"{run_dir.path}/checkpoints"]
+    folder = tmp_path / "a $folder"
+    folder.mkdir()
+    planned = node(
+        sys.executable, "-c", SAYS, *words, env={"NCCL_DEBUG": "$(id)"}, workdir=str(folder), setup="export A=1"
+    )
+    assert ended(launch(planned, run_dir)) == 0
+    assert run_dir.node_log(0).read_text() == f"{words} $(id) {folder}\n"
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("level", [StopLevel.NOW, StopLevel.KILL])
+def test_a_node_that_is_stopped_or_killed_is_gone(run_dir: RunDir, level: StopLevel) -> None:
+    process = launch(node(sys.executable, "-c", WAITS), run_dir)
+    while process.identity is None:
+        assert select.select([process], [], [], LIMIT_S)[0]
+        assert process.poll() is None
+    if level == StopLevel.KILL:
+        process.kill()
+    else:
+        process.stop(level)
+    assert ended(process) < 0
+    assert processes_of(run_dir.path) == []
+
+
+def test_a_node_outlives_its_connection_and_another_supervisor_adopts_it(run_dir: RunDir) -> None:
+    first = launch(node(sys.executable, "-c", WAITS), run_dir)
+    while first.identity is None:
+        assert select.select([first], [], [], LIMIT_S)[0]
+        first.poll()
+    second = SshLauncher().adopt(node(sys.executable, "-c", WAITS), run_dir, None, leased=True)
+    assert second is not None
+    while second.identity is None:
+        assert select.select([second], [], [], LIMIT_S)[0]
+        assert second.poll() is None
+    assert second.identity == first.identity
+    second.kill()
+    assert ended(second) == ended(first) < 0
+    assert processes_of(run_dir.path) == []
+
+
+def test_a_rank_elsewhere_is_asked_for_its_stack_and_no_process_of_others(run_dir: RunDir) -> None:
+    log = run_dir.rank_log(0)
+    planned = node(sys.executable, "-c", SHOWS_STACKS, str(log))
+    write_atomically(run_dir.plan, msgspec.json.encode(Plan(
+        world_size=1, init_method=None, backend="gloo", launcher="ssh", nodes=[planned]
+    )))  # fmt: skip
+    process = launch(planned, run_dir)
+    while not log.exists():
+        assert select.select([process], [], [], 0.05)[0] or process.poll() is None
+    view = RankView(0)
+    view.host, view.node, view.pid = "far", 0, int(log.read_text())
+    request = request_stack(run_dir, view)
+    deadline = time.monotonic() + LIMIT_S
+    while not any("reads_until_the_end" in line for line in request.answer()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not request_stacks(planned, run_dir, os.getpid())
+    process.kill()
+    assert ended(process) < 0
+
+
+def test_the_environment_that_travels_is_a_list() -> None:
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "GLOO_X": "1",
+        "OMP_NUM_THREADS": "2",
+        "HF_HOME": "/h",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "GPUTRAIN_RUN_ID": "r",
+    }
+    staying = {"CUDA_VISIBLE_DEVICES": "0", "GPUTRAIN_HOME": "/h", "GPUTRAIN_RUN": "/r", "PATH": "/bin", "LANG": "C"}
+    assert travelling(environ | staying) == environ
