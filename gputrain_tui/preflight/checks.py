@@ -190,12 +190,16 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]
     if not why:
         return
     working = [process for process in gpu.processes or () if process.kind == "compute"]
-    if working:
-        who = ", ".join(
-            f"{process.name or 'a process'} (pid {process.pid}{f' of {process.user}' if process.user else ''})"
-            for process in working[:3]
+    if gpu.claim is not None or working:
+        who = (
+            gpu.claim.text
+            if gpu.claim is not None
+            else ", ".join(
+                f"{process.name or 'a process'} (pid {process.pid}{f' of {process.user}' if process.user else ''})"
+                for process in working[:3]
+            )
         )
-        more = f" and {len(working) - 3} more" if len(working) > 3 else ""
+        more = f" and {len(working) - 3} more" if len(working) > 3 and gpu.claim is None else ""
         yield CheckResult(
             status="warning" if recipe.launch.share_devices else "error",
             check="GPUs",
