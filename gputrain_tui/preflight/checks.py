@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.hosts.machine_facts import Folder
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.preflight.facts import Folder, MissingInput, PreflightFacts
+from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, CheckStatus
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gputrain_tui.hosts.environment_facts import Torch
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.plan.planner import Plan, plan
@@ -25,7 +27,7 @@ from gputrain_tui.preflight import (
     summary,
     warnings,
 )
-from gputrain_tui.preflight.facts import Folder, MissingInput, Port, RendezvousFile, Torch
+from gputrain_tui.preflight.facts import MissingInput
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.host.cores import Cpus

@@ -17,7 +17,7 @@ from trainer.agent.in_process import run_in_process
 from trainer.agent.init_method import usable_init_method
 from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master_address
-from trainer.contract.errors import ExitCode, RefusedError, RequestError, TrainingError, narrate
+from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, narrate
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
@@ -179,14 +179,16 @@ def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Map
     """Claim the GPUs of this node's ranks until they have ended.
 
     Raises:
-        RefusedError: another run has one of them.
+        MachineNotReadyError: another run has one of them.
     """
     known = [uuid for uuid in uuids if uuid]
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(claim_gpus(known, run_id, shared=options.share_devices, environ=environ))
         except GpuTakenError as error:
-            raise RefusedError(f"{error}; choose another one, or --share-devices uses it all the same") from None
+            raise MachineNotReadyError(
+                f"{error}; choose another one, or --share-devices uses it all the same"
+            ) from None
         yield
 
 

@@ -27,7 +27,7 @@ class RequestError(ValueError):
     """The request is wrong; exit code 2. The message is one line: what, where, what is allowed."""
 
 
-class RefusedError(RequestError):
+class MachineNotReadyError(RequestError):
     """The request is right, but this machine is not ready for it; exit code 3."""
 
 
