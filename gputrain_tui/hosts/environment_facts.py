@@ -6,8 +6,7 @@ Python 3.10 and the standard library. Frozen dataclasses, which msgspec reads as
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
+import contextlib
 import importlib.util
 import json
 import os
@@ -99,6 +98,8 @@ def torch_here() -> Torch:
 
 def digest(*files: Path) -> str:
     """Return a digest of the names and contents of files."""
+    import hashlib  # the start of a run does without
+
     found = hashlib.blake2b(digest_size=6)
     for file in files:
         found.update(file.name.encode())
@@ -112,6 +113,8 @@ def _folder_of(package: str) -> Path | None:
 
 
 def _version(package: str) -> str | None:
+    import importlib.metadata  # likewise
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -125,13 +128,16 @@ def _own_file(task: str, script: str) -> Path | None:
         return Path(os.path.expanduser(script or module))  # noqa: PTH111 - Path.expanduser() fails on an unknown user
     if not colon:
         return None
-    parts = module.split(".")
-    found = Path(*parts).with_suffix(".py")
-    for folder in sys.path:
-        for path in (Path(folder, found), Path(folder, *parts, "__init__.py")):
-            if path.is_file():
-                return path
-    return found
+    first, *rest = module.split(".")
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(first)  # of a package inside it would be imported
+        if spec is not None and not rest and spec.origin is not None:
+            return Path(spec.origin)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in (Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")):
+                if path.is_file():
+                    return path
+    return Path(first, *rest).with_suffix(".py")
 
 
 def _size(value: Any) -> tuple[int, int] | None:

@@ -33,8 +33,9 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """Location, observation and fix in one line."""
-        text = f"{self.what}; {self.fix}" if self.fix else self.what
+        """Location, machine, observation and fix in one line."""
+        said = f"{self.host}: {self.what}" if self.host else self.what
+        text = f"{said}; {self.fix}" if self.fix else said
         return f"{self.where}: {text}" if self.where else text
 
 
