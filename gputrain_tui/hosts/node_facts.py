@@ -55,7 +55,9 @@ def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str
     env = {**os.environ, **request["env"]}
     if not setup and shutil.which(python, path=env.get("PATH")) is None:
         return None, f"there is no interpreter {python}", "python"
-    words = [python, "-c", request["program"], mark, json.dumps(request["environment"])]
+    reached = f"{mark}reached "
+    words = ["/bin/sh", "-c", 'printf %s "$0"; exec "$@"', reached]  # a line of setup may exit by itself
+    words += [python, "-c", request["program"], mark, json.dumps(request["environment"])]
     try:
         done = subprocess.run(
             node_command(words, setup),
@@ -74,20 +76,13 @@ def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str
         )
     except OSError as error:
         return None, f"{python} cannot be run: {error.strerror}", "python"
-    _, found, rest = done.stdout.decode("utf-8", "replace").rpartition(mark)
-    if found:
-        with suppress(ValueError):
-            return json.loads(rest.partition("\n")[0]), "", ""
-    lines = [line for line in (" ".join(line.split()) for line in _text(done.stderr)) if line]
-    if lines and lines[-1].startswith(SETUP_FAILED):
-        said = lines[-2] if len(lines) > 1 else (_text(done.stdout) or [""])[-1]
-        return None, f"{lines[-1]}: {said[:MAX_LINE_CHARS]}" if said else lines[-1], "setup"
-    said = f": {lines[-1][:MAX_LINE_CHARS]}" if lines else ""
-    return None, f"{python} ended with exit code {done.returncode}{said}", "python"
-
-
-def _text(output: bytes) -> list[str]:
-    return output.decode("utf-8", "replace").splitlines()
+    output = done.stdout.decode("utf-8", "replace")
+    with suppress(ValueError):
+        return json.loads(output.rpartition(mark)[2].partition("\n")[0]), "", ""
+    lines = [" ".join(line.split()) for line in done.stderr.decode("utf-8", "replace").splitlines()]
+    last = next((line for line in reversed(lines) if line and not line.startswith(SETUP_FAILED)), "")
+    who, key = (python, "python") if reached in output else ("setup", "setup")
+    return None, f"{who} ended with exit code {done.returncode}{': ' if last else ''}{last[:MAX_LINE_CHARS]}", key
 
 
 def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[str, Any]:

@@ -294,7 +294,7 @@ def _ways(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
         (answer, by_node[other], why)
         for answer in answers
         for other, why in answer.unreachable.items()
-        if other in by_node
+        if other in by_node and not (answer.lost and other == 0)
     ]
     for answer, other, why in islice(pairs, MAX_PAIRS):
         more = f", and {len(pairs) - MAX_PAIRS} more pairs" if len(pairs) > MAX_PAIRS else ""
