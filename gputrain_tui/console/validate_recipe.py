@@ -46,7 +46,7 @@ class ValidatedRecipe:
     """The options of the user's own task."""
 
 
-HOSTS_MAX_AGE_S = 60.0
+HOSTS_MAX_AGE_S = 20.0
 """How old the answers of other hosts may be while a recipe is edited: asking again takes a second or more."""
 
 
@@ -103,6 +103,5 @@ def remarks_by_field(fields: Sequence[Field], results: Sequence[CheckResult]) ->
         for result in reversed(results):
             concerned = find_field(fields, result.key) if result.status == status and result.key else None
             if concerned is not None:
-                told = f"{result.what}; {result.fix}" if result.fix else result.what
-                found[concerned.key] = FieldMessage(told, status)
+                found[concerned.key] = FieldMessage(result.text, status)
     return found

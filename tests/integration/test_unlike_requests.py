@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer
 from trainer.contract.record import Checksum, RunDir, Step, decode_events
 
 TASK = "tiny_task:TinyTask"
@@ -160,14 +162,19 @@ def test_samples_that_differ_at_each_reading_are_no_other_data(tmp_path: Path) -
     assert [code for code, _ in train(tmp_path, [[], []], task="two_tasks:Noisy")] == [0, 0]
 
 
-def test_other_code_of_the_task_on_a_rank_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["task own:Own", "trainer"])
+def test_other_code_on_a_rank_is_refused(tmp_path: Path, whose: str) -> None:
     folders = [tmp_path / "host0", tmp_path / "host1"]
     for rank, folder in enumerate(folders):
         folder.mkdir()
-        (folder / "own.py").write_text(f"from tiny_task import TinyTask\nclass Own(TinyTask):\n    n = {rank}\n")
+        number = rank if whose != "trainer" else 0
+        (folder / "own.py").write_text(f"from tiny_task import TinyTask\nclass Own(TinyTask):\n    n = {number}\n")
+    if whose == "trainer":
+        shutil.copytree(Path(trainer.__file__).parent, folders[1] / "trainer")
+        (folders[1] / "trainer" / "seeds.py").write_text("# as in another version\n")
     for code, output in train(tmp_path, [[], []], task="own:Own", folders=folders):
         assert code == 2, output
-        assert "code of task own:Own: " in output
+        assert f"code of {whose}: " in output
 
 
 def test_rank_0_reads_the_checkpoint_and_nobody_else_needs_it(tmp_path: Path) -> None:
