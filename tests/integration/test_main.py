@@ -60,7 +60,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 # --- help and description -------------------------------------------------------------------------------------------
 
 
-def test_a_reader_of_the_help_may_go_away(tmp_path: Path) -> None:
+def test_a_reader_of_the_help_may_go_away() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "trainer", "--help"]
