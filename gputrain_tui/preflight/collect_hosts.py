@@ -110,11 +110,14 @@ class HostDialog:
         except OSError as error:
             self._stderr.close()
             raise HostError(f"{error.filename} cannot be run: {error.strerror}") from None
-        self._write(program)
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # ssh reads nothing before it is connected
+        self._unsent = program
 
     def ask(self, question: str, **fields: Any) -> None:
         """Ask one question."""
-        self._write(json.dumps({"ask": question, **fields}).encode() + b"\n")
+        self._unsent += json.dumps({"ask": question, **fields}).encode() + b"\n"
+        self._send()
 
     def answer(self, kind: type[T], timeout_s: float) -> T:
         """Return the next answer.
@@ -149,15 +152,19 @@ class HostDialog:
         """End the process here at once."""
         kill_session(self._process)
 
-    def _write(self, data: bytes) -> None:
+    def _send(self) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended: the missing answer tells why
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
+        try:
+            self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended: the missing answer tells why
+            self._unsent = b""
 
     def _line(self, deadline: float, timeout_s: float) -> bytes:
         assert self._process.stdout is not None
-        pipe = self._process.stdout.fileno()
+        assert self._process.stdin is not None
+        pipe, stdin = self._process.stdout.fileno(), self._process.stdin.fileno()
         while True:
             begin = self._output.find(self._mark)
             end = self._output.find(b"\n", begin) if begin >= 0 else -1
@@ -168,7 +175,9 @@ class HostDialog:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise HostError(f"it did not answer within {timeout_s:g} s")
-            ready, _, _ = select.select([pipe], [], [], min(left, 0.2))
+            ready, writable, _ = select.select([pipe], [stdin] if self._unsent else [], [], min(left, 0.2))
+            if writable:
+                self._send()
             chunk = os.read(pipe, 1 << 16) if ready else b""
             self._output += chunk
             self._said += len(chunk)
@@ -310,7 +319,8 @@ class _Collection:
             if here:
                 return [sys.executable, *command]
             # One word to every shell: in single quotes, and without a character that a shell changes there.
-            return self._ssh.command_line(node.host, "python3", command[0], f"'{command[1]}'", *command[2:])
+            program = (command[0], f"'{command[1]}'", *command[2:])
+            return self._ssh.command_line(node.host, "python3", *program, own=True)
 
         dialog = HostDialog(node.host, words)
         with self._lock:

@@ -34,6 +34,8 @@ CLOCK_WARNING_S = 2.0
 """From here on times of several hosts in one record mislead a reader."""
 CLOCK_ERROR_S = 60.0
 """Beyond this, files look newer or older than they are, and signatures of a token or a licence are refused."""
+MAX_NAMES = 4
+"""Hosts that are named in one line."""
 MAX_PAIRS = 6
 """Pairs of hosts that are named; a firewall between sixteen hosts makes 240."""
 
@@ -59,6 +61,10 @@ def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> li
         if not answer.here:
             found += _machine(recipe, plan, answer, answer.facts, nodes)
             found += _rendezvous(answer)
+    names = list(dict.fromkeys(answer.host for answer in answers if answer.facts is not None))
+    if names:
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        found.append(_ok("hosts", f"{', '.join(names[:MAX_NAMES])}{more} answered"))
     found += _same_machine(answers)
     found += _different(recipe, plan, answers)
     found += _ways(plan, answers)
@@ -155,7 +161,8 @@ def _machine(
         inventories={THIS_MACHINE: facts.inventory},
     )
     for result in machine_checks(recipe, plan, known, nodes):
-        yield msgspec.structs.replace(result, host=answer.host)
+        if result.status != "ok":  # lines about what is in order would be dozens
+            yield msgspec.structs.replace(result, host=answer.host)
     for node in nodes:
         yield from _missing_gpus(recipe, answer, node, facts.inventory)
     if nodes:
