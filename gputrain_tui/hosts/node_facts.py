@@ -94,7 +94,7 @@ def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[s
     port, rendezvous = request["port"], request["rendezvous"]
     return {
         "name": socket.gethostname(),
-        "machine": f"{boot_id()} {os.readlink('/proc/self/ns/net')}",  # noqa: PTH115 - no path
+        "machine": f"{boot_id()} {network_namespace()}",
         "inventory": asdict(take_inventory()),
         "limits": asdict(read_limits()),
         "shm_free_bytes": free_bytes(SHM) if SHM.is_dir() else None,
@@ -107,6 +107,14 @@ def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[s
         "problem": problem,
         "problem_key": key,
     }
+
+
+def network_namespace() -> str:
+    """Return the kernel's name for this host's network, which containers on one machine have each; empty if unknown."""
+    try:
+        return str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""
 
 
 def route_to(root: Mapping[str, Any]) -> dict[str, Any]:

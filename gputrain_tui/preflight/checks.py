@@ -396,7 +396,9 @@ def _resumes_from(resume: str | None, folder: str) -> bool:
 
 
 def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
-    """Note the hosts without inventory, for which the plan believes the recipe."""
+    """Note the hosts without inventory, for which the plan believes the recipe; a run over ssh asks all of them."""
+    if plan.launcher == "ssh":
+        return
     unknown = dict.fromkeys(
         node.host for node in plan.nodes if not is_local(node.host, local) and node.host not in facts.inventories
     )

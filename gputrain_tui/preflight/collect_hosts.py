@@ -263,6 +263,8 @@ class _Collection:
         self._found: dict[int, HostAnswer] = {}
         self._lock = threading.Lock()
         self._routes: dict[int, _Route] = {}
+        self._over = False
+        """Whether nobody waits for answers any more."""
         url = parse_rendezvous_url(plan.init_method or "")
         self._file = str(url.path) if url is not None and url.scheme == "file" else None
         self._host, self._port = "", 0
@@ -284,7 +286,8 @@ class _Collection:
                 self._each(pool, nodes, self._reach)
                 self._each(pool, nodes, self._close)
             except BaseException:  # also Ctrl-C
-                for dialog in self._dialogs.values():
+                self._over = True
+                for dialog in list(self._dialogs.values()):
                     dialog.kill()  # leaving the pool waits for its threads
                 raise
         return tuple(self._found[node.node] for node in nodes)
@@ -325,6 +328,8 @@ class _Collection:
         dialog = HostDialog(node.host, words)
         with self._lock:
             self._dialogs[node.node] = dialog
+        if self._over:
+            dialog.kill()
         first = node.node == 0
         save_dir = self._recipe.train.save_dir
         dialog.ask(

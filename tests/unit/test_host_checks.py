@@ -19,6 +19,7 @@ from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle.start import with_interfaces
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import CheckResult
+from gputrain_tui.preflight.collect_hosts import HostDialog, HostError
 from gputrain_tui.preflight.host_checks import check_hosts
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.recipe import model as recipes
@@ -330,3 +331,13 @@ def test_an_environment_is_read_without_importing_it(tmp_path: Path, task: str, 
     )
     assert found["data"] == {"data": [1, 5]}
     assert found["code"], "trainer is installed where this runs"
+
+
+def test_a_host_that_never_reads_or_never_ends_is_given_up_in_time() -> None:
+    for script, words in (("read line; sleep 600", "did not answer within 0.2 s"), ("exec yes", "more than 4 MiB")):
+        dialog = HostDialog("h1", lambda command, script=script: ["sh", "-c", script, *command])
+        dialog.ask("facts")
+        with pytest.raises(HostError, match=words):
+            dialog.answer(dict, 0.2 if "sleep" in script else 60)
+        dialog.kill()
+        dialog.close()

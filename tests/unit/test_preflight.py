@@ -245,7 +245,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
         ),
         (
             PreflightFacts(),
-            recipe('host = "here"\ngpus = 1', 'host = "away"\ngpus = 1', cluster="port = 5"),
+            recipe('host = "here"\ngpus = 1', 'host = "away"\ngpus = 1', cluster='port = 5\nlauncher = "slurm"'),
             "note",
             "",
             "not looked at: away",
