@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from trainer.contract.errors import (
     ExitCode,
+    MachineNotReadyError,
     RequestError,
     TrainingError,
     narrate,
@@ -40,6 +41,8 @@ def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
         if "--help" in ours or "-h" in ours:
             return _help(ours)
         return _train(ours, after, environ)
+    except MachineNotReadyError as error:
+        return _refuse(error, ExitCode.REFUSED)
     except RequestError as error:
         return _refuse(error, ExitCode.BAD_REQUEST)
     except TrainingError as error:

@@ -98,7 +98,7 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
             if code < 0 or code == ExitCode.REFUSED or not settle.is_settled(started.dir):
                 code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
                 foreground.catch_up(reader, state)
-        if view is not None and code != ExitCode.BAD_REQUEST:
+        if view is not None and code not in (ExitCode.BAD_REQUEST, ExitCode.REFUSED):
             view.open()
         code = foreground.conclude(
             started,

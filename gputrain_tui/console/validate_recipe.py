@@ -46,14 +46,21 @@ class ValidatedRecipe:
     """The options of the user's own task."""
 
 
-def validate_recipe(text: str, *, name: str, settings: Sequence[str], task: str = "") -> ValidatedRecipe:
-    """Build and plan a recipe, and run the preflight on this machine.
+HOSTS_MAX_AGE_S = 20.0
+"""How old the answers of other hosts may be while a recipe is edited: asking again takes a second or more."""
+
+
+def validate_recipe(
+    text: str, *, name: str, settings: Sequence[str], task: str = "", hosts_max_age_s: float = HOSTS_MAX_AGE_S
+) -> ValidatedRecipe:
+    """Build and plan a recipe, and run the preflight.
 
     Args:
         text: of the recipe.
         name: what messages call it.
         settings: changes, as ``--set`` takes them.
         task: its task, whose options are asked for when it is not built in.
+        hosts_max_age_s: how old the answers of other hosts may be.
     """
     told = tuple(settings)
     schema: type[Any] | None = None
@@ -68,7 +75,7 @@ def validate_recipe(text: str, *, name: str, settings: Sequence[str], task: str 
         recipe = recipes.build(text, name=name, overrides=told)
         planned = start.planned(recipe)
         plan = planned.plan
-        prepared = start.checked(recipe, planned)
+        prepared = start.checked(recipe, planned, max_age_s=hosts_max_age_s)
     except NotReadyError as refused:
         return ValidatedRecipe(
             settings=told, recipe=recipe, plan=refused.plan, results=refused.results, task=task, schema=schema
@@ -96,6 +103,5 @@ def remarks_by_field(fields: Sequence[Field], results: Sequence[CheckResult]) ->
         for result in reversed(results):
             concerned = find_field(fields, result.key) if result.status == status and result.key else None
             if concerned is not None:
-                told = f"{result.what}; {result.fix}" if result.fix else result.what
-                found[concerned.key] = FieldMessage(told, status)
+                found[concerned.key] = FieldMessage(result.text, status)
     return found

@@ -24,6 +24,7 @@ from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, planned_wor
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.remote_nodes import shown
 from gputrain_tui.output import json_line
+from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import AnyEvent, RunEnded, decode_events
@@ -234,13 +235,17 @@ def conclude(
         hurried: whether somebody asked this command to end, so that it waits for nobody who does not read.
 
     Raises:
+        NotReadyError: a host refused the run before it trained; the run directory is removed again.
         RequestError: the ranks found the request wrong before they trained; the run directory is removed again.
     """
     status = _last_status(run, state)
     code = returncode if returncode >= 0 else ExitCode.FAILED
-    if code == ExitCode.BAD_REQUEST and not status.restarts and not attempt_outcome.holds_work(run.dir):
+    refused = code in (ExitCode.BAD_REQUEST, ExitCode.REFUSED)
+    if refused and not status.restarts and not attempt_outcome.holds_work(run.dir):
         shutil.rmtree(run.dir.path, ignore_errors=True)
         err.settle(hurried=hurried)  # before what follows it
+        if code == ExitCode.REFUSED:
+            raise NotReadyError([CheckResult(status="error", check="host", what=status.message or "a host refused it")])
         raise RequestError(status.message or "the request was wrong")
     if state.ended is None and status.status in ENDED:  # a full disk did not take the event
         ended = status.ended or state.time

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from trainer.host.addresses import Network, networks
 from trainer.host.boot import uptime_s
 from trainer.host.cores import Cpus, load_average, read_cpus
+from trainer.host.gpu_claims import GpuClaim, claims
 from trainer.host.memory import Memory, read_memory
 from trainer.host.nvml import RawGpu, ask_driver, throttle_reasons
 from trainer.host.processes import owner_and_name
@@ -72,6 +73,8 @@ class Gpu:
     """Compute mode *prohibited*: no process may use it."""
     processes: tuple[GpuProcess, ...] | None = None
     """None when the driver does not say."""
+    claim: GpuClaim | None = None
+    """The run that has taken it, also before the driver shows a process; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +127,15 @@ def to_json(inventory: Inventory) -> str:
 def why_busy(gpu: Gpu) -> str:
     """Return why a GPU is not free; empty when it is.
 
-    Free means: no compute process, less memory in use than ``max(500 MiB, 5 %)``, and less than 10 % utilisation. A
-    GPU that reports neither its processes nor its memory is not free.
+    Free means: claimed by no run, no compute process, less memory in use than ``max(500 MiB, 5 %)``, and less than 10 %
+    utilisation. A GPU that reports neither its processes nor its memory is not free.
     """
     if gpu.mig:
         return "split into MIG instances"
     if gpu.prohibited:
         return "its compute mode is prohibited"
+    if gpu.claim is not None:
+        return f"taken by {gpu.claim.text}"
     working = [process for process in gpu.processes or () if process.kind == "compute"]
     if working:
         users = sorted({process.user for process in working if process.user})
@@ -154,12 +159,13 @@ def is_free(gpu: Gpu) -> bool:
 # --- what NVML's answers mean ---------------------------------------------------------------------------------------
 
 
-def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]]) -> Gpu:
+def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]], claim: GpuClaim | None = None) -> Gpu:
     """Turn NVML's answers into a GPU.
 
     Args:
         raw: the answers.
         owners: pid to user and name, of the processes that this machine can see.
+        claim: the run that has taken it.
     """
     processes: dict[int, GpuProcess] = {}
     for process in raw.processes or ():
@@ -187,6 +193,7 @@ def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]]) -> Gpu:
         mig=raw.mig_mode == 1,
         prohibited=raw.compute_mode == 2,  # NVML_COMPUTEMODE_PROHIBITED
         processes=None if raw.processes is None else tuple(processes[pid] for pid in sorted(processes)),
+        claim=claim,
     )
 
 
@@ -195,7 +202,8 @@ def _gpus() -> tuple[str | None, str | None, tuple[Gpu, ...], str]:
     answers = ask_driver()
     if answers.refusal:
         return None, None, (), answers.refusal
-    gpus = tuple(gpu_from(raw, _owners(raw)) for raw in answers.gpus if raw is not None)
+    taken = claims([raw.uuid for raw in answers.gpus if raw is not None and raw.uuid])
+    gpus = tuple(gpu_from(raw, _owners(raw), taken.get(raw.uuid or "")) for raw in answers.gpus if raw is not None)
     lost = [str(index) for index, raw in enumerate(answers.gpus) if raw is None]
     note = f"GPU {', '.join(lost)} does not answer: see dmesg for its Xid error; a reset or a reboot may help"
     return answers.driver, answers.cuda, gpus, note if lost else "" if gpus else "the NVIDIA driver finds no GPU"

@@ -12,6 +12,7 @@ MODULES = (
     "trainer.host.addresses",
     "trainer.host.boot",
     "trainer.host.cores",
+    "trainer.host.gpu_claims",
     "trainer.host.memory",
     "trainer.host.nvml",
     "trainer.host.processes",

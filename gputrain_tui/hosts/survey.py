@@ -72,13 +72,13 @@ def extract_inventory(stdout: bytes, marker: str) -> Inventory | None:
         inventory = msgspec.json.decode(rest.partition(b"\n")[0], type=Inventory)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return inventory if _is_bounded(asdict(inventory)) else None
+    return inventory if is_bounded(asdict(inventory)) else None
 
 
-def _is_bounded(value: Any) -> bool:
+def is_bounded(value: Any) -> bool:
     """Whether all texts and integers of an untrusted answer are short enough for tables and arithmetic."""
     if isinstance(value, dict | list | tuple):
-        return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
+        return all(map(is_bounded, value.values() if isinstance(value, dict) else value))
     if isinstance(value, str):
         return len(value) <= MAX_TEXT_CHARS
     return not isinstance(value, int) or value.bit_length() <= MAX_INT_BITS

@@ -239,6 +239,10 @@ def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> 
     said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
     if code == ExitCode.BAD_REQUEST:
         return Failure(time=now, kind="request", host=host, message=said.removeprefix(": ") or "the request was wrong")
+    if code == ExitCode.REFUSED:
+        return Failure(
+            time=now, kind="refused", host=host, message=said.removeprefix(": trainer: ") or "it was refused"
+        )
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     if code < 0:
         what = f"node {node} was killed by {signal_name(-code)} before {who} finished{said}"

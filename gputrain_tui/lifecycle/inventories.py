@@ -9,7 +9,6 @@ from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.model import Node, Recipe
-from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
@@ -50,7 +49,7 @@ def inventories_for(
     """Return what a plan must know of its machines, by host as the plan names it; arguments as of ``plan_here``.
 
     Raises:
-        RequestError: a host whose GPUs must be known does not answer.
+        DeviceUnavailableError: a host whose GPUs must be known does not answer.
     """
     inventories: dict[str, Inventory] = {}
     nodes = recipe.cluster.nodes
@@ -86,9 +85,10 @@ def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, rem
     if isinstance(node.gpus, tuple):
         remark(f"{node.host}: {problem}; its list of GPUs is believed")
         return
+    from gputrain_tui.hosts.devices import DeviceUnavailableError
+
     key = "gpus" if node.gpus is not None else "ranks"
     value: Mapping[str, object] = {"gpus": node.gpus, "ranks": node.ranks}
-    raise RequestError(
-        f"{recipe.where('cluster', 'nodes', index, key)} is {value[key]!r}, but the GPUs of {node.host} are not known: "
-        f"{problem}; a count or a list of GPUs is believed"
-    )
+    unknown = f"is {value[key]!r}, but the GPUs of {node.host} are not known: {problem}"
+    where = recipe.where("cluster", "nodes", index, key)
+    raise DeviceUnavailableError(where, f"{unknown}; a count or a list of GPUs is believed")

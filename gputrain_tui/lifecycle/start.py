@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 import msgspec
 
 from gputrain_tui.history.runs import ENDED, Run, create, find, open_run, read_status
-from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
@@ -39,6 +39,11 @@ from trainer.host.stop_request import STOP_SIGNALS
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
     from gputrain_tui.lifecycle.warm_pool import WarmPool
+    from gputrain_tui.preflight.host_facts import HostAnswer
+
+
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables with the interface that a backend binds to; NCCL takes a name after ``=`` as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,7 @@ def recipe_of(run: Run) -> str:
 
 
 def prepare(recipe: Recipe) -> Prepared:
-    """Plan a run and refuse what cannot work on this machine.
+    """Plan a run and refuse what cannot work on its machines.
 
     Raises:
         NotReadyError: the recipe is right, but the machines are not ready for it.
@@ -143,8 +148,8 @@ def planned(recipe: Recipe) -> Planned:
     from gputrain_tui.hosts.devices import DeviceUnavailableError
 
     facts, remarks = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
-    inventories = inventories_for(recipe, facts, remark=remarks.append)
     try:
+        inventories = inventories_for(recipe, facts, remark=remarks.append)
         found = plan(recipe, inventories, local=facts)
     except DeviceUnavailableError as error:
         what, _, fix = error.reason.partition("; ")
@@ -155,8 +160,13 @@ def planned(recipe: Recipe) -> Planned:
     return Planned(plan=found, local=facts, inventories=inventories, remarks=tuple(remarks))
 
 
-def checked(recipe: Recipe, planned: Planned) -> Prepared:
-    """Refuse what cannot work on this machine.
+def checked(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -> Prepared:
+    """Refuse what cannot work on the machines.
+
+    Args:
+        recipe: what was asked for.
+        planned: its plan.
+        max_age_s: how old the answers of other hosts may be.
 
     Raises:
         NotReadyError: a check failed.
@@ -164,13 +174,44 @@ def checked(recipe: Recipe, planned: Planned) -> Prepared:
     """
     if problem := endless(recipe):
         raise RequestError(problem)
-    found = collect_facts(recipe, planned.plan, planned.local, inventories=planned.inventories)
     results = check_launcher(recipe, planned.plan, planned.local)
+    answers = ask_hosts(recipe, planned, max_age_s=max_age_s)
+    asked = {answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.here}
+    found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})
     results += run_checks(recipe, planned.plan, found, local=planned.local)
+    if answers:
+        from gputrain_tui.preflight.host_checks import check_hosts
+
+        results += check_hosts(recipe, planned.plan, answers)
     results += [CheckResult(status="warning", check="other hosts", what=remark) for remark in planned.remarks]
     if errors(results):
         raise NotReadyError(results, plan=planned.plan)
-    return Prepared(recipe=recipe, plan=planned.plan, results=tuple(results))
+    return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
+
+
+def ask_hosts(recipe: Recipe, planned: Planned, *, max_age_s: float) -> tuple[HostAnswer, ...]:
+    """Ask the hosts of a run over ssh what they have; none for any other run."""
+    if planned.plan.launcher != "ssh" or all(is_local(node.host, planned.local) for node in planned.plan.nodes):
+        return ()
+    from gputrain_tui.lifecycle.launchers.ssh import travelling
+    from gputrain_tui.preflight.collect_hosts import collect_hosts
+
+    env = travelling(os.environ)
+    return collect_hosts(recipe, planned.plan, planned.local, env=env, max_age_s=max_age_s)
+
+
+def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
+    """Return the plan with the network interface of each host that leads to the others, unless the user names one."""
+    interfaces = {answer.host: answer.interface for answer in answers if answer.interface}
+    if not interfaces:
+        return plan
+    names = {GLOO_INTERFACE: "{}", **({NCCL_INTERFACE: "={}"} if plan.backend == "nccl" else {})}
+    nodes = []
+    for node in plan.nodes:
+        found = interfaces.get(node.host)
+        own = {name: form.format(found) for name, form in names.items() if found and name not in os.environ}
+        nodes.append(msgspec.structs.replace(node, env={**own, **node.env}))
+    return msgspec.structs.replace(plan, nodes=nodes)
 
 
 def endless(recipe: Recipe) -> str:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.hosts.machine_facts import Folder
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.preflight.facts import Folder, MissingInput, PreflightFacts
+from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, CheckStatus
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
@@ -63,19 +64,33 @@ def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: Loca
     here = [node for node in plan.nodes if is_local(node.host, local)]
     found = [
         *_inputs(recipe, facts, here),
-        *_rendezvous_file(recipe, facts),
         *_devices(recipe, plan, facts, local),
-        *_torch(facts, here),
-        *_processors(recipe, facts, here),
-        *_shared_memory(recipe, plan, facts, here),
-        *_open_files(recipe, facts, here),
+        *machine_checks(recipe, plan, facts, here),
         *_folders(recipe, plan, facts),
         *_unchecked_hosts(plan, facts, local),
     ]
-    return [_with_location(result, recipe) for result in found]
+    return [with_location(result, recipe) for result in found]
 
 
-def _with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
+def machine_checks(
+    recipe: Recipe, plan: Plan, facts: PreflightFacts, nodes: Sequence[PlannedNode]
+) -> Iterator[CheckResult]:
+    """Yield what one machine needs besides its GPUs.
+
+    Args:
+        recipe: the recipe.
+        plan: its plan.
+        facts: of the machine, ``localhost`` in its inventories.
+        nodes: those on the machine.
+    """
+    yield from _rendezvous_file(recipe, facts)
+    yield from _torch(facts, nodes)
+    yield from _processors(recipe, facts, nodes)
+    yield from _shared_memory(recipe, plan, facts, nodes)
+    yield from _open_files(recipe, facts, nodes)
+
+
+def with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
     """Return a result with the location of its key in the recipe."""
     if not result.key:
         return result
@@ -166,7 +181,7 @@ def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFact
         if inventory is None or "cpu" in node.devices:
             continue
         host = "" if machine == THIS_MACHINE else machine
-        key = _ranks_key(recipe, node)
+        key = ranks_key(recipe, node)
         troubles = [result for gpu in _gpus_of(node, inventory) for result in _gpu(gpu, recipe, key, host)]
         count = len(set(node.devices))
         free = CheckResult(
@@ -190,12 +205,16 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]
     if not why:
         return
     working = [process for process in gpu.processes or () if process.kind == "compute"]
-    if working:
-        who = ", ".join(
-            f"{process.name or 'a process'} (pid {process.pid}{f' of {process.user}' if process.user else ''})"
-            for process in working[:3]
+    if gpu.claim is not None or working:
+        who = (
+            gpu.claim.text
+            if gpu.claim is not None
+            else ", ".join(
+                f"{process.name or 'a process'} (pid {process.pid}{f' of {process.user}' if process.user else ''})"
+                for process in working[:3]
+            )
         )
-        more = f" and {len(working) - 3} more" if len(working) > 3 else ""
+        more = f" and {len(working) - 3} more" if len(working) > 3 and gpu.claim is None else ""
         yield CheckResult(
             status="warning" if recipe.launch.share_devices else "error",
             check="GPUs",
@@ -246,14 +265,14 @@ def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
     all_here = sum(len(node.ranks) for node in here)
     rank_bytes = RANK_BYTES if recipe.script is None else SCRIPT_BYTES
     if facts.limits is not None and (refusal := facts.limits.refusal(all_here, rank_bytes=rank_bytes)):
-        key = _ranks_key(recipe, max(here, key=lambda node: len(node.ranks)))
+        key = ranks_key(recipe, max(here, key=lambda node: len(node.ranks)))
         yield CheckResult(status="error", check="room", what=refusal, fix="ask for fewer ranks", key=key)
         return
     on_cpu = [node for node in here if "cpu" in node.devices]
     ranks = sum(len(node.ranks) for node in on_cpu)
     if not ranks:
         return
-    key = _ranks_key(recipe, max(on_cpu, key=lambda node: len(node.ranks)))
+    key = ranks_key(recipe, max(on_cpu, key=lambda node: len(node.ranks)))
     ranks_text = f"{ranks} CPU rank{'s' * (ranks != 1)}"
     total, available = facts.memory_total_bytes, facts.memory_available_bytes
     need = ranks * (CPU_RANK_BYTES if recipe.script is None else SCRIPT_BYTES)
@@ -377,7 +396,9 @@ def _resumes_from(resume: str | None, folder: str) -> bool:
 
 
 def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
-    """Note the hosts without inventory, for which the plan believes the recipe."""
+    """Note the hosts without inventory, for which the plan believes the recipe; a run over ssh asks all of them."""
+    if plan.launcher == "ssh":
+        return
     unknown = dict.fromkeys(
         node.host for node in plan.nodes if not is_local(node.host, local) and node.host not in facts.inventories
     )
@@ -388,7 +409,7 @@ def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> It
         yield CheckResult(status="note", check="other hosts", what=what)
 
 
-def _ranks_key(recipe: Recipe, node: PlannedNode) -> str:
+def ranks_key(recipe: Recipe, node: PlannedNode) -> str:
     """Return the recipe key that sets the number of a node's ranks."""
     asked = recipe.cluster.nodes[node.node]
     name = next((name for name in ("gpus", "cpu_ranks", "ranks") if getattr(asked, name) is not None), "gpus")

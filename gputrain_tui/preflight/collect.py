@@ -5,11 +5,6 @@ Imports only what starting a run needs anyway, so that the preflight does not sl
 
 from __future__ import annotations
 
-import errno
-import importlib.util
-import os
-import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,25 +12,29 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.hosts.host_names import LocalFacts, address_of, is_local
+from gputrain_tui.hosts.environment_facts import torch_here
+from gputrain_tui.hosts.host_names import LocalFacts, is_local
+from gputrain_tui.hosts.machine_facts import (
+    SHM,
+    Port,
+    RendezvousFile,
+    folder_facts,
+    free_bytes,
+    port_facts,
+    rendezvous_file,
+)
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.preflight.facts import Folder, MissingInput, Port, PreflightFacts, RendezvousFile, Torch
+from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
-from trainer.contract.home_folder import expand_home
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
 from trainer.host.cores import read_usable_cores
 from trainer.host.memory import read_memory
-from trainer.host.ports import is_port_free, port_holder
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
-
-SHM = Path("/dev/shm")
-CHECKPOINTS = "step_*.pt"
-"""How ``trainer.checkpoint`` names its files."""
 
 
 def collect_facts(
@@ -51,7 +50,7 @@ def collect_facts(
     """
     here = [node for node in plan.nodes if is_local(node.host, local)]
     if not here:
-        return PreflightFacts(home=_folder(paths.runs_folder()), inventories=inventories)
+        return PreflightFacts(home=folder_facts(paths.runs_folder()), inventories=inventories)
     rendezvous, port = rendezvous_facts(plan, local)
     memory, limits = read_memory(), resource_limits.read_limits()
     first = plan.nodes[0] is here[0]
@@ -63,10 +62,10 @@ def collect_facts(
         resume=_resume(recipe) if first else None,
         port=port,
         rendezvous=rendezvous,
-        home=_folder(paths.runs_folder()),
-        save_dir=_folder(Path(save_dir), count=True) if save_dir and first else None,
+        home=folder_facts(paths.runs_folder()),
+        save_dir=folder_facts(Path(save_dir), count=True) if save_dir and first else None,
         limits=limits,
-        shm_free_bytes=_free_bytes(SHM) if SHM.is_dir() else None,
+        shm_free_bytes=free_bytes(SHM) if SHM.is_dir() else None,
         memory_total_bytes=memory.total_bytes,
         memory_available_bytes=memory.available_bytes,
         cores=read_usable_cores(),
@@ -157,103 +156,11 @@ def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | No
     if url is None:
         return None, None
     if url.scheme == "file":
-        return _rendezvous_file(url.path), None
+        return rendezvous_file(url.path), None
     host, number = url.host, url.port
     if url.scheme == "env":
         env = plan.nodes[0].env
         host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
     if not number or not is_local(plan.nodes[0].host, local):
         return None, None
-    ours = is_local(host, local) or _is_ours(host)
-    if number < 1024 and os.geteuid() != 0:
-        return None, Port(number=number, state="root", address=host, ours=ours)
-    free = is_port_free(number)
-    holder = "" if free else port_holder(number)
-    return None, Port(number=number, state="free" if free else "busy", holder=holder, address=host, ours=ours)
-
-
-def _is_ours(host: str) -> bool:
-    """Whether this machine has an address; True for a name, because a name server may take seconds."""
-    address = address_of(host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        socket.inet_pton(family, address)
-    except OSError:
-        return True
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError as error:
-            return error.errno != errno.EADDRNOTAVAIL
-    return True
-
-
-def _rendezvous_file(path: Path) -> RendezvousFile:
-    folder = path.parent
-    problem, fix = "", ""
-    try:
-        if path.is_dir():
-            problem, fix = f"{path} is a folder", "file:// names a file that the ranks create"
-        elif path.exists() and path.stat().st_size > 0:
-            problem = f"{path} is left from an earlier run, and ranks would wait for it in vain"
-            fix = "remove it or name a new one"
-        elif not folder.is_dir():
-            problem, fix = f"{path} cannot be created: there is no folder {folder}", "make the folder, on every node"
-        elif not os.access(folder, os.W_OK):
-            problem, fix = f"{path} cannot be created: {folder} is not writable", "name a folder that is"
-    except OSError as error:
-        problem, fix = f"{path} cannot be used: {error.strerror}", "name another file"
-    return RendezvousFile(path=str(path), problem=problem, fix=fix)
-
-
-# --- the machine -----------------------------------------------------------------------------------------------------
-
-
-def _folder(path: Path, *, count: bool = False) -> Folder:
-    """Return the facts of a folder that need not exist yet."""
-    path = expand_home(path)
-    try:
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not there.is_dir():
-            return Folder(path=str(path), problem=f"{there} is no folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            return Folder(path=str(path), problem=f"{there} is not writable")
-        checkpoints = len(list(path.glob(CHECKPOINTS))) if count and there == path else 0
-    except OSError as error:
-        return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
-    return Folder(path=str(path), free_bytes=_free_bytes(there), free_files=_free_files(there), checkpoints=checkpoints)
-
-
-def _free_bytes(path: Path) -> int | None:
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    # Some network file systems answer zero for their size; that says nothing about room.
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
-
-
-def _free_files(path: Path) -> int | None:
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    # File systems that make room for files as they come, btrfs among them, answer zero for their number.
-    return found.f_favail if found.f_files else None
-
-
-def torch_here() -> Torch:
-    """Read of the torch of this interpreter what it was built for, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return Torch()
-    text = _read(str(Path(spec.origin).with_name("version.py")))
-    found = dict(re.findall(r"(?m)^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text))
-    return Torch(version=found.get("__version__", "?"), cuda=found.get("cuda"), hip=found.get("hip"))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return None, port_facts(number, host, ours=is_local(host, local) or None)

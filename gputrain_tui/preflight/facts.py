@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from gputrain_tui.hosts.environment_facts import Torch
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from trainer.host.resource_limits import ResourceLimits
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
-
-
-class Folder(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder that a run writes into."""
-
-    path: str
-    problem: str = ""
-    """Why it cannot be written; empty when it can."""
-    free_bytes: int | None = None
-    """Free for ordinary users on its file system; None where that is not reported."""
-    free_files: int | None = None
-    """Free inodes of its file system; None where they are not reported."""
-    checkpoints: int = 0
-    """Number of checkpoints in it."""
-
-
-class Port(msgspec.Struct, frozen=True, kw_only=True):
-    """The port on which rank 0 listens."""
-
-    number: int
-    state: Literal["free", "busy", "root"]
-    """``root``: only the superuser may listen on it."""
-    holder: str = ""
-    """The process that listens on a busy one."""
-    address: str = ""
-    """Host that the ranks connect to."""
-    ours: bool = True
-    """Whether ``address`` is one of this machine."""
-
-
-class RendezvousFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The rendezvous file of a ``file://`` init method."""
-
-    path: str
-    problem: str = ""
-    fix: str = ""
-
-
-class Torch(msgspec.Struct, frozen=True, kw_only=True):
-    """The torch that the ranks of this machine import."""
-
-    version: str = ""
-    """Empty when torch is not installed."""
-    cuda: str | None = None
-    """CUDA version for which it was built; None for a build without."""
-    hip: str | None = None
-    """Likewise the ROCm version."""
+    from gputrain_tui.preflight.host_facts import HostAnswer
 
 
 class MissingInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,5 +50,7 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Soft limit of open files per process; None for unlimited."""
     torch: Torch | None = None
     """Read only when ranks use GPUs."""
+    hosts: tuple[HostAnswer, ...] = ()
+    """Of a run over ssh: an answer for each host and place on it."""
     inventories: Mapping[str, Inventory] = msgspec.field(default_factory=dict)
     """By host as in the recipe, ``localhost`` for this machine."""

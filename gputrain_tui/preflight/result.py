@@ -32,10 +32,15 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The machine; empty for this one."""
 
     @property
+    def text(self) -> str:
+        """Machine, observation and fix in one line."""
+        said = f"{self.host}: {self.what}" if self.host else self.what
+        return f"{said}; {self.fix}" if self.fix else said
+
+    @property
     def line(self) -> str:
-        """Location, observation and fix in one line."""
-        text = f"{self.what}; {self.fix}" if self.fix else self.what
-        return f"{self.where}: {text}" if self.where else text
+        """Location, machine, observation and fix in one line."""
+        return f"{self.where}: {self.text}" if self.where else self.text
 
 
 class NotReadyError(RequestError):

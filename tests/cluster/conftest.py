@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ssh_server import ROOT, SSHD, SshServer, ssh_server
+from fake_driver import fake_driver
+from ssh_server import SSHD, SshServer, ssh_server
 
 from gputrain_tui.hosts.ssh import Ssh
 
@@ -45,10 +46,4 @@ def ssh(environ: dict[str, str]) -> Iterator[Ssh]:
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a libnvidia-ml.so.1 that answers as a driver with two GPUs does."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler for the stand-in of the NVIDIA driver")
-    folder = tmp_path_factory.mktemp("nvml")
-    source = ROOT / "tests" / "support" / "fake_nvml.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
-    return folder
+    return fake_driver(tmp_path_factory.mktemp("nvml"))

@@ -182,15 +182,19 @@ def test_hosts_that_may_not_reach_each_other_are_named_before_training(cluster: 
 @pytest.mark.slow
 def test_a_host_without_a_way_to_the_first_one_says_so_before_the_others_give_up(cluster: Cluster) -> None:
     h2 = cluster.hosts[1]
-    cluster.start_all(cluster.plan([1, 1, 1], "--shell", join_timeout=4))
+    # Long enough for the other two to join on a loaded machine; the way is gone before anybody starts.
+    shell = cluster.plan([1, 1, 1], "--shell", join_timeout=15)
     h2.run("ip", "route", "del", "10.77.0.0/24")
     try:
+        cluster.start_all(shell)
+        assert cluster.started[h2].wait(LIMIT_S) == 1
+        assert cluster.started[cluster.hosts[0]].poll() is None, "the others still wait for it"
         assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
     finally:
         h2.run("ip", "route", "add", "10.77.0.0/24", "dev", h2.interface)
     assert "there is no way from h2 to rank 0 at h1:" in cluster.last_line(h2)
     assert "Network is unreachable" in cluster.last_line(h2)
-    assert "rank 1 of 3 did not join within 4 s" in cluster.last_line(cluster.hosts[0])
+    assert "rank 1 of 3 did not join within 15 s" in cluster.last_line(cluster.hosts[0])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gputrain_tui.preflight.collect import torch_here
+from gputrain_tui.hosts.environment_facts import torch_here
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fake_driver import fake_driver
 
 from gputrain_tui.hosts.inventory import (
     MIB,
@@ -30,15 +30,9 @@ GIB = 1024 * MIB
 
 
 @pytest.fixture(scope="module")
-def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a libnvidia-ml.so.1 that answers as a driver with two GPUs does."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler for the stand-in of the NVIDIA driver")
-    folder = tmp_path_factory.mktemp("nvml")
-    source = Path(__file__).parents[1] / "support" / "fake_nvml.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
-    return folder
+    return fake_driver(tmp_path_factory.mktemp("nvml"))
 
 
 def inventory_with(driver: Path, **environ: str) -> Inventory:
@@ -53,8 +47,8 @@ def inventory_with(driver: Path, **environ: str) -> Inventory:
     return msgspec.json.decode(done.stdout, type=Inventory)
 
 
-def test_gpus_are_read_through_nvml_each_query_on_its_own(fake_driver: Path) -> None:
-    inventory = inventory_with(fake_driver, FAKE_NVML_PID=str(os.getpid()))
+def test_gpus_are_read_through_nvml_each_query_on_its_own(driver: Path) -> None:
+    inventory = inventory_with(driver, FAKE_NVML_PID=str(os.getpid()))
     assert (inventory.driver, inventory.cuda, inventory.note) == ("570.86.15", "12.8", "")
     busy, small = inventory.gpus
     assert busy.processes is not None
@@ -106,14 +100,14 @@ def test_gpus_are_read_through_nvml_each_query_on_its_own(fake_driver: Path) -> 
     ],
     ids=["the node's samples", "the devices of the ranks"],
 )
-def test_the_trainer_reads_gpus_through_the_same_driver(fake_driver: Path, program: str, answer: str) -> None:
-    environ = {**os.environ, "LD_LIBRARY_PATH": str(fake_driver)}
+def test_the_trainer_reads_gpus_through_the_same_driver(driver: Path, program: str, answer: str) -> None:
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(driver)}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (done.stderr, done.stdout.strip()) == ("", answer)
 
 
-def test_a_gpu_that_fell_off_the_bus_is_noted_and_the_others_are_read(fake_driver: Path) -> None:
-    inventory = inventory_with(fake_driver, FAKE_NVML="lost")
+def test_a_gpu_that_fell_off_the_bus_is_noted_and_the_others_are_read(driver: Path) -> None:
+    inventory = inventory_with(driver, FAKE_NVML="lost")
     assert [gpu.index for gpu in inventory.gpus] == [0]
     assert inventory.note.startswith("GPU 1 does not answer")
 
@@ -125,8 +119,8 @@ def test_a_gpu_that_fell_off_the_bus_is_noted_and_the_others_are_read(fake_drive
         ("empty", "the NVIDIA driver finds no GPU"),
     ],
 )
-def test_a_driver_without_a_usable_gpu_is_a_normal_answer(fake_driver: Path, mode: str, note: str) -> None:
-    inventory = inventory_with(fake_driver, FAKE_NVML=mode)
+def test_a_driver_without_a_usable_gpu_is_a_normal_answer(driver: Path, mode: str, note: str) -> None:
+    inventory = inventory_with(driver, FAKE_NVML=mode)
     assert inventory.gpus == ()
     assert inventory.note.startswith(note)
 

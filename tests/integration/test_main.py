@@ -60,6 +60,15 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 # --- help and description -------------------------------------------------------------------------------------------
 
 
+def test_a_reader_of_the_help_may_go_away() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "trainer", "--help"]
+    done = subprocess.run(command, env=QUIET, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_the_help_names_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"], {}) == 0
     text = capsys.readouterr().out

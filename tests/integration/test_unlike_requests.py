@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer
 from trainer.contract.record import Checksum, RunDir, Step, decode_events
 
 TASK = "tiny_task:TinyTask"
@@ -166,14 +168,20 @@ OWN_TASK += "        self.options.width = widths.WIDTH\n        return super().m
 
 @pytest.mark.parametrize(
     ("file", "named"),
-    [("own.py", "code of task own:Own: "), ("widths.py", "code of widths.py, which task own:Own imports: ")],
+    [
+        ("own.py", "code of task own:Own: "),
+        ("widths.py", "code of widths.py, which task own:Own imports: "),
+        ("trainer/seeds.py", "code of trainer: "),
+    ],
 )
-def test_other_code_of_the_task_on_a_rank_is_refused_by_name(tmp_path: Path, file: str, named: str) -> None:
+def test_other_code_on_a_rank_is_refused_by_name(tmp_path: Path, file: str, named: str) -> None:
     folders = [tmp_path / "host0", tmp_path / "host1"]
     for rank, folder in enumerate(folders):
         folder.mkdir()
         (folder / "own.py").write_text(OWN_TASK)
         (folder / "widths.py").write_text("WIDTH = 16\n")
+        if file.startswith("trainer"):
+            shutil.copytree(Path(trainer.__file__).parent, folder / "trainer")
         with (folder / file).open("a") as written:
             written.write(f"# of rank {rank}\n")
     for code, output in train(tmp_path, [[], []], task="own:Own", folders=folders):

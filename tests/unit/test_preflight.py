@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gputrain_tui.hosts.environment_facts import Torch
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.plan.planner import Plan, plan
@@ -25,7 +27,7 @@ from gputrain_tui.preflight import (
     summary,
     warnings,
 )
-from gputrain_tui.preflight.facts import Folder, MissingInput, Port, RendezvousFile, Torch
+from gputrain_tui.preflight.facts import MissingInput
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.host.cores import Cpus
@@ -243,7 +245,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
         ),
         (
             PreflightFacts(),
-            recipe('host = "here"\ngpus = 1', 'host = "away"\ngpus = 1', cluster="port = 5"),
+            recipe('host = "here"\ngpus = 1', 'host = "away"\ngpus = 1', cluster='port = 5\nlauncher = "slurm"'),
             "note",
             "",
             "not looked at: away",

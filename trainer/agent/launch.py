@@ -17,11 +17,12 @@ from trainer.agent.in_process import run_in_process
 from trainer.agent.init_method import usable_init_method
 from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master_address
-from trainer.contract.errors import ExitCode, RequestError, TrainingError, narrate
+from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, narrate
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
 from trainer.environments.decision import Decision, apply_counts
+from trainer.host.gpu_claims import GpuTakenError, claim_gpus
 from trainer.host.ports import free_port
 from trainer.host.visible_devices import Device, label
 
@@ -54,7 +55,7 @@ def launch(
         script: what the ranks run instead of a task.
 
     Raises:
-        RequestError: the rendezvous or the run directory cannot be used.
+        RequestError: the rendezvous, a GPU or the run directory cannot be used.
     """
     if decision.exchange is not None:
         counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
@@ -63,8 +64,13 @@ def launch(
         words = (script.script, *script.args)
     # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    with usable_init_method(decision) as init_method, _full_disk_in_one_line(options):
-        run_dir = _run_dir(options)
+    run_dir, claimed = _run_dir(options), [devices[index].uuid for index in decision.device_ids if index is not None]
+    run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
+    with (
+        _claim(claimed, run_id, options, environ),
+        usable_init_method(decision) as init_method,
+        _full_disk_in_one_line(options),
+    ):
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
@@ -166,6 +172,24 @@ def _full_disk_in_one_line(options: Distributed) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or options.run_dir is None:
             raise
         raise TrainingError(f"cannot write {error.filename or options.run_dir}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Mapping[str, str]) -> Iterator[None]:
+    """Claim the GPUs of this node's ranks until they have ended.
+
+    Raises:
+        MachineNotReadyError: another run has one of them.
+    """
+    known = [uuid for uuid in uuids if uuid]
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(claim_gpus(known, run_id, shared=options.share_devices, environ=environ))
+        except GpuTakenError as error:
+            raise MachineNotReadyError(
+                f"{error}; choose another one, or --share-devices uses it all the same"
+            ) from None
+        yield
 
 
 def print_outcome(outcome: NodeOutcome) -> None:

@@ -27,6 +27,10 @@ class RequestError(ValueError):
     """The request is wrong; exit code 2. The message is one line: what, where, what is allowed."""
 
 
+class MachineNotReadyError(RequestError):
+    """The request is right, but this machine is not ready for it; exit code 3."""
+
+
 class CheckpointError(RequestError):
     """A checkpoint cannot be used; the message names the file."""
 

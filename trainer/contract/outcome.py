@@ -190,8 +190,9 @@ def describe_stop(update: int | None, saved: str | None, not_kept: str = "") -> 
 
 
 def exit_code_of(failure: Failure) -> ExitCode:
-    """Return the exit code of a failure; 2 for a request that only a rank could refuse."""
-    return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+    """Return the exit code of a failure; 2 for a request that only a rank could refuse, 3 where a host refused it."""
+    codes = {"request": ExitCode.BAD_REQUEST, "refused": ExitCode.REFUSED}
+    return codes.get(failure.kind, ExitCode.FAILED)
 
 
 def signal_name(number: int) -> str:

@@ -7,13 +7,10 @@ machines cannot reach each other it waits several times its time-out and names n
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import os
-import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -27,14 +24,14 @@ from trainer.distributed.store import (
     Wait,
     remove_store_file,
 )
-from trainer.host.addresses import (
-    OUTSIDE,
-    InterfaceAddress,
-    interface_addresses,
-    is_interface_up,
-    is_loopback,
-    plain,
-    source_towards,
+from trainer.host.addresses import InterfaceAddress, source_towards
+from trainer.host.reachability import (
+    CONNECT_TIMEOUT_S,
+    find_route,
+    listen_on_any_port,
+    outward_addresses,
+    resolve,
+    unreachable,
 )
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -42,8 +39,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """Likewise of NCCL, which takes prefixes too, and several."""
 
-CONNECT_TIMEOUT_S = 3.0
-"""Time-out of a connection to one of several addresses; TCP sends its first packet twice in it."""
 PROBE_TIMEOUT_S = 10.0
 """Time-out of the connections between all machines; TCP sends its first packet three times in it."""
 EXCHANGE_TIMEOUT_S = 30.0
@@ -120,9 +115,9 @@ def _probe_machine(
     probe_all: bool,
 ) -> Endpoint:
     """Choose this machine's address, publish it for all its ranks, and connect to every other machine."""
-    with _listen() as listener:
+    with listen_on_any_port() as listener:
         port = int(listener.getsockname()[1])
-        own = _own_addresses()
+        own = outward_addresses()
         address = _requested_address(own, requested) if requested is not None else _address_towards_store(rdzv, own)
         if here == 0:
             candidates = [address] if address else own
@@ -155,26 +150,17 @@ def _find_root_address(
     wait: Wait,
 ) -> InterfaceAddress | None:
     """Publish an address under which rank 0's machine is reached; return this machine's address on that route."""
-    if address is not None and rdzv.host is not None and (known := _resolve(rdzv.host)):
+    if address is not None and rdzv.host is not None and (known := resolve(rdzv.host)):
         keys.compare_set("root_address", "", known)
         return address
     endpoint = msgspec.json.decode(_wait_for_key(keys, "root", root.host, wait), type=Endpoint)
-    ours = {each.text for each in own}
-    # An address that this machine has too, such as that of Docker's bridge, leads back to itself.
-    foreign = [text for text in endpoint.addresses if text not in ours]
-    near = [text for text in foreign if any(_is_in_network(text, each) for each in own)]
-    for text in [*near, *(text for text in foreign if text not in near)]:
-        try:
-            with socket.create_connection(
-                (text, endpoint.port), timeout=max(min(CONNECT_TIMEOUT_S, wait.left_s), 0.1)
-            ) as reached:
-                local = plain(str(reached.getsockname()[0]))
-        except OSError:
-            continue
-        keys.compare_set("root_address", "", text)
-        return address or next((each for each in own if each.text == local), None)
+    route = find_route(endpoint.addresses, endpoint.port, own, max(min(CONNECT_TIMEOUT_S, wait.left_s), 0.1))
+    if route is not None:
+        keys.compare_set("root_address", "", route[0])
+        return address or next((each for each in own if each.text == route[1]), None)
     if keys.compare_set("root_address", "", "nothing").decode() == "nothing":
-        tried = ", ".join(foreign) or "any address"
+        ours = {each.text for each in own}
+        tried = ", ".join(text for text in endpoint.addresses if text not in ours) or "any address"
         keys.set("root_unreachable", f"{socket.gethostname()} cannot reach {root.name} at {tried}")
     return address
 
@@ -182,21 +168,26 @@ def _find_root_address(
 def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wait) -> None:
     """Connect to every other machine; rank 0's machine publishes the pairs that failed."""
     endpoints = [_read_endpoint(keys, machines, index, wait) for index in range(len(machines))]
-    failed = _unreachable({index: endpoint for index, endpoint in enumerate(endpoints) if index != here}, wait)
+    tried = {
+        index: (endpoint.addresses[0], endpoint.port)
+        for index, endpoint in enumerate(endpoints)
+        if index != here and endpoint.addresses
+    }
+    failed = unreachable(tried, max(min(PROBE_TIMEOUT_S, wait.left_s), 0.1))
     keys.set(f"unreachable/{here}", _to_json(failed))
     if here != 0:
         return
-    unreachable = [keys.get("root_unreachable").decode()] if keys.check(["root_unreachable"]) else []
+    pairs = [keys.get("root_unreachable").decode()] if keys.check(["root_unreachable"]) else []
     for index, machine in enumerate(machines):
         failed = msgspec.json.decode(
             _wait_for_key(keys, f"unreachable/{index}", machine.host, wait), type=dict[int, str]
         )
-        unreachable += [
+        pairs += [
             f"{machine.host} cannot reach {machines[other].name} at {endpoints[other].addresses[0]} ({why})"
             for other, why in failed.items()
         ]
-    refusal = ", ".join(unreachable[:MAX_UNREACHABLE_LISTED]) + (
-        f" and {len(unreachable) - MAX_UNREACHABLE_LISTED} more" if len(unreachable) > MAX_UNREACHABLE_LISTED else ""
+    refusal = ", ".join(pairs[:MAX_UNREACHABLE_LISTED]) + (
+        f" and {len(pairs) - MAX_UNREACHABLE_LISTED} more" if len(pairs) > MAX_UNREACHABLE_LISTED else ""
     )
     if refusal:
         refusal += (
@@ -204,36 +195,6 @@ def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wa
             f"the interface that leads there with {GLOO_INTERFACE}"
         )
     keys.compare_set("probe_result", "", refusal)
-
-
-def _unreachable(endpoints: Mapping[int, Endpoint], wait: Wait) -> dict[int, str]:
-    """Connect to all endpoints at once; return the error of each that failed, by index."""
-    failed: dict[int, str] = {}
-    pending: dict[socket.socket, int] = {}
-    deadline = time.monotonic() + max(min(PROBE_TIMEOUT_S, wait.left_s), 0.1)
-    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-        for index, endpoint in endpoints.items():
-            if not endpoint.addresses:
-                continue
-            family = socket.AF_INET6 if ":" in endpoint.addresses[0] else socket.AF_INET
-            attempt = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            attempt.setblocking(False)
-            error = attempt.connect_ex((endpoint.addresses[0], endpoint.port))
-            if error == errno.EINPROGRESS:
-                pending[attempt] = index
-                selector.register(attempt, selectors.EVENT_WRITE)
-            elif error:
-                failed[index] = os.strerror(error)
-        while pending and time.monotonic() < deadline:
-            for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
-                attempt = key.fileobj  # type: ignore[assignment]
-                selector.unregister(attempt)
-                error = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                index = pending.pop(attempt)
-                if error:
-                    failed[index] = os.strerror(error)
-    silent = f"no answer within {PROBE_TIMEOUT_S:g} s"
-    return failed | dict.fromkeys(pending.values(), silent)
 
 
 def _await_failure_read(keys: Store, rdzv: RendezvousStore, root: RankMachine, mine: Registration) -> None:
@@ -280,25 +241,6 @@ def _read_endpoint(keys: Store, machines: Sequence[RankMachine], index: int, wai
 # ------------------------------------------------------------------------------------------------------- this machine
 
 
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=2048)
-
-
-def _own_addresses() -> list[InterfaceAddress]:
-    """Return this machine's addresses that others may know: the one that leads outward first, IPv4 before IPv6."""
-    found = [
-        each
-        for each in interface_addresses()
-        if is_interface_up(each.interface)
-        and not is_loopback(each.text)
-        and not ipaddress.ip_address(each.text).is_link_local
-    ]
-    outward = source_towards(OUTSIDE)
-    return sorted(found, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
-
-
 def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> InterfaceAddress | None:
     """Return the address of the interface that the environment names; None where that is gloo's to understand."""
     names = [name for _, name in socket.if_nameindex()]
@@ -312,18 +254,6 @@ def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> Inter
 
 def _address_towards_store(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> InterfaceAddress | None:
     """Return the address on the way to the host of the store, unless it is this machine's loopback that leads there."""
-    known = _resolve(rdzv.host) if rdzv.host is not None else None
+    known = resolve(rdzv.host) if rdzv.host is not None else None
     source = source_towards(known) if known else None
     return next((each for each in own if each.text == source), None)
-
-
-def _resolve(host: str) -> str | None:
-    """Return the address of a host name; None for the loopback."""
-    with contextlib.suppress(OSError):
-        address = plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
-        return None if is_loopback(address) else address
-    return None
-
-
-def _is_in_network(text: str, own: InterfaceAddress) -> bool:
-    return ipaddress.ip_address(text) in ipaddress.ip_network(f"{own.text}/{own.bits}", strict=False)

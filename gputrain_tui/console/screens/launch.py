@@ -137,7 +137,7 @@ class LaunchScreen(EditingPage):
     @work(thread=True, exclusive=True, group="launch")
     def _prepare(self, text: str, name: str, settings: list[str], task: str) -> None:
         """Validate again: a port or GPU that was free may be taken."""
-        found = self._validate(text, name=name, settings=settings, task=task)
+        found = self._validate(text, name=name, settings=settings, task=task, hosts_max_age_s=0.0)
         refused = errors(found.results)
         self.post_message(self.Ready(found.prepared, refused[0].line if refused else found.problem))
 

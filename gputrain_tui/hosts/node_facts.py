@@ -1,0 +1,174 @@
+"""Reads what a node of a run needs of its host, and tries the ways to the other hosts; runs on the host over ssh.
+
+It answers one question a line until its input ends: what is here, what is the time, which way leads to the first node,
+and which nodes cannot be reached. Standard library only, since this file travels to the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gputrain_tui.hosts.host_agent import HOME, node_command
+from gputrain_tui.hosts.inventory import take_inventory
+from gputrain_tui.hosts.machine_facts import SHM, folder_facts, free_bytes, port_facts, rendezvous_file
+from trainer.contract.home_folder import expand_home
+from trainer.host.addresses import source_towards
+from trainer.host.boot import boot_id
+from trainer.host.reachability import (
+    CONNECT_TIMEOUT_S,
+    find_route,
+    listen_on_any_port,
+    outward_addresses,
+    resolve,
+    unreachable,
+)
+from trainer.host.resource_limits import read_limits
+
+LIFE_S = 120
+"""After which this program ends in any case: nothing of it is left on a host whose connection is cut."""
+ENVIRONMENT_TIMEOUT_S = 20.0
+"""For a node's line of setup and its interpreter; loading modules from a network file system takes seconds."""
+MAX_LINE_CHARS = 300
+"""Of a quoted line."""
+SETUP_FAILED = "setup ended with exit code"
+"""Of the shell line of ``node_command``."""
+
+
+def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str, Any] | None, str, str]:
+    """Run the environment's program as the node's command would run; return what it prints, or problem and key."""
+    workdir, setup = expand_home(request["workdir"]), request["setup"]
+    python = str(expand_home(request["python"]))
+    if not workdir.is_dir():
+        return None, f"there is no folder {workdir}", "workdir"
+    env = {**os.environ, **request["env"]}
+    if not setup and shutil.which(python, path=env.get("PATH")) is None:
+        return None, f"there is no interpreter {python}", "python"
+    reached = f"{mark}reached "
+    words = ["/bin/sh", "-c", 'printf %s "$0"; exec "$@"', reached]  # a line of setup may exit by itself
+    words += [python, "-c", request["program"], mark, json.dumps(request["environment"])]
+    try:
+        done = subprocess.run(
+            node_command(words, setup),
+            cwd=workdir,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ENVIRONMENT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            None,
+            f"{'setup' if setup else python} took longer than {ENVIRONMENT_TIMEOUT_S:g} s",
+            ("setup" if setup else "python"),
+        )
+    except OSError as error:
+        return None, f"{python} cannot be run: {error.strerror}", "python"
+    output = done.stdout.decode("utf-8", "replace")
+    with suppress(ValueError):
+        return json.loads(output.rpartition(mark)[2].partition("\n")[0]), "", ""
+    lines = [" ".join(line.split()) for line in done.stderr.decode("utf-8", "replace").splitlines()]
+    last = next((line for line in reversed(lines) if line and not line.startswith(SETUP_FAILED)), "")
+    who, key = (python, "python") if reached in output else ("setup", "setup")
+    return None, f"{who} ended with exit code {done.returncode}{': ' if last else ''}{last[:MAX_LINE_CHARS]}", key
+
+
+def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[str, Any]:
+    """Read the facts of this host for one node, as ``gputrain_tui.preflight.host_facts`` describes them."""
+    environment, problem, key = read_environment(request, mark)
+    home = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
+    home = home or str(Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "gputrain"))
+    places = [os.environ.get("TMPDIR") or "/tmp", home, *request["folders"]]
+    port, rendezvous = request["port"], request["rendezvous"]
+    return {
+        "name": socket.gethostname(),
+        "machine": f"{boot_id()} {network_namespace()}",
+        "inventory": asdict(take_inventory()),
+        "limits": asdict(read_limits()),
+        "shm_free_bytes": free_bytes(SHM) if SHM.is_dir() else None,
+        "folders": [asdict(folder_facts(Path(place))) for place in dict.fromkeys(places)],
+        "port": None if port is None else asdict(port_facts(port["number"], port["host"])),
+        "rendezvous": None if rendezvous is None else asdict(rendezvous_file(Path(rendezvous))),
+        "probe_port": probe_port,
+        "addresses": [each.text for each in outward_addresses()],
+        "environment": environment,
+        "problem": problem,
+        "problem_key": key,
+    }
+
+
+def network_namespace() -> str:
+    """Return the kernel's name for this host's network, which containers on one machine have each; empty if unknown."""
+    try:
+        return str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""
+
+
+def route_to(root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this host's address on the way to the first node, its interface, and the first node's address."""
+    own = outward_addresses()
+    known = resolve(root["host"]) if root["host"] else None
+    route = None
+    if known is not None and known not in {each.text for each in own}:
+        source = source_towards(known)
+        route = (known, source) if source is not None else None
+    elif not root["own"]:
+        route = find_route(root["addresses"], root["port"], own, CONNECT_TIMEOUT_S)
+    mine = next((each for each in own if route is not None and each.text == route[1]), None)
+    return {
+        "address": mine.text if mine is not None else "",
+        "interface": mine.interface if mine is not None else "",
+        "root": route[0] if route is not None else "",
+        "interfaces": {each.text: each.interface for each in own},
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    """Answer requests, a line of JSON each, until there are no more; each answer follows a word that frames it."""
+    mark, token = words[0], None
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(LIFE_S)
+
+    def answer(value: Any) -> None:
+        sys.stdout.write(f"{mark}{json.dumps(value)}\n")
+        sys.stdout.flush()
+
+    try:
+        with listen_on_any_port() as listener:
+            for line in sys.stdin.buffer:
+                request = json.loads(line)
+                if request["ask"] == "facts":
+                    answer(read_facts(request, mark, int(listener.getsockname()[1])))
+                elif request["ask"] == "route":
+                    answer({"time": time.time()})
+                    path = Path(request["token"]) if request["token"] else None
+                    answer({**route_to(request["root"]), "token": path is not None and path.exists()})
+                elif request["ask"] == "token":
+                    with suppress(OSError):
+                        os.close(os.open(request["token"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+                        token = request["token"]
+                    answer({"written": token is not None})
+                elif request["ask"] == "reach":
+                    endpoints = {int(index): (host, port) for index, (host, port) in request["endpoints"].items()}
+                    answer(unreachable(endpoints, request["timeout_s"]))
+    finally:
+        if token is not None:
+            with suppress(OSError):
+                os.unlink(token)  # noqa: PTH108
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,343 @@
+"""Hosts of a run over ssh, judged from what they say of themselves and of each other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gputrain_tui.hosts import environment_facts
+from gputrain_tui.hosts.environment_facts import Environment, Torch
+from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.hosts.inventory import Gpu, Inventory
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
+from gputrain_tui.lifecycle.start import with_interfaces
+from gputrain_tui.plan.planner import plan
+from gputrain_tui.preflight import CheckResult
+from gputrain_tui.preflight.collect_hosts import HostDialog, HostError
+from gputrain_tui.preflight.host_checks import check_hosts
+from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.model import Recipe
+from trainer.host.cores import Cpus
+from trainer.host.memory import Memory
+from trainer.host.resource_limits import ResourceLimits
+
+GIB = 1 << 30
+CPUS = ('host = "h1"\ncpu_ranks = 1', 'host = "h2"\ncpu_ranks = 1\nworkdir = "/w"')
+GPUS = ('host = "h1"\ngpus = [0]', 'host = "h2"\ngpus = [0]')
+LM = '[train]\ntask = "lm"\nmax_updates = 2\n[task]\ndata = "books.txt"'
+SCRIPT = '[train]\nscript = "own.py"'
+TORCH = Torch(version="2.13.0+cu128", cuda="12.8")
+ENVIRONMENT = Environment(
+    python="3.11.7",
+    executable="/env/bin/python",
+    torch=TORCH,
+    nccl="2.27.5",
+    gputrain="0.1.0",
+    code="c0de",
+    data={"data": (1, 7)},
+)
+MEMORY = Memory(total_bytes=GIB, available_bytes=GIB)
+MACHINE = Inventory(
+    host="h", time=0.0, cpus=Cpus(usable=8), memory=MEMORY, gpus=(Gpu(index=0, uuid="GPU-0", processes=()),)
+)
+NO_GPU = Inventory(host="h", time=0.0, cpus=Cpus(usable=8), memory=MEMORY, note="no driver")
+
+
+def recipe(*nodes: str, train: str = LM, cluster: str = "") -> Recipe:
+    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or CPUS)
+    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n{train}\n", name="two hosts.toml")
+
+
+def answer(node: int, *, environment: Any = None, facts: Any = (), **more: Any) -> HostAnswer:
+    """What a host in order answers, but for what is given."""
+    known = {
+        "name": f"h{node + 1}",
+        "machine": str(node),
+        "inventory": MACHINE,
+        "limits": ResourceLimits(processes=None, files=4096, memory_bytes=None),
+        "environment": replace(ENVIRONMENT, **environment or {}),
+    }
+    told = None if facts is None else HostFacts(**known | dict(facts))
+    return HostAnswer(**{"node": node, "host": f"h{node + 1}", "facts": told} | more)
+
+
+def judged(*answers: HostAnswer, wanted: Recipe | None = None) -> list[CheckResult]:
+    wanted = wanted or recipe()
+    planned = plan(wanted, {}, local=LocalFacts(python="/env/bin/python"))
+    return check_hosts(wanted, planned, answers)
+
+
+UNKNOWN_KEY = "its host key is not known yet: run `ssh h2` once"
+OWN = {"own_file": "/w/own.py", "own_code": "0a"}
+
+
+@pytest.mark.parametrize(
+    ("second", "wanted", "status", "key", "words", "fix"),
+    [
+        ({"facts": None, "problem": UNKNOWN_KEY}, {}, "error", "cluster.nodes[1].host", UNKNOWN_KEY, ""),
+        (
+            {"facts": None, "problem": "it does not answer"},
+            {},
+            "error",
+            "cluster.nodes[1].host",
+            "it does not answer",
+            "`ssh h2 python3 --version` must work",
+        ),
+        (
+            {"facts": {"environment": None, "problem": "there is no folder /w", "problem_key": "workdir"}},
+            {},
+            "error",
+            "cluster.nodes[1].workdir",
+            "there is no folder /w",
+            "gputrain push 'two hosts.toml'",
+        ),
+        (
+            {"facts": {"environment": None, "problem": "setup ended with exit code 1: no m", "problem_key": "setup"}},
+            {"cluster": 'setup = "module load m"'},
+            "error",
+            "cluster.setup",
+            "setup ended with exit code 1: no m",
+            "mend cluster.setup",
+        ),
+        (
+            {"environment": {"code": ""}},
+            {},
+            "error",
+            "cluster.nodes[1].host",
+            "/env/bin/python (Python 3.11.7) has no gputrain",
+            "gputrain push",
+        ),
+        ({"environment": {"torch": Torch()}}, {}, "error", "cluster.nodes[1].host", "has no torch", "gputrain push"),
+        (
+            {"environment": {"torch": Torch(version="2.12.1")}},
+            {"cluster": 'python = "/env/bin/python"'},
+            "error",
+            "cluster.python",
+            "torch 2.13.0 on h1, 2.12.1 on h2",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"python": "3.12.1"}},
+            {},
+            "error",
+            "cluster.nodes[1].host",
+            "Python 3.11 on h1, 3.12 on h2",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"torch": Torch(version="2.13.0", cuda="13.0")}},
+            {"nodes": GPUS},
+            "error",
+            "cluster.nodes[1].host",
+            "CUDA 12.8 on h1, 13.0 on h2",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"nccl": "2.28.3"}},
+            {"nodes": GPUS},
+            "error",
+            "cluster.nodes[1].host",
+            "NCCL 2.27.5 on h1, 2.28.3 on h2",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"gputrain": "0.2.0", "code": "c1"}},
+            {},
+            "error",
+            "cluster.nodes[1].host",
+            "gputrain 0.1.0 on h1, 0.2.0 on h2",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"code": "c1"}},
+            {},
+            "error",
+            "cluster.nodes[1].workdir",
+            "the code of trainer differs: c0de on h1, c1 on h2",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"own_file": "/w/own.py", "own_code": "0b"}},
+            {"train": SCRIPT},
+            "error",
+            "train.script",
+            "/w/own.py differs: 0a on h1, 0b on h2",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"own_file": "/w/own.py"}},
+            {"train": SCRIPT},
+            "error",
+            "train.script",
+            "/w/own.py is not there",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"data": {"data": (1, 99)}}},
+            {},
+            "error",
+            "task.data",
+            "data differs: 7 B in 1 file on h1, 99 B in 1 file on h2",
+            "copy the data of h1 to h2",
+        ),
+        (
+            {"environment": {"data_problem": "books.txt does not exist"}},
+            {},
+            "error",
+            "task",
+            "books.txt does not exist",
+            "copy it there",
+        ),
+        (
+            {"facts": {"machine": "0"}},
+            {},
+            "error",
+            "cluster.nodes[1].host",
+            "it is the same machine as h1",
+            "write h1 in both nodes",
+        ),
+        ({"clock_offset_s": 90.0}, {}, "error", "", "its clock is 90.0 s ahead of this machine's", "set-ntp true"),
+        ({"clock_offset_s": -2.5}, {}, "warning", "", "its clock is 2.5 s behind this machine's", "set-ntp true"),
+        (
+            {"facts": {"folders": (Folder(path="/big disk", free_bytes=4096),)}},
+            {},
+            "error",
+            "",
+            "the disk of /big disk is full: 4 KiB free",
+            "ssh h2 df -h '/big disk'",
+        ),
+        (
+            {"facts": {"limits": ResourceLimits(processes=0, files=4096, memory_bytes=None)}},
+            {},
+            "error",
+            "cluster.nodes[1].cpu_ranks",
+            "1 ranks were asked for on this node, which can hold at most 0: 0 processes are",
+            "ask for fewer ranks",
+        ),
+        (
+            {"facts": {"inventory": NO_GPU}},
+            {"nodes": GPUS},
+            "error",
+            "cluster.nodes[1].gpus",
+            "GPU 0 is not there; it has no driver",
+            "gputrain gpus --hosts h2",
+        ),
+        (
+            {"facts": {"rendezvous": RendezvousFile(path="/s/m")}, "token": False},
+            {"cluster": 'init_method = "file:///s/m"'},
+            "error",
+            "cluster.init_method",
+            "the folder of /s/m is another one than on the first node",
+            "name a folder on a disk that all nodes share",
+        ),
+        (
+            {"facts": {"rendezvous": RendezvousFile(path="/s/m", problem="/s/m is left", fix="remove it")}},
+            {"cluster": 'init_method = "file:///s/m"'},
+            "error",
+            "cluster.init_method",
+            "/s/m is left",
+            "remove it",
+        ),
+        (
+            {"unreachable": {0: "10.0.0.1 (No route to host)"}},
+            {},
+            "error",
+            "cluster.nodes[0].host",
+            "h2 cannot reach h1 at 10.0.0.1 (No route to host)",
+            "NCCL_SOCKET_IFNAME",
+        ),
+        (
+            {"lost": True},
+            {},
+            "error",
+            "cluster.nodes[0].host",
+            "there is no way from h2 to the first node h1",
+            "name an address",
+        ),
+    ],
+)
+def test_what_is_wrong_on_a_host_is_told_with_its_key_and_fix(
+    second: dict[str, Any], wanted: dict[str, Any], status: str, key: str, words: str, fix: str
+) -> None:
+    wanted = dict(wanted)
+    made = recipe(*wanted.pop("nodes", ()), **wanted)
+    results = judged(answer(0, environment=OWN if made.script else None), answer(1, **second), wanted=made)
+    (found,) = [result for result in results if result.status in ("error", "warning")]
+    assert (found.status, found.key, found.host) == (status, key, "h2")
+    assert words in found.what
+    assert fix in found.fix
+    assert bool(found.where) is bool(key)
+    assert "h2: " in found.line
+
+
+def test_hosts_in_order_are_told_in_two_lines_and_what_may_differ_is_no_error() -> None:
+    other = {"torch": Torch(version="2.13.0+cpu"), "python": "3.11.9", "executable": "/other/python"}
+    results = judged(answer(0), answer(1, environment=other, clock_offset_s=2.1, round_trip_s=0.4))
+    assert {result.status for result in results} == {"ok"}
+    assert [result.what for result in results] == [
+        "h1, h2 answered",
+        "Python 3.11.7, torch 2.13.0+cu128, and the same code on 2 hosts",
+        "all 2 hosts reach each other",
+    ]
+    assert judged() == [], "nobody was asked"
+
+
+def test_a_port_and_a_taken_gpu_of_the_first_node_are_told_with_its_name() -> None:
+    busy = answer(0, facts={"port": Port(number=29600, state="busy", holder="sshd (pid 1)")})
+    (found,) = [result for result in judged(busy, answer(1)) if result.status == "error"]
+    assert (found.key, found.what) == ("cluster.port", "port 29600 is in use by sshd (pid 1)")
+    assert found.line == f"{found.where}: h1: port 29600 is in use by sshd (pid 1); {found.fix}"
+
+
+def test_the_interface_that_leads_to_the_others_is_set_unless_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    own = recipe(GPUS[0], GPUS[1] + '\nenv = { NCCL_SOCKET_IFNAME = "ib0" }')
+    found = with_interfaces(
+        plan(own, {}, local=LocalFacts()), [answer(0, interface="eth0"), answer(1, interface="ens3")]
+    )
+    assert [(node.env["GLOO_SOCKET_IFNAME"], node.env["NCCL_SOCKET_IFNAME"]) for node in found.nodes] == [
+        ("eth0", "=eth0"),
+        ("ens3", "ib0"),
+    ]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    found = with_interfaces(plan(recipe(), {}, local=LocalFacts()), [answer(0, interface="eth0")])
+    assert [node.env for node in found.nodes] == [{}, {}]
+
+
+@pytest.mark.parametrize(("task", "file"), [("own.tasks:Own", "own/tasks.py"), ("folder/own.py:Own", "folder/own.py")])
+def test_an_environment_is_read_without_importing_it(tmp_path: Path, task: str, file: str) -> None:
+    for name in ("own/tasks.py", "folder/own.py", "torch/__init__.py", "own/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('imported')\n")
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '9.9'\ncuda: str = '13.0'\n")
+    (tmp_path / "books.txt").write_text("to be")
+    program = Path(environment_facts.__file__).read_text()
+    request = {"task": task, "script": "", "options": {"data": "books.txt", "lr": 0.1, "none": "/nowhere"}}
+    words = [sys.executable, "-c", program, "mark:", json.dumps(request)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.removeprefix("mark:"))
+    assert (found["torch"]["version"], found["torch"]["cuda"]) == ("9.9", "13.0")
+    assert found["own_code"]
+    assert Path(tmp_path, found["own_file"]).samefile(
+        tmp_path / "own" / "tasks.py" if "." in task[:4] else tmp_path / "folder/own.py"
+    )
+    assert found["data"] == {"data": [1, 5]}
+    assert found["code"], "trainer is installed where this runs"
+
+
+def test_a_host_that_never_reads_or_never_ends_is_given_up_in_time() -> None:
+    for script, words in (("read line; sleep 600", "did not answer within 0.2 s"), ("exec yes", "more than 4 MiB")):
+        dialog = HostDialog("h1", lambda command, script=script: ["sh", "-c", script, *command])
+        dialog.ask("facts")
+        with pytest.raises(HostError, match=words):
+            dialog.answer(dict, 0.2 if "sleep" in script else 60)
+        dialog.kill()
+        dialog.close()

@@ -1,0 +1,107 @@
+"""Tries whether machines reach each other, before anything waits for a connection that never comes.
+
+Standard library only, since this file travels to remote hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from trainer.host.addresses import (
+    OUTSIDE,
+    InterfaceAddress,
+    interface_addresses,
+    is_interface_up,
+    is_loopback,
+    plain,
+    source_towards,
+)
+
+CONNECT_TIMEOUT_S = 3.0
+"""Time-out of a connection to one of several addresses; TCP sends its first packet twice in it."""
+
+
+def listen_on_any_port() -> socket.socket:
+    """Return a socket that listens on all addresses of this machine, at a port that the kernel chooses."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=2048)
+
+
+def outward_addresses() -> list[InterfaceAddress]:
+    """Return this machine's addresses that others may know: the one that leads outward first, IPv4 before IPv6."""
+    found = [
+        each
+        for each in interface_addresses()
+        if is_interface_up(each.interface)
+        and not is_loopback(each.text)
+        and not ipaddress.ip_address(each.text).is_link_local
+    ]
+    outward = source_towards(OUTSIDE)
+    return sorted(found, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
+
+
+def resolve(host: str) -> str | None:
+    """Return the address of a host name; None for the loopback and a name that nobody knows."""
+    with contextlib.suppress(OSError):
+        address = plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
+        return None if is_loopback(address) else address
+    return None
+
+
+def find_route(
+    candidates: Sequence[str], port: int, own: Sequence[InterfaceAddress], timeout_s: float
+) -> tuple[str, str] | None:
+    """Connect to another machine under one of its addresses; return that and this machine's own on the way to it.
+
+    Args:
+        candidates: of the other machine; those that this one has too, such as Docker's bridge, lead back to itself.
+        port: on which it listens.
+        own: addresses of this machine.
+        timeout_s: for each address.
+    """
+    ours = {each.text for each in own}
+    foreign = [text for text in candidates if text not in ours]
+    near = [text for text in foreign if any(_is_in_network(text, each) for each in own)]
+    for text in [*near, *(text for text in foreign if text not in near)]:
+        with contextlib.suppress(OSError), socket.create_connection((text, port), timeout=timeout_s) as reached:
+            return text, plain(str(reached.getsockname()[0]))
+    return None
+
+
+def unreachable(endpoints: Mapping[int, tuple[str, int]], timeout_s: float) -> dict[int, str]:
+    """Connect to addresses and ports all at once; return the error of each that failed."""
+    failed: dict[int, str] = {}
+    pending: dict[socket.socket, int] = {}
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for index, (address, port) in endpoints.items():
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            attempt = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            attempt.setblocking(False)
+            error = attempt.connect_ex((address, port))
+            if error == errno.EINPROGRESS:
+                pending[attempt] = index
+                selector.register(attempt, selectors.EVENT_WRITE)
+            elif error:
+                failed[index] = os.strerror(error)
+        while pending and time.monotonic() < deadline:
+            for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
+                attempt = key.fileobj  # type: ignore[assignment]
+                selector.unregister(attempt)
+                error = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                index = pending.pop(attempt)
+                if error:
+                    failed[index] = os.strerror(error)
+    return failed | dict.fromkeys(pending.values(), f"no answer within {timeout_s:g} s")
+
+
+def _is_in_network(text: str, own: InterfaceAddress) -> bool:
+    return ipaddress.ip_address(text) in ipaddress.ip_network(f"{own.text}/{own.bits}", strict=False)
