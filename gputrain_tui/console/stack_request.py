@@ -1,9 +1,8 @@
-"""Requests a rank's Python stack by SIGUSR1, and reads it from the rank's log."""
+"""Requests a rank's Python stack by a signal, and reads it from the rank's log."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from gputrain_tui.state import RankView
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_part, size_of
+from trainer.host.process_guard import STACK_SIGNAL
 
 ANSWER_BYTES = 256 << 10
 """Bytes read of an answer: a stack has some kilobytes."""
@@ -44,14 +44,14 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.pid is None:
         raise RequestError(f"rank {view.rank} has no process yet")
     if view.host is not None and view.host not in (socket.gethostname(), "localhost"):
-        raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGUSR1 to process {view.pid} there")
+        raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGQUIT to process {view.pid} there")
     # Pids are reused: the mark in its environment proves that the process is this run's.
     if view.pid not in processes_of(run_dir.path):
         raise RequestError(f"rank {view.rank} is not running any more")
     log = run_dir.rank_log(view.rank)
     offset = size_of(log)
     try:
-        os.kill(view.pid, signal.SIGUSR1)
+        os.kill(view.pid, STACK_SIGNAL)
     except ProcessLookupError:
         raise RequestError(f"rank {view.rank} is not running any more") from None
     return StackRequest(log, offset)

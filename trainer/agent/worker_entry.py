@@ -19,7 +19,7 @@ from trainer.contract.outcome import RankReport, exit_code_of
 from trainer.contract.record import Failure, RunDir
 from trainer.host import process_guard
 from trainer.host.proc_environ import show_run_in_proc
-from trainer.host.stop_request import StopRequest
+from trainer.host.stop_request import SAVE_SIGNALS, StopRequest
 
 RankFunction = Callable[[RankAssignment], object]
 """Runs a rank. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
@@ -37,7 +37,7 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
         process_guard.print_by_line()
     # A scheduler that ends a job may signal every process of it, and a terminal its whole foreground group: a rank that
     # died of that would lose what the node agent is about to ask it to save. The agent ends ranks by other signals.
-    stop_request = StopRequest((signal.SIGTERM, signal.SIGHUP))
+    stop_request = StopRequest([number for number in SAVE_SIGNALS if number != signal.SIGINT])
 
     def report(report: RankReport) -> None:
         if report.stoppable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -213,3 +214,5 @@ def _start_worker(rank_pid: int, worker: int) -> None:
     if os.getppid() != rank_pid:  # The rank ended before the request above.
         os._exit(1)
     process_guard.set_signals()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a scheduler may send them to every process of a job
+        signal.signal(number, signal.SIG_IGN)
