@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
 from trainer.host.proc_environ import show_in_proc
-from trainer.host.stop_request import StopRequest
+from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
@@ -124,6 +125,7 @@ class Supervisor:
             node_launcher = WarmFirstLauncher(self._warm_agent, node_launcher, plan.nodes)
         env = self._environment()
         restarts: int | None = None
+        failed_before: Failure | None = None
         while True:
             attempt = self._launch(plan, node_launcher, env)
             if restarts is None:  # the nodes are on their way: nothing before them delays the first step
@@ -138,6 +140,9 @@ class Supervisor:
             restarts = restart.max_restarts(self.dir) if restarts is None else restarts
             if not restarts or self._stop_request.reason is not None or self._sweep():
                 return ended
+            if restart.is_repeated(ended.failure, failed_before):
+                return replace(ended, failure=restart.given_up(ended.failure))
+            failed_before = ended.failure
             restarts -= 1
             if not ended.recorded:
                 self._status_writer.record(ended.failure)
@@ -255,7 +260,10 @@ class Supervisor:
         if missing and code == ExitCode.FINISHED and attempt_outcome.disk_is_full(self.dir):
             missing = []  # neither they nor their node agent could write that they finished
         code = attempt_outcome.exit_code(self.dir, process.node, code) if missing else code
-        attempt.ended[process.node] = attempt_outcome.NodeEnd(host=process.host, exit_code=code, unfinished=missing)
+        by_us = attempt.stop_level and (attempt.deadline is None or code == -NOW_SIGNAL)
+        attempt.ended[process.node] = attempt_outcome.NodeEnd(
+            host=process.host, exit_code=code, unfinished=missing, killed_by_us=bool(by_us)
+        )
         if missing and not attempt.stop_level:
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
 
