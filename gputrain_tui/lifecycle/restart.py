@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
-from trainer.contract.record import Failure, RunDir
+from trainer.contract.record import Failure, RunDir, checkpoint_to_resume
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
 from trainer.host.addresses import is_loopback
@@ -52,7 +51,7 @@ def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
     A script finds its checkpoint itself.
     """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
-    resume = checkpoints.checkpoint_to_resume(run_dir)
+    resume = checkpoint_to_resume(run_dir)
     nodes = []
     for node in plan.nodes:
         words = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv

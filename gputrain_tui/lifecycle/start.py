@@ -20,7 +20,6 @@ import msgspec
 from gputrain_tui.history.runs import ENDED, Run, create, find, open_run, read_status
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.local_facts import local_facts
-from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
 from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
@@ -30,7 +29,7 @@ from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.options import require_stop_condition
-from trainer.contract.record import RunDir, recorded_checkpoints
+from trainer.contract.record import RunDir, checkpoint_to_resume, recorded_checkpoints
 from trainer.contract.record.regular_file import open_regular, open_to_append
 from trainer.host.process_identity import ProcessIdentity
 from trainer.host.stop_request import STOP_SIGNALS
@@ -81,7 +80,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             raise RequestError(
                 f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
             )
-        found = checkpoints.checkpoint_to_resume(run.dir)
+        found = checkpoint_to_resume(run.dir)
         if found is None:
             gone = recorded_checkpoints(run.dir)[-1:]
             where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""

@@ -21,6 +21,8 @@ from trainer.contract.errors import ExitCode, RequestError, TrainingError, narra
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
+from trainer.contract.record import RunDir, checkpoint_to_resume
+from trainer.environments import slurm
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.ports import free_port
 from trainer.host.visible_devices import Device, label
@@ -65,6 +67,8 @@ def launch(
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     with usable_init_method(decision) as init_method, _full_disk_in_one_line(options):
         run_dir = _run_dir(options)
+        if script is None:
+            words = _resumed(words, run_dir, environ)
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
@@ -151,6 +155,20 @@ def _run_dir(options: Distributed) -> Path | None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise RequestError(f"--run-dir {options.run_dir} cannot be written")
     return path
+
+
+def _resumed(words: Sequence[str], run_dir: Path | None, environ: Mapping[str, str]) -> Sequence[str]:
+    """Return the flags that continue a job which Slurm has requeued from what it has saved, if it has; else as given.
+
+    Every node finds the same: the run directory of several nodes is shared, and the ranks compare their flags.
+    """
+    if run_dir is None or not slurm.is_requeued(environ):
+        return words
+    found = checkpoint_to_resume(RunDir(run_dir))
+    if found is None:
+        return words
+    narrate(f"Slurm has requeued this job, which goes on from {found}", program="trainer")
+    return [*words, "--resume", str(found)]
 
 
 @contextlib.contextmanager
