@@ -73,7 +73,7 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
             code = follow(supervisor)
             if code < 0 and not settle.is_settled(started.dir):
                 # It was killed, and with it the lease; another one sees to the end and writes it down.
-                supervisor = start.start_supervisor(started.dir, leased=False, adopting=True)
+                supervisor = start.take_over(started, prepared)
                 if stop_request.level:
                     supervisor.terminate()  # what the one that is dead was asked
                 code = follow(supervisor)
@@ -98,6 +98,9 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
 
 
 def _detached(prepared: start.Prepared) -> int:
+    if start.is_submitted(prepared):
+        print(start.submit(prepared).id)
+        return ExitCode.FINISHED
     started, supervisor = start.launch(prepared, leased=False)
     start.await_supervisor(started, supervisor, was=started.status.supervisor)
     print(started.id)

@@ -14,7 +14,7 @@ from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import TableColumn, duration, printable, size, table
 from gputrain_tui.tables import width as cells
 from trainer.contract.outcome import NO_UPDATE_LEFT, SEED_ON_RESUME
-from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
+from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Queued, Step, Validation
 
 if TYPE_CHECKING:
     from gputrain_tui.plan.planner import Plan
@@ -215,6 +215,12 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
                 return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (what, "")]
             advice = f"; {event.advice}" if event.advice else ""
             return [(f"{event.severity}: {what}{advice}", "alarm")]
+        case Queued():
+            parts = [f" in {event.partition}" if event.partition else "", f": {event.reason}" if event.reason else ""]
+            if event.expected_start is not None:
+                at = time.strftime("%Y-%m-%d %H:%M", time.localtime(event.expected_start))
+                parts.append(f", expected to start at {at}")
+            return [("queued ", "bold"), (f"as job {event.job}{''.join(parts)}", "")]
         case Lost():
             return [(f"warning: {event.events} events were not recorded: {event.message}", "alarm")]
     return None

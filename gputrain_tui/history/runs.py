@@ -72,6 +72,17 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Mean over the ranks at that step, in nats."""
 
 
+class SlurmJob(msgspec.Struct, kw_only=True):
+    """Contents of ``slurm.json``: the job that a run is in."""
+
+    number: Count
+    partition: str = ""
+    nodes: list[str] = []
+    """Its hosts in the order of the plan; empty before Slurm has chosen them."""
+    batch: bool = False
+    """Whether the run's supervisor is the job's script."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnreadableRun:
     """A run directory whose status cannot be read."""
@@ -182,6 +193,7 @@ def run_id(recipe: str, started: float) -> str:
 _encode = msgspec.json.Encoder()
 _status = msgspec.json.Decoder(Status)
 _plan = msgspec.json.Decoder(Plan)
+_job = msgspec.json.Decoder(SlurmJob)
 MAX_STATUS_BYTES = 1 << 20
 """``status.json`` has a few hundred bytes and a message; a larger file is damaged."""
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
@@ -208,6 +220,14 @@ def read_status(run: RunDir) -> Status | None:
     """Read ``status.json``; None when it is missing or damaged."""
     try:
         return read_json(run.status, _status, MAX_STATUS_BYTES)
+    except RecordError:
+        return None
+
+
+def read_job(run: RunDir) -> SlurmJob | None:
+    """Read the job of Slurm that a run is in; None where it is in none."""
+    try:
+        return read_json(run.slurm, _job, MAX_STATUS_BYTES)
     except RecordError:
         return None
 

@@ -19,16 +19,16 @@ def check_launcher(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[CheckR
         plan: what it would start.
         local: which hosts are this machine.
     """
+    if plan.launcher == "slurm":
+        from gputrain_tui.lifecycle import slurm_jobs
+
+        return [slurm_jobs.check(recipe, plan)]
     if plan.launcher in LAUNCHERS:
         return []
     away = next((node for node in plan.nodes if not is_local(node.host, local)), None)
     file = shlex.quote(recipe.source)
-    if plan.launcher == "slurm":
-        what = "ranks are not started through Slurm from here"
-        fix = f"submit what `gputrain plan {file} --sbatch` prints"
-    else:
-        what = "ranks are started from here on this machine only"
-        fix = f"start each node by its command: `gputrain plan {file} --shell` prints them, c in the form copies them"
+    what = "ranks are started from here on this machine only"
+    fix = f"start each node by its command: `gputrain plan {file} --shell` prints them, c in the form copies them"
     if away is None:
         fix = "all nodes are this machine: use local or auto"
     if away is None or recipe.cluster.launcher != "auto":

@@ -109,7 +109,12 @@ class Supervisor:
             what = f"the supervisor failed: {type(error).__name__}: {error}"
             self._close(AttemptResult(status="failed", failure=self._failure("launch", what)), left)
             raise
-        return self._close(ended, self._sweep())
+        left = self._sweep()
+        if self._plan.launcher == "slurm":
+            from gputrain_tui.lifecycle import slurm_jobs
+
+            ended = slurm_jobs.explained(ended, self._plan, self.dir)
+        return self._close(ended, left)
 
     # ------------------------------------------------------------------------------------------------ attempts
 
@@ -117,6 +122,10 @@ class Supervisor:
         plan = self._plan
         try:
             node_launcher = launcher(plan.launcher)
+            if plan.launcher == "slurm":
+                from gputrain_tui.lifecycle import slurm_jobs
+
+                plan = self._plan = slurm_jobs.place(self.dir, plan)
         except RequestError as error:
             return AttemptResult(status="failed", failure=self._failure("request", str(error)))
         if self._warm_agent is not None and plan.launcher == "local":
@@ -375,7 +384,8 @@ def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int
         if not settle.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        if adopting and (code := settle.recorded_exit_code(run_dir, read_plan(run_dir))) is not None:
+        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        if not requeued and (code := settle.recorded_exit_code(run_dir, read_plan(run_dir))) is not None:
             return code
         return Supervisor(run_dir, leased=leased, adopting=adopting, warm_agent=warm_agent).run()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local, is_pending
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.facts import Folder, MissingInput, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, CheckStatus
@@ -379,7 +379,9 @@ def _resumes_from(resume: str | None, folder: str) -> bool:
 def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
     """Note the hosts without inventory, for which the plan believes the recipe."""
     unknown = dict.fromkeys(
-        node.host for node in plan.nodes if not is_local(node.host, local) and node.host not in facts.inventories
+        node.host
+        for node in plan.nodes
+        if not is_local(node.host, local) and node.host not in facts.inventories and not is_pending(node.host)
     )
     if unknown:
         names = list(unknown)

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from trainer.contract.stop_level import StopLevel
     from trainer.host.process_identity import ProcessIdentity
 
-LAUNCHERS: dict[str, tuple[str, str]] = {"local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher")}
+LAUNCHERS: dict[str, tuple[str, str]] = {
+    "local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher"),
+    "slurm": ("gputrain_tui.lifecycle.launchers.slurm", "SlurmLauncher"),
+}
 """Name to module and class."""
 
 

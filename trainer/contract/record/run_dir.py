@@ -25,6 +25,8 @@ class RunDir:
         """Outcomes of the nodes, ``<node>.json``."""
         self.attempt = self.path / "attempt.json"
         """Processes of the nodes, by which another supervisor can adopt them."""
+        self.slurm = self.path / "slurm.json"
+        """The job of Slurm that the run is in."""
         self.lock = self.path / "supervisor.lock"
         """Lock file of the supervisor."""
         self.tmp = self.path / "tmp"
