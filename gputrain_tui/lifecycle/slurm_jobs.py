@@ -43,12 +43,14 @@ LAST_WORDS_S = 5.0
 LINES = 40
 """Last lines of a node's log that are searched for what Slurm says."""
 MARKS = (
-    ("oom", "out_of_memory", "needed more memory than Slurm gave it (slurm.mem)"),
-    ("DUE TO NODE FAILURE", "slurm", "was lost: Slurm calls it a node failure"),
-    ("DUE TO TIME LIMIT", "slurm", "was ended at Slurm's time limit"),
-    ("DUE TO PREEMPTION", "slurm", "was pre-empted"),
+    ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
+    ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
+    ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
+    ("CANCELLED AT", slurm.WORDS["CANCELLED"]),
 )
-"""What Slurm prints into a node's log, the kind of failure that it is, and its meaning."""
+"""What Slurm prints when it ends a job or a step, and what it means; while it does, no other command says why."""
+OUT_OF_MEMORY = "oom"
+"""In what Slurm prints where a node's processes needed too much: ``oom-kill``, ``OOM Killed``."""
 KEYS = {
     "partition": "partition",
     "account": "account",
@@ -139,20 +141,23 @@ def explained(ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResul
         plan: its nodes.
         run_dir: has their logs.
     """
-    if ended.status == "finished":
+    said = [(node, _log_end(run_dir.node_log(node.node))) for node in plan.nodes]
+    everything = "\n".join([*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log")])
+    words = next((words for mark, words in MARKS if mark in everything), None)
+    if ended.status == "stopped" and words and not str(ended.reason).endswith(("USR1", "USR2", "INT")):
+        return AttemptResult(status="stopped", reason=words)
+    if ended.status != "failed":
         return ended
-    found = None
-    with suppress(RequestError, ValueError):
-        found = slurm.job(int(os.environ.get("SLURM_JOB_ID", "")))
-    words = slurm.WORDS.get(found.state) if found is not None else None
-    if ended.status == "stopped":
-        return AttemptResult(status="stopped", reason=words) if words else ended
-    for node in plan.nodes:
-        said = "\n".join(attempt_outcome.last_lines(run_dir.node_log(node.node), LINES))
-        for mark, kind, meaning in MARKS:
-            if mark in said:
-                return _failed(kind, f"node {node.node} on {node.host} {meaning}", host=node.host)
+    for node, text in said:
+        if OUT_OF_MEMORY in text.lower():
+            what = f"node {node.node} on {node.host} needed more memory than Slurm gave it (slurm.mem)"
+            return _failed("out_of_memory", what, host=node.host)
     return _failed("slurm", words) if words else ended
+
+
+def _log_end(path: Path) -> str:
+    lines = attempt_outcome.last_lines(path, LINES)
+    return "\n".join(line for line in lines if line.startswith(("srun: ", "slurmstepd")))
 
 
 def _failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
