@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     elif args.sbatch:
         from gputrain_tui.plan.batch_script import script
 
-        print(script(plan, name=recipe.name), end="")
+        print(script(plan, name=recipe.name, options=recipe.slurm), end="")
     else:
         print(report(plan, recipe.name))
     return ExitCode.FINISHED

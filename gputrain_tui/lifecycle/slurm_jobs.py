@@ -46,9 +46,11 @@ MARKS = (
     ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
     ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
     ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
-    ("CANCELLED AT", slurm.WORDS["CANCELLED"]),
+    ("DUE TO JOB REQUEUE", "Slurm put it back into its queue"),
 )
 """What Slurm prints when it ends a job or a step, and what it means; while it does, no other command says why."""
+CANCELLED = "CANCELLED AT"
+"""Printed with no more words by ``scancel``, and where a supervisor ends the steps of a run that has failed."""
 OUT_OF_MEMORY = "oom"
 """In what Slurm prints where a node's processes needed too much: ``oom-kill``, ``OOM Killed``."""
 KEYS = {
@@ -144,7 +146,8 @@ def explained(ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResul
     said = [(node, _log_end(run_dir.node_log(node.node))) for node in plan.nodes]
     everything = "\n".join([*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log")])
     words = next((words for mark, words in MARKS if mark in everything), None)
-    if ended.status == "stopped" and words and not str(ended.reason).endswith(("USR1", "USR2", "INT")):
+    if ended.status == "stopped" and not str(ended.reason).endswith(("USR1", "USR2", "INT")):
+        words = words or (slurm.WORDS["CANCELLED"] if CANCELLED in everything else ended.reason)
         return AttemptResult(status="stopped", reason=words)
     if ended.status != "failed":
         return ended
@@ -200,8 +203,9 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
 
 
 def _last_line(run_dir: RunDir) -> str:
-    lines = attempt_outcome.last_lines(run_dir.logs / "supervisor.log", 1)
-    return lines[0].removeprefix("gputrain: ") if lines else f"it does not see {run_dir.path}, or its setup failed"
+    lines = attempt_outcome.last_lines(run_dir.logs / "supervisor.log", 2)
+    said = "; ".join(line.removeprefix("gputrain: ") for line in lines)
+    return said or f"it does not see {run_dir.path}, which must be on a disk that all nodes share"
 
 
 class JobStop:
@@ -241,6 +245,10 @@ def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
     request, level = JobStop(run.dir, job), StopLevel.SAVE
     deadline = time.monotonic() + timeout_s
     ask_at = time.monotonic() + FIRST_ASK_S
+    if run.state in ENDED:
+        if (waiting := slurm.job(job.number)) is not None and waiting.state == "PENDING":  # put back into the queue
+            slurm.cancel(job.number)
+        return run
     while True:
         now = open_run(run.dir.path) or run
         if now.state in ENDED:

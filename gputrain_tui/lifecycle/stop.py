@@ -71,10 +71,11 @@ def stop(found: Run) -> tuple[str, list[int]]:
     """
     path = found.dir.path
     job = read_job(found.dir)
-    if job is not None and found.state not in ENDED:
+    if job is not None and (found.state not in ENDED or job.batch):
         from gputrain_tui.lifecycle import slurm_jobs
 
-        return _report(slurm_jobs.stop(found, job, timeout_s=_stop_timeout_s(found.dir)), [], was_over=False), []
+        now = slurm_jobs.stop(found, job, timeout_s=_stop_timeout_s(found.dir))
+        return _report(now, [], was_over=found.state in ENDED), []
     _await_supervisor(found)
     supervisor = found.status.supervisor
     if (

@@ -59,6 +59,13 @@ def _asked(options: SlurmOptions) -> list[str]:
     return words if any(word.startswith(OF_CORES) for word in options.extra) else [*words, "--exclusive"]
 
 
+def _setup(setup: str | None) -> list[str]:
+    if setup is None:
+        return []
+    said = f'echo "gputrain: slurm.setup ended with exit code $?" >&2; exit {ExitCode.REFUSED}'
+    return [f"trap '{said}' EXIT", setup, "[ $? -eq 0 ] || exit $?", "trap - EXIT"]
+
+
 def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
     """Return a script whose only command is the supervisor of a run, so that Slurm's signals reach it."""
     where = shell_quoted(run_dir)
@@ -67,7 +74,7 @@ def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
         "# What asks to save is not to end this before the supervisor listens.",
         "trap '' USR1 USR2",
     ]
-    lines += [setup] if setup else []
+    lines += _setup(setup)
     lines += [
         f"if ! [ -e {where}/plan.json ]; then",
         f'  echo "gputrain: $(hostname) does not see the run directory" {where} >&2',
@@ -78,12 +85,13 @@ def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def script(plan: Plan, *, name: str) -> str:
+def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str:
     """Return a script for ``sbatch``.
 
     Args:
         plan: the plan; its interpreter, working directory and data must exist on every node.
         name: of the job.
+        options: ``[slurm]`` of the recipe.
 
     Raises:
         RequestError: nodes without Slurm names that need different numbers of GPUs.
@@ -111,7 +119,10 @@ def script(plan: Plan, *, name: str) -> str:
         head.append(f"#SBATCH --nodelist={printable(','.join(hosts))}")  # a line break would begin a line of its own
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
-    lines = [*head, "", "set -u"]
+    if options is not None:
+        words = [*_asked(options), *options.extra]
+        head += [f"#SBATCH {printable(shell_quoted(word))}" for word in words if word != "--exclusive"]
+    lines = [*head, "", *_setup(None if options is None else options.setup), "set -u"]
     lines.append('[ -n "${SLURM_JOB_NODELIST:-}" ] || { echo "gputrain: submit this script with sbatch" >&2; exit 2; }')
     if not named:
         count = len(plan.nodes)

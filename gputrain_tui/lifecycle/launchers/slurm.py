@@ -106,6 +106,8 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             OSError: there is no srun.
         """
+        # A job ends with its script: where that is this process, nobody could adopt the step.
+        leased = leased or os.environ.get("SLURM_TASK_PID") == str(os.getpid())
         host = address_of(node.host)
         groups = dict(slurm.allocation())
         words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none"]
