@@ -168,7 +168,7 @@ def _call(words: Sequence[str], script: str | None = None, *, said_on_stderr: bo
             words, input=script or "", capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S
         )
     except FileNotFoundError:
-        raise RequestError(f"there is no {words[0]} on this machine; type this where Slurm's commands are") from None
+        raise RequestError(f"there is no {words[0]} on this machine: type this where Slurm's commands are") from None
     except subprocess.TimeoutExpired:
         raise RequestError(f"{words[0]} does not answer within {COMMAND_TIMEOUT_S:.0f} s") from None
     said = done.stderr.strip().splitlines()

@@ -53,6 +53,7 @@ CANCELLED = "CANCELLED AT"
 """Printed with no more words by ``scancel``, and where a supervisor ends the steps of a run that has failed."""
 OUT_OF_MEMORY = "oom"
 """In what Slurm prints where a node's processes needed too much: ``oom-kill``, ``OOM Killed``."""
+FIX = "`sinfo` lists what the cluster has"
 KEYS = {
     "partition": "partition",
     "account": "account",
@@ -74,11 +75,10 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
     try:
         said = slurm.test(words, script)
     except RequestError as error:
-        key = next((key for word, key in KEYS.items() if word in str(error).lower()), "")
-        where = recipe.where("slurm", key) if key else ""
-        key = key and f"slurm.{key}"
-        fix = "`sinfo` lists what there is"
-        return CheckResult(status="error", check="Slurm", what=str(error), fix=fix, key=key, where=where)
+        what = str(error)
+        key = next((("slurm", key) for word, key in KEYS.items() if word in what.lower()), ("cluster", "launcher"))
+        where = recipe.where(*key)
+        return CheckResult(status="error", check="Slurm", what=what, fix=FIX, key=".".join(key), where=where)
     return CheckResult(status="ok", check="Slurm", what=said.removeprefix("sbatch: "))
 
 

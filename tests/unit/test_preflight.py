@@ -421,11 +421,14 @@ def test_gpus_that_are_missing_are_the_machines_fault() -> None:
     [
         ("far", "auto", "cluster.nodes[0].host", "far is another machine, and ranks are started from here on this"),
         ("far", "ssh", "cluster.launcher", "`gputrain plan one.toml --shell` prints them"),
-        ("far", "slurm", "cluster.launcher", "`gputrain plan one.toml --sbatch` prints"),
+        ("far", "slurm", "cluster.launcher", "there is no sbatch on this machine"),
         ("localhost", "ssh", "cluster.launcher", "all nodes are this machine: use local or auto"),
     ],
 )
-def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launcher: str, key: str, words: str) -> None:
+def test_what_cannot_be_started_from_here_is_told_with_what_can(
+    host: str, launcher: str, key: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
     wanted = recipe(f'host = "{host}"\ncpu_ranks = 1', cluster=f'launcher = "{launcher}"')
     (result,) = check_launcher(wanted, plan(wanted, {}, local=HERE), HERE)
     assert (result.status, result.key) == ("error", key)
