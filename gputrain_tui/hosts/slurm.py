@@ -60,6 +60,11 @@ class Job:
         return self.state in OVER
 
 
+def is_requeued(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm has started the job that this process is in before."""
+    return environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
 def allocation(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
     """Return the hosts of the allocation that this process is in, each with its component of a heterogeneous job.
 

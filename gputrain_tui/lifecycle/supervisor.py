@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gputrain_tui.history.runs import read_plan
+from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, settle
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
@@ -384,8 +385,9 @@ def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int
         if not settle.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        if not requeued and (code := settle.recorded_exit_code(run_dir, read_plan(run_dir))) is not None:
+        if (adopting or not slurm.is_requeued()) and (
+            code := settle.recorded_exit_code(run_dir, read_plan(run_dir))
+        ) is not None:
             return code
         return Supervisor(run_dir, leased=leased, adopting=adopting, warm_agent=warm_agent).run()
 

@@ -39,8 +39,10 @@ def placed(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
         RequestError: the allocation has too few hosts.
     """
     named = {node.host for node in plan.nodes}
-    free = [host for host, _ in slurm.allocation(environ) if host not in named]
-    pending = [node.host for node in plan.nodes if is_pending(node.host)]
+    given = [host for host, _ in slurm.allocation(environ)]
+    free = [host for host in given if host not in named]
+    moved = slurm.is_requeued(environ)  # then it may have other hosts than before
+    pending = [node.host for node in plan.nodes if is_pending(node.host) or (moved and node.host not in given)]
     if len(pending) > len(free):
         raise RequestError(f"the plan needs {len(pending)} hosts, but Slurm has given {len(free)}")
     hosts = dict(zip(pending, free, strict=False))
