@@ -42,11 +42,12 @@ LAST_WORDS_S = 5.0
 """How long the supervisor of a job that is over may take to write how the run ended."""
 LINES = 40
 """Last lines of a node's log that are searched for what Slurm says."""
+REQUEUED = "Slurm put it back into its queue"
 MARKS = (
     ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
     ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
     ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
-    ("DUE TO JOB REQUEUE", "Slurm put it back into its queue"),
+    ("DUE TO JOB REQUEUE", REQUEUED),
 )
 """What Slurm prints when it ends a job or a step, and what it means; while it does, no other command says why."""
 CANCELLED = "CANCELLED AT"
@@ -144,18 +145,18 @@ def explained(ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResul
         run_dir: has their logs.
     """
     said = [(node, _log_end(run_dir.node_log(node.node))) for node in plan.nodes]
-    everything = "\n".join([*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log")])
-    words = next((words for mark, words in MARKS if mark in everything), None)
-    if ended.status == "stopped" and not str(ended.reason).endswith(("USR1", "USR2", "INT")):
-        words = words or (slurm.WORDS["CANCELLED"] if CANCELLED in everything else ended.reason)
-        return AttemptResult(status="stopped", reason=words)
+    texts = [*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log")]
+    last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
+    words = next((words for mark, words in MARKS if any(mark in line for line in last)), "")
+    if ended.status == "stopped" and last and not str(ended.reason).endswith(("USR1", "USR2", "INT")):
+        return AttemptResult(status="stopped", reason=words or slurm.WORDS["CANCELLED"])
     if ended.status != "failed":
         return ended
     for node, text in said:
         if OUT_OF_MEMORY in text.lower():
             what = f"node {node.node} on {node.host} needed more memory than Slurm gave it (slurm.mem)"
             return _failed("out_of_memory", what, host=node.host)
-    return _failed("slurm", words) if words else ended
+    return _failed("slurm", words) if words and words != REQUEUED else ended
 
 
 def _log_end(path: Path) -> str:

@@ -331,7 +331,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     assert "Slurm put it back into its queue at update " in typed.status()["message"]
     (kept,) = (typed.record() / "checkpoints").glob("step_*.pt")
     before = len(events(typed.record(), 0))
-    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", "ExcNodeList=n1")
     again = wait_until(
         lambda: [event for event in events(typed.record(), 0)[before:] if event["type"] == "step"], "it trains again"
     )
@@ -339,6 +339,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     stopped = typed.run("stop", "last", host=cluster.nodes[2])
     assert re.search(r" is stopped at update \d+, saved \S+; processes left: none$", stopped.stdout.strip())
     cluster.wait(number)
+    assert json.loads((typed.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
     assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 2
 
 
