@@ -231,7 +231,7 @@ def _create(prepared: Prepared) -> Run:
         return msgspec.json.encode(with_run_dir(prepared.plan, str(run_dir.path)))
 
     try:
-        return create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_recipe_text(recipe), plan=planned)
+        return create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=recipe_text(recipe), plan=planned)
     except RequestError as error:
         what, _, fix = str(error).partition("; ")
         raise NotReadyError([CheckResult(status="error", check="run folder", what=what, fix=fix)]) from None
@@ -314,8 +314,8 @@ def await_supervisor(
         raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
 
 
-def _recipe_text(recipe: Recipe) -> str:
-    """The recipe as the run keeps it: loading it again gives the same run."""
+def recipe_text(recipe: Recipe) -> str:
+    """Return the recipe as the run keeps it: loading it again gives the same run."""
     source = recipe.origin
     as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data
     if as_written:

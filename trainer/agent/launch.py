@@ -25,10 +25,13 @@ from trainer.contract.record import RunDir, checkpoint_to_resume
 from trainer.environments import slurm
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.ports import free_port
+from trainer.host.proc_environ import RUN
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
 """Environment variable: the run's id, where the run directory has another name."""
+
+STDOUT = 1
 
 RANK_TARGET = "trainer.engine.worker:run_rank"
 SCRIPT_TARGET = "trainer.agent.script:run_script"
@@ -122,6 +125,7 @@ def assign(
             words=tuple(words),
             run_dir=None if run_dir is None else str(run_dir),
             run_id=run_id,
+            terminal=STDOUT if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
             report=_ignore_report,
         )
         for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)

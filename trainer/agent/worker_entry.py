@@ -31,6 +31,7 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     process_guard.die_with_process(assignment.parent_pid)
     process_guard.set_signals()
     _set_environment(assignment)
+    terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
     if assignment.run_dir is not None:
         process_guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
     else:
@@ -47,7 +48,7 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     def stop_requested() -> bool:
         return bool(stop_request.level) or assignment.stop_requested()
 
-    leave(run(target, dataclasses.replace(assignment, report=report, stop_requested=stop_requested)))
+    leave(run(target, dataclasses.replace(assignment, report=report, stop_requested=stop_requested, terminal=terminal)))
 
 
 def _set_environment(assignment: RankAssignment) -> None:
