@@ -93,7 +93,7 @@ def _current_value(recipe: Recipe, table: str, key: str) -> Any:
         value = getattr(recipe.script, key, None)
     else:
         value = getattr(recipe.launch if key in LAUNCH_OPTIONS else recipe.train, key)
-    if key == "nodes":
+    if (table, key) == ("cluster", "nodes"):
         return [{k: v for k, v in msgspec.to_builtins(node).items() if v is not None} for node in value]
     return msgspec.to_builtins(value)
 

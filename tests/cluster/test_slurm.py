@@ -44,7 +44,7 @@ def cluster(lab: Slurm) -> Iterator[Slurm]:
 def plan(cluster: Slurm, folder: Path, hosts: Sequence[str], ranks: Sequence[int], **options: Any) -> Path:
     """Write the batch script of a recipe into a folder, as a person does on the login host."""
     (folder / "recipe.toml").write_text(recipe(hosts, ranks, **options))
-    words = ("gputrain", "plan", "recipe.toml", "--sbatch", *RECORD)
+    words = ("env", f"GPUTRAIN_HOME={folder / 'home'}", "gputrain", "plan", "recipe.toml", "--sbatch", *RECORD)
     job = folder / "job.sh"
     job.write_text(cluster.run(*words, cwd=folder).stdout)
     return job
@@ -241,7 +241,7 @@ def test_a_script_in_too_small_a_job_or_outside_of_one_says_so_and_starts_nothin
     assert output(job) == "gputrain: this plan is for 3 nodes, but the job has 2\n"
     typed = cluster.run("bash", "job.sh", cwd=tmp_path, check=False)
     assert (typed.returncode, typed.stderr) == (2, "gputrain: submit this script with sbatch\n")
-    assert not (tmp_path / "record").exists()
+    assert not list((tmp_path / "record" / "events").iterdir())
 
 
 # --- `gputrain run` with the launcher slurm ---------------------------------------------------------------------------
