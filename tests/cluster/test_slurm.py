@@ -367,3 +367,15 @@ def test_a_run_whose_time_limit_is_over_has_saved(typed: Typed) -> None:
     typed.cluster.wait(typed.job())
     assert "its time limit in Slurm was over at update " in typed.status()["message"]
     assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+
+
+def test_the_page_of_the_readme_is_followed_word_for_word(typed: Typed) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## Slurm\n")[2].partition("\n## ")[0]
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    (typed.folder / "slurm.toml").write_text(text)
+    for block in re.findall(r"^```sh slurm\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE):
+        script = f"export GPUTRAIN_HOME={shlex.quote(str(typed.folder / 'home'))}\n{block}"
+        typed.cluster.run("bash", "-euo", "pipefail", "-c", script, cwd=typed.folder)
+    runs = sorted((typed.folder / "home" / "runs").glob("2*"))
+    ends = [json.loads((run / "status.json").read_text())["status"] for run in runs]
+    assert ends == ["finished", "stopped", "finished"]
