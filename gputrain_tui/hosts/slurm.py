@@ -26,6 +26,8 @@ OVER = (
     "PREEMPTED",
 )
 """States of a job that does not run again."""
+NOT_LAUNCHED = 53
+"""Signal that Slurm gives as the end of a job whose output could not be opened."""
 WORDS = {
     "CANCELLED": "it was cancelled in Slurm",
     "TIMEOUT": "its time limit in Slurm was over",
@@ -53,6 +55,8 @@ class Job:
     nodes: str
     """Hosts as Slurm abbreviates them: ``n[1-2]``."""
     exit_code: int
+    launched: bool = True
+    """False where its node could not even open the file for its output."""
 
     @property
     def is_over(self) -> bool:
@@ -136,6 +140,7 @@ def parse_job(text: str) -> Job:
         partition=first.get("Partition", ""),
         nodes=",".join(nodes),
         exit_code=int(first.get("ExitCode", "0:0").partition(":")[0]),
+        launched=reason != "JobLaunchFailure" and not first.get("ExitCode", "").endswith(f":{NOT_LAUNCHED}"),
     )
 
 

@@ -20,7 +20,7 @@ from gputrain_tui.history.runs import ENDED, Run, SlurmJob, open_run, read_job, 
 from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, settle
 from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm import placed
+from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, placed
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
 from gputrain_tui.plan.planner import Plan
@@ -152,6 +152,10 @@ def explained(ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResul
         return AttemptResult(status="stopped", reason=words or slurm.WORDS["CANCELLED"])
     if ended.status != "failed":
         return ended
+    for node in plan.nodes:
+        for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
+            if UNSEEN in line:
+                return _failed("slurm", line, host=node.host)
     for node, text in said:
         if OUT_OF_MEMORY in text.lower():
             what = f"node {node.node} on {node.host} needed more memory than Slurm gave it (slurm.mem)"
@@ -193,7 +197,12 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
         if settle.recorded_exit_code(run_dir, plan) is not None:
             return
         state = "" if job is None else job.state
-        if job is not None and job.exit_code == ExitCode.REFUSED:
+        if job is not None and not job.launched:
+            what = (
+                f"does not see the run directory {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
+            )
+            ended = _failed("slurm", f"the job could not start: its node {job.nodes.partition(',')[0]} {what}")
+        elif job is not None and job.exit_code == ExitCode.REFUSED:
             ended = _failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
         elif state == "CANCELLED":
             ended = AttemptResult(status="stopped", reason=slurm.WORDS[state])

@@ -25,9 +25,10 @@ SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's to say."""
 FIRST_PORT, PORTS = 12_000, 18_000
 """Ports from 12000 to 29999, below those that Linux hands out, for jobs that meet on one host at the same time."""
-SHARED = """[ -e "$0/plan.json" ] && exec "$@"
-echo "$(hostname) does not see the run directory $0: GPUTRAIN_HOME must be on a disk that all nodes share"
-exit 3
+UNSEEN = "does not see the run directory"
+SHARED = f"""[ -e "$0/plan.json" ] && exec "$@"
+echo "$(hostname) {UNSEEN} $0: GPUTRAIN_HOME must be on a disk that all nodes share"
+exit {ExitCode.REFUSED}
 """
 """Starts a node's command where the run directory is what it is here."""
 
