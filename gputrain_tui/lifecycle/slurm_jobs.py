@@ -198,10 +198,8 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
             return
         state = "" if job is None else job.state
         if job is not None and not job.launched:
-            what = (
-                f"does not see the run directory {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
-            )
-            ended = _failed("slurm", f"the job could not start: its node {job.nodes.partition(',')[0]} {what}")
+            what = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
+            ended = _failed("slurm", f"the job could not start on {job.nodes}, which {what}")
         elif job is not None and job.exit_code == ExitCode.REFUSED:
             ended = _failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
         elif state == "CANCELLED":

@@ -358,6 +358,19 @@ def test_what_slurm_or_a_node_refuses_is_told_in_its_words(typed: Typed, setting
     assert not typed.cluster.run("squeue", "--noheader").stdout
 
 
+@pytest.mark.parametrize(("alone", "who"), [(0, "n[1-2], which"), (2, "n2")], ids=["login", "second node"])
+def test_a_run_directory_that_a_node_does_not_see_is_told_in_one_line(typed: Typed, alone: int, who: str) -> None:
+    host, home = [typed.cluster.login, *typed.cluster.nodes][alone], typed.folder / "home"
+    home.mkdir()
+    host.run("mount", "-t", "tmpfs", "tmpfs", home)
+    try:
+        ended = typed.run("run", "recipe.toml", check=False)
+        assert ended.returncode == 1
+        assert f"{who} does not see the run directory {home}/runs/" in ended.stderr
+    finally:
+        host.run("umount", "--lazy", home)
+
+
 @pytest.mark.slow
 def test_a_run_whose_time_limit_is_over_has_saved(typed: Typed) -> None:
     """Slurm then sends SIGTERM, SIGCONT and SIGTERM within a second."""
@@ -367,6 +380,27 @@ def test_a_run_whose_time_limit_is_over_has_saved(typed: Typed) -> None:
     typed.cluster.wait(typed.job())
     assert "its time limit in Slurm was over at update " in typed.status()["message"]
     assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+
+
+@pytest.mark.slow
+def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well(tmp_path: Path) -> None:
+    """As most clusters do, by ``proctrack/cgroup``."""
+    require_slurm()
+    if not Path("/sys/fs/cgroup/freezer").is_dir():
+        pytest.skip("needs cgroups of version 1")
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    try:
+        with slurm(folder, INTERFACES, environ=ENVIRON, proctrack="cgroup") as running:
+            (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS) + "[slurm]\n")
+            typed = Typed(running, tmp_path)
+            typed.run("run", "endless.toml", "--detach")
+            typed.await_steps()
+            running.run("scancel", str(typed.job()))
+            running.wait(typed.job())
+            assert "it was cancelled in Slurm at update " in typed.status()["message"]
+            assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_the_page_of_the_readme_is_followed_word_for_word(typed: Typed) -> None:
