@@ -13,7 +13,11 @@ HELP = "open the console on a run, running or ended"
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument(
-        "run", metavar="RUN", nargs="?", default="last", help="run id, a unique prefix of one, or `last` (the default)"
+        "run",
+        metavar="RUN",
+        nargs="?",
+        default="last",
+        help="run id, a unique prefix of one, a run directory, or `last` (the default)",
     )
     entry.add_fps(parser)
 

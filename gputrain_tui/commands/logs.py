@@ -35,7 +35,7 @@ Print = Callable[[str, bytes], None]
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, or `last`")
+    parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, a run directory, or `last`")
     parser.add_argument(
         "--rank", type=int, action="append", metavar="N", help="only this rank; may be given several times"
     )

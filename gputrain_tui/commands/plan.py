@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 import msgspec
 
+from gputrain_tui import paths
 from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.history.runs import describe_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.lifecycle.inventories import plan_here
-from gputrain_tui.lifecycle.start import endless
+from gputrain_tui.lifecycle.start import endless, recipe_text
 from gputrain_tui.output import narrate, print_json
 from gputrain_tui.plan.planner import Plan, with_run_dir
 from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
@@ -19,6 +23,7 @@ from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.model import Recipe, load
 from gputrain_tui.tables import TableColumn, printable, table
 from trainer.contract.errors import ExitCode
+from trainer.contract.record import RunDir
 
 NAME = "plan"
 HELP = "show the command of every node; start nothing"
@@ -31,7 +36,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     form.add_argument("--shell", action="store_true", help="print the commands, ready to copy into a shell per node")
     form.add_argument("--sbatch", action="store_true", help="print a batch script for Slurm")
-    parser.add_argument("--run-dir", metavar="DIR", help="let the commands keep their record in this folder")
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="let the commands keep their record in this folder, which `runs`, `attach` and `logs` then show",
+    )
 
 
 def run(args: Namespace) -> int:
@@ -43,6 +52,11 @@ def run(args: Namespace) -> int:
         narrate(note)
     if args.run_dir is not None:
         plan = with_run_dir(plan, args.run_dir)
+        directory = RunDir(Path(args.run_dir).absolute())
+        text = recipe_text(recipe)
+        describe_by_hand(
+            directory, plan, recipe=recipe.name, recipe_toml=text, runs=paths.runs_folder(), now=time.time()
+        )
     if args.json:
         print_json(msgspec.json.encode(plan).decode())
     elif args.shell:
@@ -50,7 +64,7 @@ def run(args: Namespace) -> int:
     elif args.sbatch:
         from gputrain_tui.plan.batch_script import script
 
-        print(script(plan, name=recipe.name), end="")
+        print(script(plan, name=recipe.name, options=recipe.slurm), end="")
     else:
         print(report(plan, recipe.name))
     return ExitCode.FINISHED

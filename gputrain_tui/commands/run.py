@@ -91,7 +91,7 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
             if code < 0 and not settle.is_settled(started.dir):
                 # It was killed, and with it the nodes of this machine; another one takes over those of other hosts, or
                 # sees to the end and writes it down.
-                supervisor = start.start_supervisor(started.dir, leased=True, adopting=True)
+                supervisor = start.take_over(started, prepared)
                 if stop_request.level:
                     supervisor.terminate()  # what the one that is dead was asked
                 code = follow(supervisor)
@@ -116,6 +116,9 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
 
 
 def _detached(prepared: start.Prepared) -> int:
+    if start.is_submitted(prepared):
+        print(start.submit(prepared).id)
+        return ExitCode.FINISHED
     started, supervisor = start.launch(prepared, leased=False)
     start.await_supervisor(started, supervisor, was=started.status.supervisor)
     print(started.id)

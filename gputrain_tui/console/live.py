@@ -106,7 +106,7 @@ class LiveRun:
         status = state_of(self._status)
         if status in ENDED and not self.caught_up:
             return self.state.status  # its end stands in what is still to be read
-        return self.state.status if status == "starting" else status
+        return self.state.status if status in ("queued", "starting") else status
 
     @property
     def over(self) -> bool:

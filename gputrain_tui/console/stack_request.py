@@ -1,9 +1,8 @@
-"""Requests a rank's Python stack by SIGUSR1, and reads it from the rank's log."""
+"""Requests a rank's Python stack by a signal, and reads it from the rank's log."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 from contextlib import suppress
@@ -16,6 +15,7 @@ from gputrain_tui.state import RankView
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_part, size_of
+from trainer.host.stop_request import STACK_SIGNAL
 
 ANSWER_BYTES = 256 << 10
 """Bytes read of an answer: a stack has some kilobytes."""
@@ -55,7 +55,7 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
     log = run_dir.rank_log(view.rank)
     offset = size_of(log)
     try:
-        os.kill(view.pid, signal.SIGUSR1)
+        os.kill(view.pid, STACK_SIGNAL)
     except ProcessLookupError:
         raise RequestError(f"rank {view.rank} is not running any more") from None
     return StackRequest(log, offset)
@@ -63,7 +63,7 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
 
 def _request_over_ssh(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.node is None or not attempt_folders(run_dir, view.node):
-        raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGUSR1 to process {view.pid} there")
+        raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGQUIT to process {view.pid} there")
     from gputrain_tui.lifecycle.launchers.ssh import RefusedError, request_stacks  # the console starts without it
 
     node = read_plan(run_dir).nodes[view.node]

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import TableColumn, duration, evaluation, of_weights, printable, size, table
 from gputrain_tui.tables import width as cells
 from trainer.contract.outcome import EVALUATED_CHECKPOINT, NO_UPDATE_LEFT, SEED_ON_RESUME
-from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
+from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Queued, Step, Validation
 
 if TYPE_CHECKING:
     from gputrain_tui.plan.planner import Plan
@@ -159,6 +160,8 @@ def _starting(state: RunState, now: float) -> list[Piece]:
     waited = f"  {duration(now - state.started)}" if state.started is not None else ""
     here, missing = state.joined, state.missing
     count = f"{state.world_size} rank{'s' * (state.world_size != 1)}"
+    if state.queued is not None:
+        return [(f"queued as job {state.queued.job}", "")]
     if state.joining is not None and missing:
         text = f"joined {len(here)} of {state.world_size}, waiting for {ranks_text(missing)}"
     elif missing or not state.world_size:
@@ -174,6 +177,8 @@ def placed(plan: Plan) -> str:
     """Return how many ranks run where: ``2 ranks on localhost (cpu)``."""
     hosts = list(dict.fromkeys(node.host for node in plan.nodes))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+    if is_pending(hosts[0]):
+        where = f"{len(hosts)} host{'s' * (len(hosts) != 1)} of Slurm's choice"
     kinds = " and ".join(sorted({"cpu" if device == "cpu" else "gpu" for n in plan.nodes for device in n.devices}))
     return f"{plan.world_size} rank{'s' * (plan.world_size != 1)} on {where} ({kinds}, {plan.backend})"
 
@@ -217,6 +222,12 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
                 return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (what, "")]
             advice = f"; {event.advice}" if event.advice else ""
             return [(f"{event.severity}: {what}{advice}", "alarm")]
+        case Queued():
+            parts = [f" in {event.partition}" if event.partition else "", f": {event.reason}" if event.reason else ""]
+            if event.expected_start is not None:
+                at = time.strftime("%Y-%m-%d %H:%M", time.localtime(event.expected_start))
+                parts.append(f", expected to start at {at}")
+            return [("queued ", "bold"), (f"as job {event.job}{''.join(parts)}", "")]
         case Lost():
             return [(f"warning: {event.events} events were not recorded: {event.message}", "alarm")]
     return None

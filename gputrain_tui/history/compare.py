@@ -47,7 +47,7 @@ def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
 
 def _key_order(all_values: Sequence[dict[str, Any]]) -> Any:
     """Return a sort key function: by table, then by position in the first recipe that has the key."""
-    tables = ("name", "cluster", "task", "train")
+    tables = ("name", "cluster", "slurm", "task", "train")
     order: dict[str, int] = {}
     for values in all_values:
         for number, key in enumerate(values):
@@ -66,6 +66,8 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
                 values[f"cluster.nodes[{index}].{key}"] = value
     values |= {f"cluster.env.{key}": value for key, value in cluster.pop("env").items()}
     values |= {f"cluster.{key}": value for key, value in cluster.items()}
+    if recipe.slurm is not None:
+        values |= {f"slurm.{key}": value for key, value in msgspec.to_builtins(recipe.slurm).items()}
     values["train.task"] = recipe.train.task or None
     if recipe.script is not None:
         values |= {f"train.{key}": value for key, value in msgspec.to_builtins(recipe.script).items()}

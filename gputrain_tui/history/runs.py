@@ -22,7 +22,8 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.plan.planner import Plan, stop_grace
-from trainer.contract.errors import RecordError, RequestError, nearest, quoted
+from trainer.contract.errors import ExitCode, RecordError, RequestError, nearest, quoted
+from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
 from trainer.contract.record import (
     MAX_RANKS,
     AnyEvent,
@@ -56,6 +57,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Name of the recipe."""
     world_size: WorldSize
     status: RunStatusName = "starting"
+    by_hand: bool = False
+    """Whether its commands were typed by a person: nobody writes its end, which is read from its record."""
     supervisor: ProcessIdentity | None = None
     """Process responsible for the run: its creator until the supervisor has taken over."""
     started: UnixSeconds = 0.0
@@ -73,6 +76,17 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Mean over the ranks at that step, in nats."""
     tested: Validation | None = None
     """The last test, or what an evaluation found; written at the end."""
+
+
+class SlurmJob(msgspec.Struct, kw_only=True):
+    """Contents of ``slurm.json``: the job that a run is in."""
+
+    number: Count
+    partition: str = ""
+    nodes: list[str] = []
+    """Its hosts in the order of the plan; empty before Slurm has chosen them."""
+    batch: bool = False
+    """Whether the run's supervisor is the job's script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +199,7 @@ def run_id(recipe: str, started: float) -> str:
 _encode = msgspec.json.Encoder()
 _status = msgspec.json.Decoder(Status)
 _plan = msgspec.json.Decoder(Plan)
+_job = msgspec.json.Decoder(SlurmJob)
 MAX_STATUS_BYTES = 1 << 20
 """``status.json`` has a few hundred bytes and a message; a larger file is damaged."""
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
@@ -210,7 +225,46 @@ def write_status(run: RunDir, status: Status) -> None:
 def read_status(run: RunDir) -> Status | None:
     """Read ``status.json``; None when it is missing or damaged."""
     try:
-        return read_json(run.status, _status, MAX_STATUS_BYTES)
+        return _read_status(run)
+    except RecordError:
+        return None
+
+
+def _read_status(run: RunDir) -> Status:
+    status = read_json(run.status, _status, MAX_STATUS_BYTES)
+    return _as_recorded(run, status) if status.by_hand else status
+
+
+def _as_recorded(run: RunDir, status: Status) -> Status:
+    """Return the status of a run without a supervisor as its nodes have recorded their ends."""
+    numbers = [int(path.stem) for path in run.nodes.glob("*.json") if path.stem.isdecimal()]
+    try:
+        count = len(read_plan(run).nodes)
+    except RecordError:
+        count = len(numbers)
+    ends = [end for number in sorted(numbers) if (end := node_outcome(run, number)) is not None]
+    if not ends or len(ends) < count:
+        began = any(run.events.glob("[0-9]*.ndjson"))
+        return msgspec.structs.replace(status, status="running" if began else "starting")
+    failure = root_cause((int(end.failure.time * 1e9), end.failure) for end in ends if end.failure is not None)
+    code = exit_code_of(failure) if failure is not None else max(end.exit_code for end in ends)
+    last = last_step(run)
+    how: RunStatusName = "finished" if code == 0 else "stopped" if code == ExitCode.STOPPED else "failed"
+    return msgspec.structs.replace(
+        status,
+        status=how,
+        exit_code=int(code),
+        ended=max(run.node_result(end.node).stat().st_mtime for end in ends),
+        message=None if failure is None else failure.message,
+        step=None if last is None else last.step,
+        loss=None if last is None else last.loss,
+    )
+
+
+def read_job(run: RunDir) -> SlurmJob | None:
+    """Read the job of Slurm that a run is in; None where it is in none."""
+    try:
+        return read_json(run.slurm, _job, MAX_STATUS_BYTES)
     except RecordError:
         return None
 
@@ -271,7 +325,7 @@ def list_all(root: Path | None = None) -> tuple[list[Run], list[UnreadableRun]]:
     for name in _folder_names(folder):
         directory = RunDir(folder / name)
         try:
-            status = read_json(directory.status, _status, MAX_STATUS_BYTES)
+            status = _read_status(directory)
         except RecordError as error:
             if RUN_ID.match(name):
                 problem = str(error).replace(str(directory.status), "status.json", 1)
@@ -293,12 +347,64 @@ def _folder_names(folder: Path) -> list[str]:
         raise RequestError(f"cannot read the runs in {folder}: {error.strerror}") from None
 
 
+def describe_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, runs: Path, now: float) -> None:
+    """Make the directory of a run whose commands a person will type, and list it among the runs.
+
+    Args:
+        run: its directory; one that has a record already is left as it is.
+        plan: its commands.
+        recipe: name of the recipe.
+        recipe_toml: text of ``recipe.toml``.
+        runs: folder of the runs, which gets a link to a directory elsewhere.
+        now: Unix seconds.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
+    try:
+        if any(run.events.glob("*.ndjson")):
+            return
+        for part in (run.path, run.events, run.logs, run.checkpoints, run.nodes):
+            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run.recipe.write_text(recipe_toml, encoding="utf-8")
+        write_atomically(run.plan, msgspec.json.encode(plan))
+        status = Status(run=run.path.name, recipe=recipe, world_size=plan.world_size, by_hand=True, started=now)
+        write_status(run, status)
+        if run.path.parent != runs and not any(path.resolve() == run.path.resolve() for path in runs.glob("2*")):
+            runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (runs / run_id(recipe, now)).symlink_to(run.path.resolve())
+    except OSError as error:
+        raise RequestError(f"--run-dir {run.path} cannot be written: {error.strerror}") from None
+
+
+def open_directory(path: Path) -> Run:
+    """Return the run of any run directory, also of one that ``python -m trainer`` has made alone.
+
+    Raises:
+        RequestError: it is none.
+    """
+    path = path.absolute()
+    if (found := open_run(path)) is not None:
+        return found
+    directory = RunDir(path)
+    files = [file for file in directory.events.glob("*.ndjson") if file.stem.isdecimal()]
+    if not files:
+        raise RequestError(f"{path} is no run directory: it has no events of ranks")
+    ranks = max(int(file.stem) for file in files) + 1
+    began = min(file.stat().st_ctime for file in files)
+    status = Status(run=path.name, recipe=path.name, world_size=ranks, by_hand=True, started=began)
+    status = _as_recorded(directory, status)
+    return Run(dir=directory, status=status, state=status.status)
+
+
 def find(wanted: str, root: Path | None = None) -> Run:
-    """Return the run of an id, a unique prefix of one, or ``last``.
+    """Return the run of an id, a unique prefix of one, ``last``, or a run directory's path.
 
     Raises:
         RequestError: no run or several match.
     """
+    if "/" in wanted and Path(wanted).is_dir():
+        return open_directory(Path(wanted))
     folder = paths.runs_folder() if root is None else root
     runs, unreadable = list_all(folder)
     if wanted == "last" and runs:

@@ -30,7 +30,7 @@ from trainer.host.descendants import kill_descendants
 from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, prctl
 from trainer.host.proc_environ import RUN
 from trainer.host.processes import environ_value, read_stat
-from trainer.host.stop_request import LEASE, NOW_SIGNAL, signal_of
+from trainer.host.stop_request import LEASE, NOW_SIGNAL, STACK_SIGNAL, signal_of
 
 POLL_S = 0.1
 """Interval at which a session looks for what the record has grown by, as often as a rank writes."""
@@ -158,7 +158,7 @@ class Session:
             # Pids are reused: the mark in its environment proves that the process is this run's.
             found = environ_value(word["pid"], RUN) == os.fsencode(self.run_dir)
             if found:
-                os.kill(word["pid"], signal.SIGUSR1)
+                os.kill(word["pid"], STACK_SIGNAL)
             self.send(word="stacks", found=found)
 
     def _beat(self) -> None:

@@ -14,6 +14,10 @@ DEFAULT_PORT = 29600
 neither torchrun's 29400 nor torch's 29500, which other programs use."""
 
 
+PENDING_HOST = "node-{}.slurm.invalid"
+"""Name of a node that Slurm has not chosen yet; no host has such a name (RFC 2606)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalFacts:
     """Facts about this machine that a plan depends on."""
@@ -30,6 +34,8 @@ class LocalFacts:
     """The environment's CUDA_VISIBLE_DEVICES."""
     slurm: bool = False
     """Whether this process is inside a Slurm allocation."""
+    slurm_hosts: tuple[str, ...] = ()
+    """The hosts of that allocation."""
 
 
 def address_of(host: str) -> str:
@@ -45,6 +51,11 @@ def is_local(host: str | None, local: LocalFacts) -> bool:
         return True
     name = address_of(host).lower()
     return name in local.names or (not is_address(name) and name.split(".")[0] in local.names)
+
+
+def is_pending(host: str) -> bool:
+    """Whether a host is one that Slurm has not chosen yet."""
+    return host.endswith(PENDING_HOST.partition("{}")[2])
 
 
 def is_address(name: str) -> bool:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 
 from gputrain_tui.hosts.host_names import LocalFacts, address_of
+from gputrain_tui.hosts.slurm import allocation
 from trainer.host.addresses import is_loopback, own_addresses
 from trainer.host.ports import free_port
 
@@ -24,4 +25,5 @@ def local_facts(hosts: Iterable[str | None]) -> LocalFacts:
         python=sys.executable,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         slurm="SLURM_JOB_ID" in os.environ,
+        slurm_hosts=tuple(host for host, _ in allocation()),
     )

@@ -43,6 +43,8 @@ class NodeEnd:
     """Its ranks that did not record that they finished."""
     why: str = ""
     """Why its host did not start or keep it; empty where its log has the last word."""
+    killed_by_us: bool = False
+    """Whether the supervisor killed it; which of two nodes is seen to end first may be chance."""
 
 
 def event_file_sizes(run_dir: RunDir) -> dict[str, int]:
@@ -111,13 +113,12 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
     """
     found = [*failures(run_dir, since), *_reported_failures(run_dir, ended)]
     recorded = root_cause((int(failure.time * 1e9), failure) for failure in found)
-    first = next((node for node, end in ended.items() if end.unfinished), None)
-    killed = first is not None and (ended[first].exit_code < 0 or bool(ended[first].why))
+    missing = [(node, end) for node, end in ended.items() if end.unfinished]
+    killed = [(node, end) for node, end in missing if end.why or (end.exit_code < 0 and not end.killed_by_us)]
     if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
-    for node, end in ended.items():
-        if end.unfinished:
-            return _failure_from_exit(run_dir, node, end, now)
+    for node, end in killed or missing:
+        return _failure_from_exit(run_dir, node, end, now)
     return Failure(time=now, kind="exit", message="the run ended and no rank says why")
 
 

@@ -10,38 +10,23 @@ from gputrain_tui.history.runs import Run, find, list_runs, open_run
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.errors import RequestError, nearest, quoted
-from trainer.contract.record import RunDir, recorded_checkpoints
+from trainer.contract.record import RunDir, checkpoint_to_resume, recorded_checkpoints
+from trainer.contract.record.checkpoints import BEST, checkpoints_in
 from trainer.contract.record.regular_file import read_whole
 
-BEST = "best.pt"
-NAMES = ("step_*.pt", "epoch_*.pt", BEST)
-"""Names of checkpoints; the folder holds other files as well, such as its lock."""
 
-
-def checkpoint_to_resume(run_dir: RunDir) -> Path | None:
+def resumable_checkpoint(run_dir: RunDir) -> Path | None:
     """Return what continues the run: a folder, whose newest good checkpoint is taken, or a file; None without any.
 
-    A folder outside of the run directory, ``train.save_dir``, may hold checkpoints of other trainings. Those of this
-    run are the ones that its record names; beside others the last of them is meant and not the folder. Where rank 0
-    was on a host with a run directory of its own, the path is one of that host, and its record alone is known here.
+    Where rank 0 was on a host with a run directory of its own, the path is one of that host, and its record alone is
+    known here.
     """
     remote = remote_node(run_dir, 0)
-    if remote is not None:
-        recorded = recorded_checkpoints(run_dir)[-1:]
-        folder = RunDir(remote.run_dir).checkpoints
-        return next((folder if path.parent == folder else path for path in recorded), None)
-    if _checkpoints_in(run_dir.checkpoints):
-        return run_dir.checkpoints
-    named = [path for path in recorded_checkpoints(run_dir) if path.is_file()]
-    if not named:
-        return None
-    last = named[-1]
-    own = {path.name for path in named if path.parent == last.parent}
-    return last.parent if _checkpoints_in(last.parent) <= {*own, BEST} else last
-
-
-def _checkpoints_in(folder: Path) -> set[str]:
-    return {path.name for name in NAMES for path in folder.glob(name)}
+    if remote is None:
+        return checkpoint_to_resume(run_dir)
+    recorded = recorded_checkpoints(run_dir)[-1:]
+    folder = RunDir(remote.run_dir).checkpoints
+    return next((folder if path.parent == folder else path for path in recorded), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +61,7 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
         raise RequestError(f"{run.id} is an evaluation, of {checkpoint}: name that, or the run that trained")
     if which not in (None, "best", "newest"):
         return _file_of(run, str(which))
-    newest = checkpoint_to_resume(run.dir)
+    newest = resumable_checkpoint(run.dir)
     if newest is None:
         raise RequestError(none_left(run))
     best = newest / BEST
@@ -123,7 +108,7 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
     for path in (Path(name), *(folder / name for folder in folders)):
         if path.is_file():
             return ChosenCheckpoint(path=path.absolute(), run=run, why=f"a checkpoint of {run.id}")
-    known = sorted(set().union(*map(_checkpoints_in, folders)))
+    known = sorted(set().union(*map(checkpoints_in, folders)))
     listed = f"; it has {', '.join(known)}" if known else ""
     raise RequestError(
         f"--checkpoint {quoted(name)} is no checkpoint of {run.id}; it is best, newest or a file"

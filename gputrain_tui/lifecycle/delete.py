@@ -26,6 +26,9 @@ def delete_run(run: Run) -> None:
         raise RequestError(f"{run.id} still has processes ({', '.join(map(str, left))}): `gputrain stop {run.id}`")
     hidden = path.with_name(f".deleted-{secrets.token_hex(8)}")
     try:
+        if path.is_symlink():  # to a directory of one's own, which stays
+            path.unlink()
+            return
         path.rename(hidden)
         shutil.rmtree(hidden)
     except OSError as error:

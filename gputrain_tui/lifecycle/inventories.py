@@ -52,6 +52,8 @@ def inventories_for(
         DeviceUnavailableError: a host whose GPUs must be known does not answer.
     """
     inventories: dict[str, Inventory] = {}
+    if recipe.is_for_slurm:
+        return inventories  # which GPUs a node has is Slurm's to say
     nodes = recipe.cluster.nodes
     # Asking the driver takes longer than everything else here, so only for ranks that may use it.
     if any(node.cpu_ranks is None and is_local(node.host, local) for node in nodes):

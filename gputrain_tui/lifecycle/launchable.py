@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-
-from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.lifecycle.launchers import LAUNCHERS
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.result import CheckResult
 from gputrain_tui.recipe.model import Recipe
 
 
-def check_launcher(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[CheckResult]:
-    """Return an error with its fix where this installation lacks the plan's launcher.
-
-    Args:
-        recipe: names the launcher, or the first host elsewhere, that the error points at.
-        plan: what it would start.
-        local: which hosts are this machine.
-    """
-    if plan.launcher in LAUNCHERS:
+def check_launcher(recipe: Recipe, plan: Plan) -> list[CheckResult]:
+    """Return the answer of Slurm where it is to launch; hosts over ssh answer for themselves."""
+    if plan.launcher != "slurm":
         return []
-    what = "ranks are not started through Slurm from here"
-    fix = f"submit what `gputrain plan {shlex.quote(recipe.source)} --sbatch` prints"
-    if recipe.cluster.launcher != "auto":
-        return [_error(what, fix, key="cluster.launcher", where=recipe.where("cluster", "launcher"))]
-    away = next(node for node in plan.nodes if not is_local(node.host, local))
-    where = recipe.where("cluster", "nodes", away.node, "host")
-    what = f"{away.host} is another machine, and {what}"
-    return [_error(what, fix, key=f"cluster.nodes[{away.node}].host", where=where)]
+    from gputrain_tui.lifecycle import slurm_jobs
 
-
-def _error(what: str, fix: str, *, key: str, where: str) -> CheckResult:
-    return CheckResult(status="error", check="launcher", what=what, fix=fix, key=key, where=where)
+    return [slurm_jobs.check(recipe, plan)]

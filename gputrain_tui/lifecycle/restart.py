@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.lifecycle import checkpoints
+from gputrain_tui.lifecycle.checkpoints import resumable_checkpoint
 from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
-from trainer.contract.record import RunDir
+from trainer.contract.record import Failure, RunDir
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
 from trainer.host.addresses import is_loopback
@@ -32,13 +32,27 @@ def max_restarts(run_dir: RunDir) -> int:
     return value if isinstance(value, int) else 0
 
 
+def is_repeated(failure: Failure, before: Failure | None) -> bool:
+    """Return whether the same exception ended the attempt before after the same step, as it will end the next one."""
+    same = before is not None and (failure.step, failure.message) == (before.step, before.message)
+    return same and failure.kind == "exception"
+
+
+def given_up(failure: Failure) -> Failure:
+    """Return a repeated failure, whose message says that the run is not started again."""
+    at = f" after step {failure.step}" if failure.step else ""
+    return msgspec.structs.replace(
+        failure, message=f"{failure.message}; it came twice{at}, so the run is not started again"
+    )
+
+
 def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
     """Return the plan of the next attempt, from the last checkpoint where there is one.
 
     A script finds its checkpoint itself.
     """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
-    resume = checkpoints.checkpoint_to_resume(run_dir)
+    resume = resumable_checkpoint(run_dir)
     nodes = []
     for node in plan.nodes:
         words = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv

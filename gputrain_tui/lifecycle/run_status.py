@@ -41,6 +41,7 @@ class RunStatusWriter:
         """Record this process as the run's supervisor."""
         self._status.status = "running"
         self._status.supervisor = identify()
+        self._status.ended = self._status.exit_code = self._status.message = None  # of a job that was requeued
         self._write_status()
 
     def started(self) -> None:

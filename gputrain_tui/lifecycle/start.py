@@ -6,6 +6,7 @@ Whatever is wrong with a request is found here, before there is a run directory.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from trainer.host.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
+    from gputrain_tui.hosts.slurm import Job
     from gputrain_tui.lifecycle.warm_pool import WarmPool
     from gputrain_tui.preflight.host_facts import HostAnswer
 
@@ -83,11 +85,11 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
     settings = list(overrides)
     if resume is not None:
         run = find(resume)
-        if run.state in ("starting", "running", "stopping"):
+        if run.state in ("queued", "starting", "running", "stopping"):
             raise RequestError(
                 f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
             )
-        found = checkpoints.checkpoint_to_resume(run.dir)
+        found = checkpoints.resumable_checkpoint(run.dir)
         if found is None:
             raise RequestError(f"--resume {resume}: {checkpoints.none_left(run)}")
         if run.state == "finished" and source is None and not overrides:
@@ -174,7 +176,7 @@ def checked(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -> Prep
     """
     if problem := endless(recipe):
         raise RequestError(problem)
-    results = check_launcher(recipe, planned.plan, planned.local)
+    results = check_launcher(recipe, planned.plan)
     answers = ask_hosts(recipe, planned, max_age_s=max_age_s)
     asked = {answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.here}
     found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})
@@ -236,17 +238,55 @@ def launch(prepared: Prepared, *, leased: bool, warm: WarmPool | None = None) ->
     Raises:
         NotReadyError: the run directory cannot be written.
     """
+    if is_submitted(prepared):
+        from gputrain_tui.lifecycle import slurm_jobs
+
+        run = _submit(prepared)[0]
+        return run, slurm_jobs.watch(run.dir, leased=leased)
+    run = _create(prepared)
+    return run, start_supervisor(run.dir, leased=leased, warm=warm)
+
+
+def is_submitted(prepared: Prepared) -> bool:
+    """Whether a run is given to Slurm, since this process is in no allocation whose hosts it could use."""
+    return prepared.plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
+
+
+def submit(prepared: Prepared) -> Run:
+    """Write the run directory, give the run to Slurm and leave it there.
+
+    Raises:
+        NotReadyError: the run directory cannot be written, or Slurm refuses the job.
+    """
+    from gputrain_tui.lifecycle import slurm_jobs
+
+    run, job = _submit(prepared)
+    slurm_jobs.record_queued(run.dir, job)
+    return run
+
+
+def _submit(prepared: Prepared) -> tuple[Run, Job | None]:
+    from gputrain_tui.lifecycle import slurm_jobs
+
+    run = _create(prepared)
+    try:
+        return run, slurm_jobs.submit(run, prepared.recipe, prepared.plan)
+    except RequestError as error:
+        shutil.rmtree(run.dir.path, ignore_errors=True)
+        raise NotReadyError([CheckResult(status="error", check="Slurm", what=str(error))]) from None
+
+
+def _create(prepared: Prepared) -> Run:
     recipe = prepared.recipe
 
     def planned(run_dir: RunDir) -> bytes:
         return msgspec.json.encode(with_run_dir(prepared.plan, str(run_dir.path)))
 
     try:
-        run = create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=_recipe_text(recipe), plan=planned)
+        return create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=recipe_text(recipe), plan=planned)
     except RequestError as error:
         what, _, fix = str(error).partition("; ")
         raise NotReadyError([CheckResult(status="error", check="run folder", what=what, fix=fix)]) from None
-    return run, start_supervisor(run.dir, leased=leased, warm=warm)
 
 
 def start_supervisor(
@@ -278,6 +318,15 @@ def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
         return os.fdopen(open_to_append(run_dir.logs / "supervisor.log"), "ab")
     except OSError:
         return Path(os.devnull).open("ab")
+
+
+def take_over(run: Run, prepared: Prepared) -> subprocess.Popen[bytes]:
+    """Start the successor of a process that was killed while it answered for a run."""
+    if is_submitted(prepared):
+        from gputrain_tui.lifecycle import slurm_jobs
+
+        return slurm_jobs.watch(run.dir, leased=True)
+    return start_supervisor(run.dir, leased=False, adopting=True)
 
 
 def adopt(run: Run) -> Run:
@@ -317,8 +366,8 @@ def await_supervisor(
         raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
 
 
-def _recipe_text(recipe: Recipe) -> str:
-    """The recipe as the run keeps it: loading it again gives the same run."""
+def recipe_text(recipe: Recipe) -> str:
+    """Return the recipe as the run keeps it: loading it again gives the same run."""
     source = recipe.origin
     as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data
     if as_written:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui import paths
-from gputrain_tui.history.runs import ENDED, Run, find, open_run, read_plan
+from gputrain_tui.history.runs import ENDED, Run, find, open_run, read_job, read_plan
 from gputrain_tui.lifecycle import attempt_outcome, start
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
@@ -72,6 +72,14 @@ def stop(found: Run) -> tuple[str, list[int]]:
         RequestError: the run belongs to another machine, or no supervisor could end it.
     """
     path = found.dir.path
+    if found.status.by_hand and found.state not in ENDED:
+        raise RequestError(f"stop: the commands of {found.id} were typed by hand: Ctrl-C there, or scancel, ends them")
+    job = read_job(found.dir)
+    if job is not None and (found.state not in ENDED or job.batch):
+        from gputrain_tui.lifecycle import slurm_jobs
+
+        now = slurm_jobs.stop(found, job, timeout_s=_stop_timeout_s(found.dir))
+        return _report(now, [], was_over=found.state in ENDED), []
     _await_supervisor(found)
     supervisor = found.status.supervisor
     if (

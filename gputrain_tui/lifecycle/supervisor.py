@@ -19,10 +19,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gputrain_tui.history.runs import read_plan
+from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, settle
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
@@ -44,7 +46,7 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
 from trainer.host.proc_environ import show_in_proc
-from trainer.host.stop_request import StopRequest
+from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
@@ -115,7 +117,12 @@ class Supervisor:
             what = f"the supervisor failed: {type(error).__name__}: {error}"
             self._close(AttemptResult(status="failed", failure=self._failure("launch", what)), left)
             raise
-        return self._close(ended, self._sweep())
+        left = self._sweep()
+        if self._plan.launcher == "slurm":
+            from gputrain_tui.lifecycle import slurm_jobs
+
+            ended = slurm_jobs.explained(ended, self._plan, self.dir)
+        return self._close(ended, left)
 
     # ------------------------------------------------------------------------------------------------ attempts
 
@@ -123,6 +130,10 @@ class Supervisor:
         plan = self._plan
         try:
             node_launcher = launcher(plan.launcher)
+            if plan.launcher == "slurm":
+                from gputrain_tui.lifecycle import slurm_jobs
+
+                plan = self._plan = slurm_jobs.place(self.dir, plan)
         except RequestError as error:
             return AttemptResult(status="failed", failure=self._failure("request", str(error)))
         if self._warm_agent is not None and plan.launcher == "local":
@@ -131,6 +142,7 @@ class Supervisor:
             node_launcher = WarmFirstLauncher(self._warm_agent, node_launcher, plan.nodes)
         env = self._environment()
         restarts: int | None = None
+        failed_before: Failure | None = None
         while True:
             attempt = self._launch(plan, node_launcher, env)
             if restarts is None:  # the nodes are on their way: nothing before them delays the first step
@@ -145,6 +157,9 @@ class Supervisor:
             restarts = restart.max_restarts(self.dir) if restarts is None else restarts
             if not restarts or self._stop_request.reason is not None or self._sweep():
                 return ended
+            if restart.is_repeated(ended.failure, failed_before):
+                return replace(ended, failure=restart.given_up(ended.failure))
+            failed_before = ended.failure
             restarts -= 1
             if not ended.recorded:
                 self._status_writer.record(ended.failure)
@@ -292,8 +307,13 @@ class Supervisor:
         if missing and code == ExitCode.FINISHED and attempt_outcome.disk_is_full(self.dir):
             missing = []  # neither they nor their node agent could write that they finished
         code = attempt_outcome.exit_code(self.dir, process.node, code) if missing else code
+        by_us = attempt.stop_level and (attempt.deadline is None or code == -NOW_SIGNAL)
         attempt.ended[process.node] = attempt_outcome.NodeEnd(
-            host=process.host, exit_code=code, unfinished=missing, why=printable(process.why)
+            host=process.host,
+            exit_code=code,
+            unfinished=missing,
+            why=printable(process.why),
+            killed_by_us=bool(by_us),
         )
         if missing and not attempt.stop_level:
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
@@ -406,7 +426,9 @@ def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int
         if not settle.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        if adopting and (code := settle.recorded_exit_code(run_dir, read_plan(run_dir))) is not None:
+        if (adopting or not slurm.is_requeued()) and (
+            code := settle.recorded_exit_code(run_dir, read_plan(run_dir))
+        ) is not None:
             return code
         return Supervisor(run_dir, leased=leased, adopting=adopting, warm_agent=warm_agent).run()
 

@@ -6,13 +6,15 @@ takes its nodes from the allocation instead.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
-from gputrain_tui.hosts.host_names import address_of, is_address
+from gputrain_tui.hosts.host_names import address_of, is_address, is_pending
 from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.recipe.model import SlurmOptions
 from gputrain_tui.shell_words import shell_joined, shell_quoted
-from trainer.contract.errors import RequestError, printable
+from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host.addresses import is_loopback
 
@@ -21,19 +23,82 @@ SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's decision."""
 
 
-def script(plan: Plan, *, name: str) -> str:
+OF_CORES = ("-c", "--cpus", "--exclusive", "--oversubscribe")
+"""How words of sbatch begin that say how many cores a node gives; without them it gives all."""
+
+
+def sbatch_words(plan: Plan, options: SlurmOptions, *, name: str, output: str) -> list[str]:
+    """Return the words of ``sbatch`` that ask for the nodes of a plan, as a heterogeneous job where they differ.
+
+    Args:
+        plan: the plan.
+        options: ``[slurm]`` of the recipe.
+        name: of the job.
+        output: file for what the job's script prints.
+    """
+    hosts = [address_of(node.host) for node in plan.nodes]
+    counts = [_gpus(node) for node in plan.nodes]
+    components = [(len(list(alike)), count) for count, alike in itertools.groupby(counts)]
+    if not all(map(is_pending, hosts)):  # whole nodes, which have what they have
+        components = [(len(plan.nodes), counts[0] if len(set(counts)) == 1 else 0)]
+    words = [f"--job-name={_job_name(name)}", f"--output={output.replace('%', '%%')}", "--open-mode=append"]
+    for index, (nodes, gpus) in enumerate(components):
+        words += [":"] if index else []
+        words += [f"--nodes={nodes}", "--ntasks-per-node=1", *_asked(options)]
+        if not all(map(is_pending, hosts)):
+            words.append(f"--nodelist={','.join(hosts)}")
+        if gpus:
+            words.append(f"--gpus-per-node={options.gpu_type + ':' if options.gpu_type else ''}{gpus}")
+        words += options.extra
+    return words
+
+
+def _asked(options: SlurmOptions) -> list[str]:
+    names = ("partition", "account", "qos", "time", "mem", "constraint")
+    words = [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
+    return words if any(word.startswith(OF_CORES) for word in options.extra) else [*words, "--exclusive"]
+
+
+def _setup(setup: str | None) -> list[str]:
+    if setup is None:
+        return []
+    said = f'echo "gputrain: slurm.setup ended with exit code $?" >&2; exit {ExitCode.REFUSED}'
+    return [f"trap '{said}' EXIT", setup, "[ $? -eq 0 ] || exit $?", "trap - EXIT"]
+
+
+def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
+    """Return a script whose only command is the supervisor of a run, so that Slurm's signals reach it."""
+    where = shell_quoted(run_dir)
+    lines = [
+        "#!/bin/bash",
+        "# What asks to save is not to end this before the supervisor listens.",
+        "trap '' USR1 USR2",
+    ]
+    lines += _setup(setup)
+    lines += [
+        f"if ! [ -e {where}/plan.json ]; then",
+        f'  echo "gputrain: $(hostname) does not see the run directory" {where} >&2',
+        f"  exit {ExitCode.REFUSED}",
+        "fi",
+        f"exec {shell_joined([python, '-m', 'gputrain_tui.lifecycle.supervisor', run_dir])}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str:
     """Return a script for ``sbatch``.
 
     Args:
         plan: the plan; its interpreter, working directory and data must exist on every node.
         name: of the job.
+        options: ``[slurm]`` of the recipe.
 
     Raises:
         RequestError: nodes without Slurm names that need different numbers of GPUs.
     """
     counts = [_gpus(node) for node in plan.nodes]
     hosts = [address_of(node.host) for node in plan.nodes]
-    nameless = [host for host in hosts if is_loopback(host) or is_address(host)]
+    nameless = [host for host in hosts if is_loopback(host) or is_address(host) or is_pending(host)]
     named = not nameless
     if len(set(hosts)) < len(hosts) and named:
         raise RequestError("--sbatch needs a machine per node, but two nodes of the recipe have the same host")
@@ -54,7 +119,10 @@ def script(plan: Plan, *, name: str) -> str:
         head.append(f"#SBATCH --nodelist={printable(','.join(hosts))}")  # a line break would begin a line of its own
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
-    lines = [*head, "", "set -u"]
+    if options is not None:
+        words = [*_asked(options), *options.extra]
+        head += [f"#SBATCH {printable(shell_quoted(word))}" for word in words if word != "--exclusive"]
+    lines = [*head, "", *_setup(None if options is None else options.setup), "set -u"]
     lines.append('[ -n "${SLURM_JOB_NODELIST:-}" ] || { echo "gputrain: submit this script with sbatch" >&2; exit 2; }')
     if not named:
         count = len(plan.nodes)

@@ -6,12 +6,13 @@ documentation, so that a plan can be compared with it and typed by hand.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from gputrain_tui.hosts.host_names import DEFAULT_PORT, THIS_MACHINE, LocalFacts, address_of, is_local
+from gputrain_tui.hosts.host_names import DEFAULT_PORT, PENDING_HOST, THIS_MACHINE, LocalFacts, address_of, is_local
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.options import Distributed
 from trainer.contract.record.events import Rank, WorldSize
@@ -70,12 +71,14 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     """
     from gputrain_tui.hosts.devices import DeviceAllocator
 
+    if recipe.is_for_slurm:
+        recipe = _on_slurm(recipe, local)
     allocator = DeviceAllocator(
         inventories, share=recipe.launch.share_devices, cuda_visible_devices=local.cuda_visible_devices
     )
     machines, assignments = [], []
     for index, node in enumerate(recipe.cluster.nodes):
-        machine = THIS_MACHINE if is_local(node.host, local) else str(node.host)
+        machine = THIS_MACHINE if is_local(node.host, local) and not recipe.is_for_slurm else str(node.host)
         key = next((key for key in ("gpus", "cpu_ranks", "ranks") if getattr(node, key) is not None), None)
         where = recipe.where("cluster", "nodes", index, key) if key else recipe.source
         shown = "this machine" if machine == THIS_MACHINE else machine
@@ -113,6 +116,30 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         launcher=_launcher(recipe, machines, local),
         nodes=nodes,
     )
+
+
+def _on_slurm(recipe: Recipe, local: LocalFacts) -> Recipe:
+    """Return the recipe with a host for every node: the allocation's in their order, or names until there is one.
+
+    Raises:
+        RequestError: the allocation has too few hosts, or a node wants GPUs that Slurm has not given it yet.
+    """
+    named = {node.host for node in recipe.cluster.nodes}
+    free = [host for host in local.slurm_hosts if host not in named]
+    nodes = []
+    for index, node in enumerate(recipe.cluster.nodes):
+        if node.cpu_ranks is None and not isinstance(node.gpus, int):
+            where = recipe.where("cluster", "nodes", index, "gpus" if node.ranks is None else "ranks")
+            raise RequestError(
+                f"{where} must be a count of GPUs, or cpu_ranks: which GPUs a node has is Slurm's to say"
+            )
+        if node.host is None and not free and local.slurm_hosts:
+            have = len(local.slurm_hosts)
+            where = recipe.where("cluster", "nodes")
+            raise RequestError(f"{where} has {len(recipe.cluster.nodes)} nodes, but the allocation has {have}")
+        host = node.host or (free.pop(0) if free else PENDING_HOST.format(index))
+        nodes.append(msgspec.structs.replace(node, host=host))
+    return dataclasses.replace(recipe, cluster=msgspec.structs.replace(recipe.cluster, nodes=tuple(nodes)))
 
 
 def with_run_dir(plan: Plan, run_dir: str) -> Plan:
@@ -261,6 +288,8 @@ def _backend(recipe: Recipe, assignments: Sequence[NodeDevices]) -> Literal["ncc
 def _launcher(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -> Literal["local", "ssh", "slurm"]:
     wanted = recipe.cluster.launcher
     away = next((machine for machine in machines if machine != THIS_MACHINE), None)
+    if recipe.is_for_slurm:
+        return "slurm"
     if wanted == "local" and away is not None:
         raise RequestError(
             f"{recipe.where('cluster', 'launcher')} is 'local', but {away} is another machine: use ssh, slurm or auto"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local, is_pending
 from gputrain_tui.hosts.machine_facts import Folder
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
@@ -400,7 +400,9 @@ def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> It
     if plan.launcher == "ssh":
         return
     unknown = dict.fromkeys(
-        node.host for node in plan.nodes if not is_local(node.host, local) and node.host not in facts.inventories
+        node.host
+        for node in plan.nodes
+        if not is_local(node.host, local) and node.host not in facts.inventories and not is_pending(node.host)
     )
     if unknown:
         names = list(unknown)

@@ -22,7 +22,7 @@ from trainer.contract.options import Distributed, Training
 from trainer.contract.schema import Option, check, describe
 
 NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
-MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
+MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|slurm|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
 """The first key that a message names."""
 
 

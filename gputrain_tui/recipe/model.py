@@ -32,6 +32,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Script",
+    "SlurmOptions",
     "build",
     "load",
     "parse_gpus",
@@ -133,7 +134,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "auto"
     launcher: Annotated[
         Literal["auto", "local", "ssh", "slurm"],
-        Meta(description="auto is local for this machine, slurm inside an allocation, ssh otherwise"),
+        Meta(description="auto is local for this machine, slurm with [slurm] or in an allocation, ssh otherwise"),
     ] = "auto"
     max_restarts: Annotated[int, Meta(ge=0, description="start again so often after a failure")] = 0
     port: (
@@ -167,6 +168,26 @@ class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
+class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What Slurm is asked for: ``[slurm]``."""
+
+    nodes: (
+        Annotated[int, Meta(ge=1, le=10_000, description="how many nodes alike; default: one per [[cluster.nodes]]")]
+        | None
+    ) = None
+    partition: Annotated[str, Meta(min_length=1, description="partition to submit to")] | None = None
+    account: Annotated[str, Meta(min_length=1, description="account to charge")] | None = None
+    qos: Annotated[str, Meta(min_length=1, description="quality of service")] | None = None
+    time: Annotated[str, Meta(min_length=1, description="time limit: minutes, HH:MM:SS or D-HH")] | None = None
+    mem: Annotated[str, Meta(min_length=1, description="memory per node, such as 64G")] | None = None
+    constraint: Annotated[str, Meta(min_length=1, description="features that the nodes must have")] | None = None
+    gpu_type: Annotated[str, Meta(min_length=1, description="type of GPU, as sinfo names it")] | None = None
+    setup: Annotated[str, Meta(min_length=1, description="shell before the run, such as module load cuda")] | None = (
+        None
+    )
+    extra: Annotated[tuple[str, ...], Meta(description="more words for sbatch, such as --cpus-per-task=16")] = ()
+
+
 CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "env", "nodes")
 """The keys of ``[cluster]``."""
 
@@ -178,6 +199,8 @@ class Recipe:
     name: str
     """Names the run; the file's name when the recipe has none."""
     cluster: Cluster
+    slurm: SlurmOptions | None
+    """The ``[slurm]`` table; None without one."""
     train: Training
     """Options of ``python -m trainer``."""
     launch: Distributed
@@ -193,6 +216,12 @@ class Recipe:
     """One line for each key that was understood and has no effect here."""
     origin: Source
     """The line of each key, for messages."""
+
+    @property
+    def is_for_slurm(self) -> bool:
+        """Whether Slurm gives the nodes."""
+        launcher = self.cluster.launcher
+        return launcher == "slurm" or (launcher == "auto" and self.slurm is not None)
 
     def where(self, *key: str | int) -> str:
         """Return the location ``FILE:LINE: key`` of a key, for messages."""
@@ -242,9 +271,11 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
             raise RecipeError(f"{source.where((key,))} is not known{_table_hint(key)}")
     _refuse_unusable(source, data, ())
     train, launch, script = _train(source)
+    slurm = _slurm(source)
     return Recipe(
         name=_name(source),
-        cluster=_cluster(source),
+        cluster=_on_alike_nodes(_cluster(source), slurm, source),
+        slurm=slurm,
         train=train,
         launch=launch,
         script=script,
@@ -321,6 +352,22 @@ def _cluster(source: Source) -> Cluster:
     if not nodes:
         raise RecipeError(f"{where} is empty: name at least one node, or leave it out to use this machine")
     return Cluster(**scalars, nodes=tuple(_node(source, index, node) for index, node in enumerate(nodes)))
+
+
+def _slurm(source: Source) -> SlurmOptions | None:
+    return _check(SlurmOptions, _table(source, "slurm"), source, "slurm") if "slurm" in source.data else None
+
+
+def _on_alike_nodes(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> Cluster:
+    """Return a cluster with as many nodes as ``slurm.nodes`` says; one entry stands for all of them."""
+    if slurm is None or slurm.nodes in (None, len(cluster.nodes)):
+        return cluster
+    where = source.where(("slurm", "nodes"))
+    if len(cluster.nodes) > 1:
+        raise RecipeError(f"{where} is {slurm.nodes}, but there are {len(cluster.nodes)} [[cluster.nodes]]; keep one")
+    if cluster.nodes[0].host is not None:
+        raise RecipeError(f"{where} is {slurm.nodes}, but cluster.nodes[0] names its host: leave the host to Slurm")
+    return msgspec.structs.replace(cluster, nodes=cluster.nodes * int(slurm.nodes or 1))
 
 
 def _check_init_method(options: ClusterOptions, source: Source) -> None:

@@ -42,8 +42,13 @@ def _explicit_values(recipe: Recipe) -> dict[str, Any]:
         ]
     script = {} if recipe.script is None else msgspec.to_builtins(recipe.script)
     task = {key: value for key, value in recipe.task_options.items() if value is not None}
-    tables = {"cluster": cluster, "train": train | launch | script, "task": task}
+    slurm = {} if recipe.slurm is None else _set_values(recipe.slurm)
+    tables = {"cluster": cluster, "slurm": slurm, "train": train | launch | script, "task": task}
     return {"name": recipe.name, **{key: table for key, table in tables.items() if table}}
+
+
+def _set_values(options: Any) -> dict[str, Any]:
+    return {key: value for key, value in msgspec.to_builtins(options).items() if value}
 
 
 def _non_defaults(options: Any, schema: type[Any]) -> dict[str, Any]:
@@ -64,7 +69,7 @@ def _with_written_spelling(wanted: Mapping[str, Any], written: Mapping[str, Any]
     result: dict[str, Any] = {}
     if "name" in written or recipe.name != recipe.origin.default_name:
         result["name"] = wanted["name"]
-    for table in ("cluster", "train", "task"):
+    for table in ("cluster", "slurm", "train", "task"):
         before = written.get(table, {})
         after = dict(wanted.get(table, {}))
         for key, value in before.items():
@@ -82,13 +87,13 @@ def _current_value(recipe: Recipe, table: str, key: str) -> Any:
     """Return the recipe's value of a key, defaults included."""
     if table == "task":
         return recipe.task_options.get(key)
-    if table == "cluster":
-        value = getattr(recipe.cluster, key)
+    if table in ("cluster", "slurm"):
+        value = getattr(getattr(recipe, table), key)
     elif key in ("script", "args"):
         value = getattr(recipe.script, key, None)
     else:
         value = getattr(recipe.launch if key in LAUNCH_OPTIONS else recipe.train, key)
-    if key == "nodes":
+    if (table, key) == ("cluster", "nodes"):
         return [{k: v for k, v in msgspec.to_builtins(node).items() if v not in (None, {})} for node in value]
     return msgspec.to_builtins(value)
 

@@ -28,6 +28,7 @@ from trainer.contract.record import (
     Joining,
     Lost,
     NodeSample,
+    Queued,
     RankState,
     RunEnded,
     RunStarted,
@@ -72,6 +73,8 @@ class RunState:
         self.started: float | None = None
         """Unix seconds."""
         self.ended: RunEnded | None = None
+        self.queued: Queued | None = None
+        """What the scheduler said last, while the run waits for it."""
         self.time = 0.0
         """Newest time of any event, Unix seconds."""
         self.ranks: dict[int, RankView] = {rank: RankView(rank, history) for rank in range(world_size)}
@@ -112,6 +115,7 @@ class RunState:
             Failure: self._failure,
             Lost: lambda _: None,  # shown as it comes; the state keeps nothing of it
             RunEnded: self._run_ended,
+            Queued: self._queued,
         }
 
     def apply(self, event: AnyEvent | DownsampledBlock) -> None:
@@ -130,10 +134,12 @@ class RunState:
 
     @property
     def status(self) -> str:
-        """``starting``, ``running``, or how the run ended."""
+        """``queued``, ``starting``, ``running``, or how the run ended."""
         if self.ended is not None:
             return self.ended.status
-        return "running" if any(view.last is not None for view in self.ranks.values()) else "starting"
+        if any(view.last is not None for view in self.ranks.values()):
+            return "running"
+        return "queued" if self.queued is not None else "starting"
 
     @property
     def step(self) -> int:
@@ -297,7 +303,7 @@ class RunState:
         self.run, self.recipe, self.run_dir = event.run, event.recipe, event.run_dir
         self.world_size = event.world_size
         self.started = event.time if self.started is None else self.started
-        self.ended = None
+        self.ended = self.queued = None
         for rank in range(event.world_size):
             self.rank(rank)
         self._update_outcomes()
@@ -383,6 +389,9 @@ class RunState:
             view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         if self.root_cause is not before:
             self._update_outcomes()
+
+    def _queued(self, event: Queued) -> None:
+        self.queued = event
 
     def _run_ended(self, event: RunEnded) -> None:
         self.ended = event

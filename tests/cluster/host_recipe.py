@@ -32,11 +32,13 @@ ENDLESS = {"max_updates": 100_000_000, "stop_time": 5.0}
 """Of the training: longer than any test waits, and ended also where nobody is left to end it."""
 
 
-def recipe(hosts: Sequence[str], ranks: Sequence[int], *, task: Mapping[str, Any] | None = None, **train: Any) -> str:
+def recipe(
+    hosts: Sequence[str | None], ranks: Sequence[int], *, task: Mapping[str, Any] | None = None, **train: Any
+) -> str:
     """Return the recipe's text.
 
     Args:
-        hosts: names or addresses; none for a node without one.
+        hosts: names or addresses; None for a node without one.
         ranks: of each host.
         task: options of the task.
         train: options of the training.
@@ -45,7 +47,7 @@ def recipe(hosts: Sequence[str], ranks: Sequence[int], *, task: Mapping[str, Any
     for table, values in (("train", TRAIN | train), ("task", TASK | dict(task or {}))):
         lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
     for host, count in zip(hosts, ranks, strict=True):
-        lines += ["[[cluster.nodes]]", f"host = {json.dumps(host)}", f"cpu_ranks = {count}"]
+        lines += ["[[cluster.nodes]]", *([f"host = {json.dumps(host)}"] if host else []), f"cpu_ranks = {count}"]
     return "\n".join(lines) + "\n"
 
 

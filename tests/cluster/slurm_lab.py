@@ -81,7 +81,12 @@ class Slurm:
 
 @contextmanager
 def slurm(
-    folder: Path, interfaces: Mapping[str, str], *, environ: Mapping[str, str] = os.environ, cpus: int = 8
+    folder: Path,
+    interfaces: Mapping[str, str],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    cpus: int = 8,
+    proctrack: str = "linuxproc",
 ) -> Iterator[Slurm]:
     """Start a cluster with a node per interface, and end it with all that runs on it.
 
@@ -90,6 +95,7 @@ def slurm(
         interfaces: network interface by name of the node.
         environ: of the commands, and so of the jobs.
         cpus: cores that each node claims to have.
+        proctrack: how Slurm finds a job's processes: ``cgroup`` as most clusters do, which signals a step's tasks only.
     """
     with ExitStack() as stack:
         # Names as administrators configure them: a node's own leads to the address that the others know.
@@ -103,8 +109,9 @@ def slurm(
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         conf = folder / "slurm.conf"
-        conf.write_text(_configuration(folder, login, nodes, cpus))
+        conf.write_text(_configuration(folder, login, nodes, cpus, proctrack))
         (folder / "plugstack.conf").write_text("")
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")
         cluster = Slurm(login, nodes, folder, dict(environ) | {"SLURM_CONF": str(conf)})
         stack.callback(_end, cluster.daemons)
         socket = folder / "run" / "munge"
@@ -121,7 +128,7 @@ def slurm(
         yield cluster
 
 
-def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int) -> str:
+def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, proctrack: str) -> str:
     settings = {
         "ClusterName": "lab",
         "SlurmctldHost": f"{login.name}({login.address})",
@@ -136,8 +143,8 @@ def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int) 
         "SlurmdLogFile": f"{folder}/log/slurmd.%n",
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool/%n",
-        # No cgroups and no accounting: the machine that runs the tests may have neither.
-        "ProctrackType": "proctrack/linuxproc",
+        # No accounting, and no cgroups unless asked for: the machine that runs the tests may have neither.
+        "ProctrackType": f"proctrack/{proctrack}",
         "TaskPlugin": "task/none",
         "JobAcctGatherType": "jobacct_gather/none",
         "AccountingStorageType": "accounting_storage/none",

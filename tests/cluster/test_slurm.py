@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host_recipe import ENDLESS, ENVIRON, check_rank, flags, is_training, recipe
-from network_namespaces import wait_until
+from host_recipe import ENDLESS, ENVIRON, check_rank, events, flags, is_training, recipe
+from network_namespaces import LIMIT_S, Host, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 
 INTERFACES = {"n1": "eth0", "n2": "ens3", "n3": "enp1s0f1"}
@@ -40,7 +44,7 @@ def cluster(lab: Slurm) -> Iterator[Slurm]:
 def plan(cluster: Slurm, folder: Path, hosts: Sequence[str], ranks: Sequence[int], **options: Any) -> Path:
     """Write the batch script of a recipe into a folder, as a person does on the login host."""
     (folder / "recipe.toml").write_text(recipe(hosts, ranks, **options))
-    words = ("gputrain", "plan", "recipe.toml", "--sbatch", *RECORD)
+    words = ("env", f"GPUTRAIN_HOME={folder / 'home'}", "gputrain", "plan", "recipe.toml", "--sbatch", *RECORD)
     job = folder / "job.sh"
     job.write_text(cluster.run(*words, cwd=folder).stdout)
     return job
@@ -237,4 +241,175 @@ def test_a_script_in_too_small_a_job_or_outside_of_one_says_so_and_starts_nothin
     assert output(job) == "gputrain: this plan is for 3 nodes, but the job has 2\n"
     typed = cluster.run("bash", "job.sh", cwd=tmp_path, check=False)
     assert (typed.returncode, typed.stderr) == (2, "gputrain: submit this script with sbatch\n")
-    assert not (tmp_path / "record").exists()
+    assert not list((tmp_path / "record" / "events").iterdir())
+
+
+# --- `gputrain run` with the launcher slurm ---------------------------------------------------------------------------
+
+
+@dataclass
+class Typed:
+    """``gputrain`` as a person types it on the hosts of a cluster, with a folder of runs that all of them see."""
+
+    cluster: Slurm
+    folder: Path
+
+    def words(self, *words: str) -> list[str]:
+        return ["env", f"GPUTRAIN_HOME={self.folder / 'home'}", "gputrain", *words]
+
+    def run(self, *words: str, host: Host | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+        host = host or self.cluster.login
+        return host.run(*self.words(*words), cwd=self.folder, env=self.cluster.environ, check=check)
+
+    def record(self) -> Path:
+        (found,) = (self.folder / "home" / "runs").glob("2*")
+        return found
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads((self.record() / "status.json").read_text()))
+
+    def job(self) -> int:
+        return int(json.loads((self.record() / "slurm.json").read_text())["number"])
+
+    def await_steps(self, ranks: int = 3) -> None:
+        wait_until(lambda: all(is_training(self.record(), rank) for rank in range(ranks)), "all ranks train")
+
+
+@pytest.fixture
+def typed(cluster: Slurm, tmp_path: Path) -> Typed:
+    (tmp_path / "recipe.toml").write_text(recipe([None, None], [2, 1]) + "[slurm]\n")
+    (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS | {"stop_time": 60.0}) + "[slurm]\n")
+    return Typed(cluster, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["login", "salloc", "sbatch"])
+def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(typed: Typed, way: str) -> None:
+    cluster, folder, words = typed.cluster, typed.folder, typed.words("run", "recipe.toml")
+    if way == "sbatch":
+        (folder / "job.sh").write_text(f"#!/bin/bash\n{shlex.join(words)}\n")
+        assert cluster.wait(cluster.submit(folder / "job.sh", "--nodes=2", "--exclusive"))["JobState"] == "COMPLETED"
+    else:
+        heterogeneous = ["salloc", "--nodes=1", ":", "--nodes=1"] if way == "salloc" else []
+        cluster.run(*heterogeneous, *words, cwd=folder)
+    assert typed.status()["status"] == "finished"
+    check_all(typed.record(), [2, 1])
+    job = json.loads((typed.record() / "slurm.json").read_text())
+    assert (job["nodes"], job["batch"]) == (["n1", "n2"], way == "login")
+    assert job["number"] > 0
+
+
+def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_with_its_work_saved(typed: Typed) -> None:
+    cluster, folder = typed.cluster, typed.folder
+    (folder / "other.sh").write_text("#!/bin/bash\nsleep 600\n")
+    other = cluster.submit(folder / "other.sh", "--nodes=3", "--exclusive")
+    wait_until(lambda: cluster.job(other)["JobState"] == "RUNNING", "another job has all nodes")
+    process = cluster.start(*typed.words("run", "endless.toml"), cwd=folder)
+    shown = folder / "output"
+    wait_until(lambda: ": Resources" in shown.read_text(), "it says why it waits", [process])
+    (entry,) = json.loads(typed.run("runs", "--json").stdout)
+    assert entry["state"] == "queued"
+    cluster.run("scancel", str(other))
+    typed.await_steps()
+    asked = time.time()
+    cluster.run("scancel", str(typed.job()))
+    assert process.wait(LIMIT_S) == 130
+    status = typed.status()
+    assert "it was cancelled in Slurm at update " in status["message"]
+    assert (status["status"], status["ended"] - asked < 10) == ("stopped", True)
+    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+    assert f"queued as job {typed.job()} in main: Resources" in shown.read_text()
+    assert "it was cancelled in Slurm at update " in shown.read_text()
+
+
+def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_on(typed: Typed) -> None:
+    cluster = typed.cluster
+    typed.run("run", "endless.toml", "--detach")
+    typed.await_steps()
+    number = typed.job()
+    cluster.run("scontrol", "requeue", str(number))
+    wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", "it is in the queue again")
+    assert "Slurm put it back into its queue at update " in typed.status()["message"]
+    (kept,) = (typed.record() / "checkpoints").glob("step_*.pt")
+    before = len(events(typed.record(), 0))
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", "ExcNodeList=n1")
+    again = wait_until(
+        lambda: [event for event in events(typed.record(), 0)[before:] if event["type"] == "step"], "it trains again"
+    )
+    assert again[0]["step"] - again[0]["steps"] == int(kept.stem.removeprefix("step_"))
+    stopped = typed.run("stop", "last", host=cluster.nodes[2])
+    assert re.search(r" is stopped at update \d+, saved \S+; processes left: none$", stopped.stdout.strip())
+    cluster.wait(number)
+    assert json.loads((typed.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
+    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "line"),
+    [
+        ("slurm.partition=nowhere", 3, "slurm.partition: sbatch: invalid partition specified: nowhere"),
+        ("slurm.nodes=9", 2, "slurm.nodes is 9, but there are 2 [[cluster.nodes]]"),
+        ("slurm.setup=echo no such module >&2; false", 1, "no such module; slurm.setup ended with exit code 1"),
+    ],
+)
+def test_what_slurm_or_a_node_refuses_is_told_in_its_words(typed: Typed, setting: str, code: int, line: str) -> None:
+    ended = typed.run("run", "recipe.toml", "--set", setting, check=False)
+    assert ended.returncode == code
+    assert line in ended.stderr
+    assert not typed.cluster.run("squeue", "--noheader").stdout
+
+
+@pytest.mark.parametrize(("alone", "who"), [(0, "n[1-2], which"), (2, "n2")], ids=["login", "second node"])
+def test_a_run_directory_that_a_node_does_not_see_is_told_in_one_line(typed: Typed, alone: int, who: str) -> None:
+    host, home = [typed.cluster.login, *typed.cluster.nodes][alone], typed.folder / "home"
+    home.mkdir()
+    host.run("mount", "-t", "tmpfs", "tmpfs", home)
+    try:
+        ended = typed.run("run", "recipe.toml", check=False)
+        assert ended.returncode == 1
+        assert f"{who} does not see the run directory {home}/runs/" in ended.stderr
+    finally:
+        host.run("umount", "--lazy", home)
+
+
+@pytest.mark.slow
+def test_a_run_whose_time_limit_is_over_has_saved(typed: Typed) -> None:
+    """Slurm then sends SIGTERM, SIGCONT and SIGTERM within a second."""
+    typed.run("run", "endless.toml", "--detach", "--set", "train.stop_time=0")
+    typed.await_steps()
+    typed.cluster.run("scontrol", "update", f"JobId={typed.job()}", "TimeLimit=00:00:01")
+    typed.cluster.wait(typed.job())
+    assert "its time limit in Slurm was over at update " in typed.status()["message"]
+    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+
+
+@pytest.mark.slow
+def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well(tmp_path: Path) -> None:
+    """As most clusters do, by ``proctrack/cgroup``."""
+    require_slurm()
+    if not Path("/sys/fs/cgroup/freezer").is_dir():
+        pytest.skip("needs cgroups of version 1")
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    try:
+        with slurm(folder, INTERFACES, environ=ENVIRON, proctrack="cgroup") as running:
+            (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS) + "[slurm]\n")
+            typed = Typed(running, tmp_path)
+            typed.run("run", "endless.toml", "--detach")
+            typed.await_steps()
+            running.run("scancel", str(typed.job()))
+            running.wait(typed.job())
+            assert "it was cancelled in Slurm at update " in typed.status()["message"]
+            assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_the_page_of_the_readme_is_followed_word_for_word(typed: Typed) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## Slurm\n")[2].partition("\n## ")[0]
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    (typed.folder / "slurm.toml").write_text(text)
+    for block in re.findall(r"^```sh slurm\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE):
+        script = f"export GPUTRAIN_HOME={shlex.quote(str(typed.folder / 'home'))}\n{block}"
+        typed.cluster.run("bash", "-euo", "pipefail", "-c", script, cwd=typed.folder)
+    runs = sorted((typed.folder / "home" / "runs").glob("2*"))
+    ends = [json.loads((run / "status.json").read_text())["status"] for run in runs]
+    assert ends == ["finished", "stopped", "finished"]

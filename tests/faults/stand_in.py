@@ -45,7 +45,10 @@ def main(words: list[str]) -> int:
     if mode == "abort":
         os.abort()
     if mode == "fail":
-        tell(ranks[-1], Failure(time=time.time(), kind="exception", rank=ranks[-1], message="ValueError: bad batch"))
+        tell(
+            ranks[-1],
+            Failure(time=time.time(), kind="exception", rank=ranks[-1], message="ValueError: bad batch", step=2),
+        )
         return 1
     if mode == "peer":
         while not any(b'"exception"' in path.read_bytes() for path in run_dir.events.glob("*.ndjson")):

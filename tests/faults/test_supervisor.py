@@ -314,9 +314,17 @@ def test_a_failed_attempt_is_started_again_as_often_as_allowed(make_run: MakeRun
 
 
 def test_the_restarts_come_to_an_end(make_run: MakeRun) -> None:
-    state = supervise(make_run("fail", recipe="[cluster]\nmax_restarts = 2\n"))
+    state = supervise(make_run("mute", recipe="[cluster]\nmax_restarts = 2\n"))
     assert state.status == "failed"
     assert len(state.failures) == 3
+
+
+def test_an_exception_that_comes_again_at_the_same_step_ends_the_restarts(make_run: MakeRun) -> None:
+    state = supervise(make_run("fail", recipe="[cluster]\nmax_restarts = 9\n"))
+    assert state.status == "failed"
+    assert len(state.failures) == 2
+    assert state.ended is not None
+    assert state.ended.message == ("ValueError: bad batch; it came twice after step 2, so the run is not started again")
 
 
 def test_a_detached_run_outlives_its_supervisor_and_is_adopted(make_run: MakeRun) -> None:

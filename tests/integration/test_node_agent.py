@@ -364,7 +364,7 @@ def test_ranks_inside_a_real_collective_die_with_a_killed_parent(start: Start) -
 def test_stacks_are_printed_into_the_ranks_log_on_request(start: Start) -> None:
     parent = start("all_hang")
     pid = int(parent.marks()[1])
-    os.kill(pid, signal.SIGUSR1)
+    os.kill(pid, signal.SIGQUIT)
     log = parent.run_dir.rank_log(1)
     wait_until(lambda: "in all_hang" in log.read_text())
     assert alive(pid)

@@ -259,7 +259,7 @@ async def test_a_process_that_is_gone_gives_no_stack_and_is_not_signalled(tmp_pa
         await settle(pilot)
         await press(pilot, "enter", "k")
         assert app.screen.query_one(StackView).display
-        assert "rank 0 runs on node000: send SIGUSR1 to process 40000 there" in "\n".join(rows(app))
+        assert "rank 0 runs on node000: send SIGQUIT to process 40000 there" in "\n".join(rows(app))
 
 
 @played

@@ -28,7 +28,7 @@ SAYS = "import os, sys; print(sys.argv[1:], os.environ.get('NCCL_DEBUG'), os.get
 SHOWS_STACKS = """
 import faulthandler, os, signal, sys
 log = open(sys.argv[1] + ".new", "w")
-faulthandler.register(signal.SIGUSR1, file=log)
+faulthandler.register(signal.SIGQUIT, file=log)
 print(os.getpid(), file=log, flush=True)
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 def reads_until_the_end():

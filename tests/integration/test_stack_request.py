@@ -18,7 +18,7 @@ from trainer.contract.record import RunDir
 
 RANK = """
 import faulthandler, os, signal, sys
-faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
 def waits_for_a_batch():
     print("ready", flush=True)
     os.close(int(sys.argv[1]))
@@ -81,7 +81,7 @@ def test_a_process_that_is_not_of_the_run_is_never_signalled(run_dir: RunDir) ->
 
 def test_a_rank_of_another_machine_is_not_asked(run_dir: RunDir, rank: RankView) -> None:
     rank.host = "node047"
-    with pytest.raises(RequestError, match="rank 3 runs on node047: send SIGUSR1 to process"):
+    with pytest.raises(RequestError, match="rank 3 runs on node047: send SIGQUIT to process"):
         request_stack(run_dir, rank)
 
 

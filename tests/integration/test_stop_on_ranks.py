@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,10 @@ from signals import is_pending
 from trainer.checkpoint import load, newest
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import RankState, RunDir, Validation, decode_events
+from trainer.contract.stop_level import StopLevel
 from trainer.host.ports import free_port
+from trainer.host.processes import descendants
+from trainer.host.stop_request import signal_of
 
 TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
 FLAGS = ["--batch-size", "5", "--dropout", "0.3", "--lr-scheduler", "cosine", "--total-num-update", "5000"]
@@ -95,12 +99,16 @@ def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path, ranks: int, numb
     assert seen[0] + seen[1] == seen[2], "each validation once"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_every_process_of_a_job_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    process = begin(tmp_path, "--max-updates", 1_000_000)
+    process = begin(tmp_path, "--max-updates", 1_000_000, "--num-workers", 1)
     await_steps(tmp_path)
-    for pid in (pid_of(tmp_path, 0), pid_of(tmp_path, 1), process.pid):  # as Slurm ends a job, or a terminal its group
-        os.kill(pid, number)
+    # As Slurm without cgroups ends a job, or a terminal its group: also the fork server, and what reads the data.
+    pids = [*descendants(process.pid), process.pid]
+    assert len(pids) >= 7
+    for pid in (*pids, *pids):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
     code, stderr = end(process, 15)
     told = outcome(tmp_path)
     assert told.stopped_at is not None
@@ -160,7 +168,9 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
     assert "killed, because they did not answer: ranks 0, 1; no process is left" in stderr
 
 
-@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGUSR2)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal_of(StopLevel.NOW))]
+)
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, first: signal.Signals, second: signal.Signals) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 60)
     await_steps(tmp_path)

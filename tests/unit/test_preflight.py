@@ -421,12 +421,15 @@ def test_gpus_that_are_missing_are_the_machines_fault() -> None:
 @pytest.mark.parametrize(
     ("host", "launcher", "key", "words"),
     [
-        ("far", "slurm", "cluster.launcher", "`gputrain plan one.toml --sbatch` prints"),
+        ("far", "slurm", "cluster.launcher", "there is no sbatch on this machine"),
     ],
 )
-def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launcher: str, key: str, words: str) -> None:
+def test_what_cannot_be_started_from_here_is_told_with_what_can(
+    host: str, launcher: str, key: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
     wanted = recipe(f'host = "{host}"\ncpu_ranks = 1', cluster=f'launcher = "{launcher}"')
-    (result,) = check_launcher(wanted, plan(wanted, {}, local=HERE), HERE)
+    (result,) = check_launcher(wanted, plan(wanted, {}, local=HERE))
     assert (result.status, result.key) == ("error", key)
     assert result.where.endswith(f": {key}")
     assert words in result.line
@@ -434,4 +437,4 @@ def test_what_cannot_be_started_from_here_is_told_with_what_can(host: str, launc
 
 @pytest.mark.parametrize("node", ["cpu_ranks = 1", 'host = "far"\ncpu_ranks = 1'])
 def test_what_is_started_from_here_needs_no_word(node: str) -> None:
-    assert check_launcher(recipe(node), plan(recipe(node), {}, local=HERE), HERE) == []
+    assert check_launcher(recipe(node), plan(recipe(node), {}, local=HERE)) == []

@@ -7,7 +7,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
-from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR2
+from signal import SIGHUP, SIGINT, SIGRTMIN, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 
@@ -17,7 +17,7 @@ from trainer.host.stop_request import StopRequest, StopRequested, signal_of
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (SIGINT, SIGTERM, SIGHUP, SIGUSR2)}
+    before = {number: signal.getsignal(number) for number in (SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGRTMIN)}
     yield
     for number, handler in before.items():
         assert signal.signal(number, handler) == handler, "the handlers that were there are back"
@@ -34,13 +34,15 @@ def _handlers() -> Iterator[None]:
         ([SIGTERM, SIGTERM], StopLevel.SAVE),
         ([SIGTERM, SIGINT], StopLevel.SAVE),
         ([SIGINT, SIGTERM, SIGHUP], StopLevel.SAVE),
-        ([SIGUSR2], StopLevel.NOW),
-        ([SIGUSR2, SIGTERM], StopLevel.NOW),
+        ([SIGUSR1], StopLevel.SAVE),
+        ([SIGUSR2, SIGTERM], StopLevel.SAVE),
+        ([SIGRTMIN], StopLevel.NOW),
+        ([SIGRTMIN, SIGTERM], StopLevel.NOW),
         ([SIGINT, SIGINT], StopLevel.KILL),
         ([SIGINT, SIGTERM, SIGINT], StopLevel.KILL),
     ],
 )
-def test_only_a_second_ctrl_c_and_sigusr2_ask_for_more_than_to_save(
+def test_only_a_second_ctrl_c_and_the_signal_between_our_processes_ask_for_more_than_to_save(
     numbers: list[int], level: StopLevel, main_thread_is_free: bool
 ) -> None:
     with StopRequest(main_thread_is_free=main_thread_is_free) as request:

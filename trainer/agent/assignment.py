@@ -69,6 +69,8 @@ class RankAssignment:
     """Whether the rank is to save and leave."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables to set in the rank's environment; None removes one."""
+    terminal: int | None = None
+    """Descriptor to which the rank's narration goes besides its log: where a person typed the command, rank 0's."""
     is_script: bool = False
     """Whether ``words`` are a script and its arguments, which has succeeded when it exits with 0 and no report."""
 

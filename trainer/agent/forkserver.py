@@ -18,6 +18,8 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+from trainer.host.stop_request import SAVE_SIGNALS
+
 PRELOADED = ["trainer.agent.preload_first", "trainer.agent.preload_torch"]
 """What the server imports before it forks."""
 FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -40,12 +42,14 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     global _environment
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED if preloaded is None else preloaded))
-    resource_tracker.ensure_running()
-    # Ctrl-C goes to the whole foreground group. The server inherits that it is blocked; here it stays pending.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Ctrl-C goes to the whole foreground group, and Slurm may signal every process of a job. The server inherits that
+    # they are blocked; here they stay pending.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
     if _environment is None:
         _environment = dict(os.environ)
     try:
+        resource_tracker.ensure_running()  # ignores SIGINT and SIGTERM by itself, and unblocks them here
+        signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
         with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
             _ensure_running()
     finally:

@@ -57,6 +57,8 @@ def run_in_process(
             agent.write_spawned()
             if assignment.local_rank == 0:
                 threading.Thread(target=agent.sample_node, name="node-sampler", daemon=True).start()
+            terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
+            assignment = dataclasses.replace(assignment, terminal=terminal)
             process_guard.redirect_output(run_dir.rank_log(assignment.rank))
         # Imports torch, which a fork server would have done for the rank.
         importlib.import_module("trainer.agent.preload_torch")

@@ -21,13 +21,18 @@ from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
+from trainer.contract.record import RunDir, checkpoint_to_resume
+from trainer.environments import slurm
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.gpu_claims import GpuTakenError, claim_gpus
 from trainer.host.ports import free_port
+from trainer.host.proc_environ import RUN
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
 """Environment variable: the run's id, where the run directory has another name."""
+
+STDOUT = 1
 
 RANK_TARGET = "trainer.engine.worker:run_rank"
 SCRIPT_TARGET = "trainer.agent.script:run_script"
@@ -66,6 +71,8 @@ def launch(
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     run_dir, claimed = _run_dir(options), [devices[index].uuid for index in decision.device_ids if index is not None]
     run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
+    if script is None:
+        words = _resumed(words, run_dir, environ)
     with (
         _claim(claimed, run_id, options, environ),
         usable_init_method(decision) as init_method,
@@ -124,6 +131,7 @@ def assign(
             words=tuple(words),
             run_dir=None if run_dir is None else str(run_dir),
             run_id=run_id,
+            terminal=STDOUT if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
             report=_ignore_report,
         )
         for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)
@@ -157,6 +165,20 @@ def _run_dir(options: Distributed) -> Path | None:
     if not os.access(path, os.W_OK | os.X_OK):
         raise RequestError(f"--run-dir {options.run_dir} cannot be written")
     return path
+
+
+def _resumed(words: Sequence[str], run_dir: Path | None, environ: Mapping[str, str]) -> Sequence[str]:
+    """Return the flags that continue a job which Slurm has requeued from what it has saved, if it has; else as given.
+
+    Every node finds the same: the run directory of several nodes is shared, and the ranks compare their flags.
+    """
+    if run_dir is None or not slurm.is_requeued(environ):
+        return words
+    found = checkpoint_to_resume(RunDir(run_dir))
+    if found is None:
+        return words
+    narrate(f"Slurm has requeued this job, which goes on from {found}", program="trainer")
+    return [*words, "--resume", str(found)]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ shown it; the trainer's narration, which the record holds as well, is handed to 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import sys
 import threading
@@ -19,7 +21,13 @@ LEAVE_S = 1.0
 class Narration:
     """Prints lines in their order without making the caller wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: int | None = None) -> None:
+        """Start with nothing to print.
+
+        Args:
+            terminal: descriptor that gets each line too, when standard output is a log.
+        """
+        self._terminal = terminal
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -40,3 +48,6 @@ class Narration:
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
             print(printable_lines(line), file=sys.stdout, flush=True)
+            if self._terminal is not None:
+                with contextlib.suppress(OSError):  # it is closed
+                    os.write(self._terminal, (printable_lines(line) + "\n").encode(errors="backslashreplace"))

@@ -19,7 +19,7 @@ from trainer.contract.outcome import RankReport, exit_code_of
 from trainer.contract.record import Failure, RunDir
 from trainer.host import process_guard
 from trainer.host.proc_environ import show_run_in_proc
-from trainer.host.stop_request import StopRequest
+from trainer.host.stop_request import SAVE_SIGNALS, StopRequest
 
 RankFunction = Callable[[RankAssignment], object]
 """Runs a rank. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
@@ -31,13 +31,14 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     process_guard.die_with_process(assignment.parent_pid)
     process_guard.set_signals()
     _set_environment(assignment)
+    terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
     if assignment.run_dir is not None:
         process_guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
     else:
         process_guard.print_by_line()
     # A scheduler that ends a job may signal every process of it, and a terminal its whole foreground group: a rank that
     # died of that would lose what the node agent is about to ask it to save. The agent ends ranks by other signals.
-    stop_request = StopRequest((signal.SIGTERM, signal.SIGHUP))
+    stop_request = StopRequest([number for number in SAVE_SIGNALS if number != signal.SIGINT])
 
     def report(report: RankReport) -> None:
         if report.stoppable:
@@ -47,7 +48,7 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     def stop_requested() -> bool:
         return bool(stop_request.level) or assignment.stop_requested()
 
-    leave(run(target, dataclasses.replace(assignment, report=report, stop_requested=stop_requested)))
+    leave(run(target, dataclasses.replace(assignment, report=report, stop_requested=stop_requested, terminal=terminal)))
 
 
 def _set_environment(assignment: RankAssignment) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -225,3 +226,5 @@ def start_worker(rank_pid: int, method: str, worker: int) -> None:
         if os.getppid() != rank_pid:  # The rank ended before the request above.
             os._exit(1)
     process_guard.set_signals()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a scheduler may send them to every process of a job
+        signal.signal(number, signal.SIG_IGN)

@@ -59,7 +59,7 @@ class _Rank:
         self.writer = writer
         self._state: RankStateName = "spawned"
         self.step: Callable[[], int | None] = lambda: None
-        self._narration = Narration()
+        self._narration = Narration(assignment.terminal)
 
     def run(self) -> int:
         """Train, tell how it ended, tear down; return the exit code."""

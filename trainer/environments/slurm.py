@@ -46,6 +46,12 @@ def is_task(environ: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
 
 
+def is_requeued(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm has started this job before, which then lost its node or was pre-empted."""
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return count.isdecimal() and int(count) > 0
+
+
 def decide(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
     """Decide for one task of a step: a task per rank is the rank, a task per node starts the node's ranks.
 

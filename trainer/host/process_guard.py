@@ -19,7 +19,7 @@ from trainer.contract.record.regular_file import open_to_append
 from trainer.host.log_file import LogFile
 from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from trainer.host.processes import exists
-from trainer.host.stop_request import NOW_SIGNAL
+from trainer.host.stop_request import NOW_SIGNAL, SAVE_SIGNALS, STACK_SIGNAL
 
 PARENT_POLL_S = 0.2
 """How often the parent is looked for on kernels before 5.3, which have no pidfd."""
@@ -75,17 +75,18 @@ def _kill_self() -> None:
 
 
 def set_signals() -> None:
-    """Leave Ctrl-C to the node agent, let its signals kill even inside a collective, print stacks on SIGUSR1."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    """Leave what asks to save to the node agent, let its signals kill even inside a collective, print stacks."""
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(NOW_SIGNAL, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
     print_stacks_on_signal()
 
 
 def print_stacks_on_signal() -> None:
-    """On SIGUSR1 print the Python stacks of all threads to standard error, also while blocked in C++."""
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    """On STACK_SIGNAL print the Python stacks of all threads to standard error, also while blocked in C++."""
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
 
 
 def redirect_output(log: Path) -> None:

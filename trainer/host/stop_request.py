@@ -18,9 +18,14 @@ from trainer.contract.stop_level import StopLevel
 
 LEASE = "GPUTRAIN_LEASE"
 """Environment variable: ``stdin`` means that the end of standard input ends the run."""
-NOW_SIGNAL = signal.SIGUSR2
-"""Asks a supervisor or a node agent to leave without saving, and ends a rank that would save on SIGTERM."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, NOW_SIGNAL)
+STACK_SIGNAL = signal.SIGQUIT
+"""Has a rank print its Python stacks; SIGUSR1 and SIGUSR2 are what schedulers send before a time limit."""
+SAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Ask to save and leave: a person, a scheduler, a terminal, and what ``sbatch --signal`` sends before a time limit."""
+NOW_SIGNAL = signal.SIGRTMIN
+"""Asks a supervisor or a node agent to leave without saving, and ends a rank that would save on SIGTERM; none that a
+person or a scheduler sends for something else."""
+STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL)
 """Blocked by whoever starts a supervisor: they stay pending until it has its handlers."""
 
 
@@ -72,8 +77,8 @@ class StopRequest:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._signals:
-            # What a terminal sends to all stays ignored where it is: `nohup`, or `&` in a script. SIGTERM and SIGUSR2
-            # are addressed to this very process.
+            # What a terminal sends to all stays ignored where it is: `nohup`, or `&` in a script. The others are
+            # addressed to this very process.
             ignored = signal.getsignal(number) is signal.SIG_IGN
             if not ignored or number not in (signal.SIGINT, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._handle)

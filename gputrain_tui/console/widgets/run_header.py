@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
 MARKS: dict[str, tuple[str, str]] = {
+    "queued": ("◷", "bright"),
     "starting": ("◌", "bright"),
     "running": ("●", "accent"),
     "stopping": ("◍", "warning"),

@@ -135,7 +135,7 @@ class RunList(Listing):
     def head(self, width: int) -> list[Row]:
         """Return the title and the names of the columns."""
         entries = self.entries or ()
-        going = sum(entry["state"] in ("starting", "running", "stopping") for entry in entries)
+        going = sum(entry["state"] in ("queued", "starting", "running", "stopping") for entry in entries)
         left: Row = [("runs", "title")]
         if entries:
             left.append((f"  {len(entries):,}", "dim"))

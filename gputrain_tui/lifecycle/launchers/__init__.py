@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LAUNCHERS: dict[str, tuple[str, str]] = {
     "local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher"),
     "ssh": ("gputrain_tui.lifecycle.launchers.ssh", "SshLauncher"),
+    "slurm": ("gputrain_tui.lifecycle.launchers.slurm", "SlurmLauncher"),
 }
 """Name to module and class."""
 

@@ -130,6 +130,8 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
 class LocalLauncher:
     """Starts nodes as processes of this machine."""
 
+    adopted_as: type[AdoptedProcess] = AdoptedProcess
+
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> AdoptedProcess | None:
@@ -140,7 +142,7 @@ class LocalLauncher:
         if not is_alive(identity):  # checked after it was opened: the descriptor refers to this very process
             os.close(pidfd)
             return None
-        adopted = AdoptedProcess(node.node, node.host, identity, pidfd, run_dir)
+        adopted = self.adopted_as(node.node, node.host, identity, pidfd, run_dir)
         adopted.wake()
         return adopted
 

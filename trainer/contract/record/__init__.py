@@ -5,7 +5,7 @@ Torch-free, because the console reads with the definitions with which the ranks 
 
 from __future__ import annotations
 
-from trainer.contract.record.checkpoints import recorded_checkpoints
+from trainer.contract.record.checkpoints import checkpoint_to_resume, recorded_checkpoints
 from trainer.contract.record.events import (
     MAX_RANKS,
     STATES,
@@ -20,6 +20,7 @@ from trainer.contract.record.events import (
     Joining,
     Lost,
     NodeSample,
+    Queued,
     RankSample,
     RankState,
     RankStateName,
@@ -52,6 +53,7 @@ __all__ = [
     "Joining",
     "Lost",
     "NodeSample",
+    "Queued",
     "RankSample",
     "RankState",
     "RankStateName",
@@ -63,6 +65,7 @@ __all__ = [
     "Step",
     "TrainingPlan",
     "Validation",
+    "checkpoint_to_resume",
     "decode_events",
     "encode_event",
     "recorded_checkpoints",

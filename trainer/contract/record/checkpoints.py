@@ -1,4 +1,4 @@
-"""List the checkpoints that a run has written, also outside of its run directory."""
+"""List the checkpoints that a run has written, also outside of its run directory, and find what continues it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 from trainer.contract.record.events import Checkpoint, decode_events
 from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
+
+BEST = "best.pt"
+NAMES = ("step_*.pt", "epoch_*.pt", BEST)
+"""Names of checkpoints; the folder holds other files as well, such as its lock."""
 
 
 def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Path]:
@@ -22,3 +26,24 @@ def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Pa
     except OSError:
         return found
     return found
+
+
+def checkpoint_to_resume(run_dir: RunDir) -> Path | None:
+    """Return what continues the run: a folder, whose newest good checkpoint is taken, or a file; None without any.
+
+    A folder outside of the run directory, ``train.save_dir``, may hold checkpoints of other trainings. Those of this
+    run are the ones that its record names; beside others the last of them is meant and not the folder.
+    """
+    if checkpoints_in(run_dir.checkpoints):
+        return run_dir.checkpoints
+    named = [path for path in recorded_checkpoints(run_dir) if path.is_file()]
+    if not named:
+        return None
+    last = named[-1]
+    own = {path.name for path in named if path.parent == last.parent}
+    return last.parent if checkpoints_in(last.parent) <= {*own, BEST} else last
+
+
+def checkpoints_in(folder: Path) -> set[str]:
+    """Return the names of the checkpoints in a folder."""
+    return {path.name for name in NAMES for path in folder.glob(name)}

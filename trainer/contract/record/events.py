@@ -15,7 +15,7 @@ STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "fi
 """The states of a rank, in the order in which a healthy run passes through them."""
 
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
-RunStatusName = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
+RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
 
 MAX_RANKS = 1 << 16
 """Maximum ranks of a run: 64 of the largest machines of a recipe, whose state still fits in memory."""
@@ -334,6 +334,16 @@ class Lost(Event, kw_only=True, tag="lost"):
     message: str
 
 
+class Queued(Event, kw_only=True, tag="queued"):
+    """The run waits for a scheduler; recorded again where the reason or the expectation changes."""
+
+    job: Count
+    partition: str = ""
+    reason: str = ""
+    """The scheduler's word: ``Resources``, ``Priority``, …"""
+    expected_start: UnixSeconds | None = None
+
+
 class RunEnded(Event, kw_only=True, tag="run_ended"):
     """The last event of a run."""
 
@@ -344,6 +354,7 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
 
 AnyEvent = (
     RunStarted
+    | Queued
     | RankState
     | Joining
     | TrainingPlan

@@ -1,0 +1,316 @@
+"""A run as a job of Slurm: submit it, follow it from where it was typed, stop it, and record how Slurm ended it.
+
+``python -m gputrain_tui.lifecycle.slurm_jobs RUN_DIR [--lease]`` stands in for the supervisor, which is the job's only
+command, on the machine where the run was typed: it records why the job waits, passes stop requests on and ends with it.
+With ``--lease`` the job lives as long as the other end of standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from gputrain_tui.history.runs import ENDED, Run, SlurmJob, open_run, read_job, read_plan, read_status, write_status
+from gputrain_tui.hosts import slurm
+from gputrain_tui.lifecycle import attempt_outcome, settle
+from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, placed
+from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.preflight.result import CheckResult
+from gputrain_tui.recipe.model import Recipe, SlurmOptions
+from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.record import Failure, Queued, RunDir, write_atomically
+from trainer.contract.record.regular_file import open_to_append
+from trainer.contract.stop_level import StopLevel
+from trainer.host.stop_request import StopRequest
+
+POLL_S = 0.2
+"""Time between two looks at the status of a run."""
+FIRST_ASK_S, LAST_ASK_S = 1.0, 15.0
+"""Time between two questions to Slurm: it doubles, because a cluster has one controller for all."""
+REMIND_S = 2.0
+"""Time between two signals to a job: the first may come before its supervisor listens; all of them are one request."""
+LAST_WORDS_S = 5.0
+"""How long the supervisor of a job that is over may take to write how the run ended."""
+LINES = 40
+"""Last lines of a node's log that are searched for what Slurm says."""
+REQUEUED = "Slurm put it back into its queue"
+MARKS = (
+    ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
+    ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
+    ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
+    ("DUE TO JOB REQUEUE", REQUEUED),
+)
+"""What Slurm prints when it ends a job or a step, and what it means; while it does, no other command says why."""
+CANCELLED = "CANCELLED AT"
+"""Printed with no more words by ``scancel``, and where a supervisor ends the steps of a run that has failed."""
+OUT_OF_MEMORY = "oom"
+"""In what Slurm prints where a node's processes needed too much: ``oom-kill``, ``OOM Killed``."""
+FIX = "`sinfo` lists what the cluster has"
+KEYS = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "time": "time",
+    "memory": "mem",
+    "feature": "constraint",
+    "gres": "gpu_type",
+    "node count": "nodes",
+}
+"""Word in a refusal of Slurm and the key of ``[slurm]`` that it is about."""
+
+
+def check(recipe: Recipe, plan: Plan) -> CheckResult:
+    """Ask Slurm whether it would take a run, as it would be submitted."""
+    if "SLURM_JOB_ID" in os.environ:
+        return CheckResult(status="ok", check="Slurm", what=f"in job {os.environ.get('SLURM_JOB_ID')}")
+    words, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
+    try:
+        said = slurm.test(words, script)
+    except RequestError as error:
+        what = str(error)
+        key = next((("slurm", key) for word, key in KEYS.items() if word in what.lower()), ("cluster", "launcher"))
+        where = recipe.where(*key)
+        return CheckResult(status="error", check="Slurm", what=what, fix=FIX, key=".".join(key), where=where)
+    return CheckResult(status="ok", check="Slurm", what=said.removeprefix("sbatch: "))
+
+
+def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str], str]:
+    options = recipe.slurm or SlurmOptions()
+    log = str(run_dir.logs / "supervisor.log") if run_dir.path.is_dir() else os.devnull
+    words = sbatch_words(plan, options, name=recipe.name, output=log)
+    return words, supervisor_script(str(run_dir.path), python=sys.executable, setup=options.setup)
+
+
+def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm.Job | None:
+    """Submit a run whose directory is written; return what Slurm says of the job.
+
+    Raises:
+        RequestError: Slurm's words in one line.
+    """
+    write_status(run.dir, msgspec.structs.replace(run.status, status="queued", supervisor=None))
+    number = slurm.submit(*_submission(recipe, plan, run.dir))
+    found = None
+    with suppress(RequestError):
+        found = slurm.job(number)
+    job = SlurmJob(number=number, partition="" if found is None else found.partition, batch=True)
+    with suppress(FileExistsError), run.dir.slurm.open("xb") as file:  # its supervisor may have been faster
+        file.write(msgspec.json.encode(job))
+    return found
+
+
+def record_queued(run_dir: RunDir, job: slurm.Job | None) -> None:
+    """Record why a job waits; nothing of one that does not."""
+    if job is None or job.state != "PENDING":
+        return
+    event = Queued(
+        time=time.time(), job=job.number, partition=job.partition, reason=job.reason, expected_start=job.starts
+    )
+    RunStatusWriter(run_dir, read_plan(run_dir), now=time.time).record(event)
+
+
+def place(run_dir: RunDir, plan: Plan) -> Plan:
+    """Return a plan on the hosts of this process's allocation, and record them.
+
+    Raises:
+        RequestError: the allocation has too few hosts.
+    """
+    chosen = placed(plan)
+    before, status = read_job(run_dir), read_status(run_dir)
+    job = SlurmJob(
+        number=int(os.environ.get("SLURM_JOB_ID", "0")),
+        partition=os.environ.get("SLURM_JOB_PARTITION", ""),
+        nodes=[node.host for node in chosen.nodes],
+        batch=before.batch if before is not None else status is not None and status.status == "queued",
+    )
+    write_atomically(run_dir.slurm, msgspec.json.encode(job))
+    write_atomically(run_dir.plan, msgspec.json.encode(chosen))
+    return chosen
+
+
+def explained(ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
+    """Return how a run ended with what only Slurm knows of the cause.
+
+    Args:
+        ended: how it ended by its own record.
+        plan: its nodes.
+        run_dir: has their logs.
+    """
+    said = [(node, _log_end(run_dir.node_log(node.node))) for node in plan.nodes]
+    texts = [*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log")]
+    last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
+    words = next((words for mark, words in MARKS if any(mark in line for line in last)), "")
+    if ended.status == "stopped" and last and not str(ended.reason).endswith(("USR1", "USR2", "INT")):
+        return AttemptResult(status="stopped", reason=words or slurm.WORDS["CANCELLED"])
+    if ended.status != "failed":
+        return ended
+    for node in plan.nodes:
+        for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
+            if UNSEEN in line:
+                return _failed("slurm", line, host=node.host)
+    for node, text in said:
+        if OUT_OF_MEMORY in text.lower():
+            what = f"node {node.node} on {node.host} needed more memory than Slurm gave it (slurm.mem)"
+            return _failed("out_of_memory", what, host=node.host)
+    return _failed("slurm", words) if words and words != REQUEUED else ended
+
+
+def _log_end(path: Path) -> str:
+    lines = attempt_outcome.last_lines(path, LINES)
+    return "\n".join(line for line in lines if line.startswith(("srun: ", "slurmstepd")))
+
+
+def _failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
+    failure = Failure(time=time.time(), kind=kind, host=host, message=message)
+    return AttemptResult(status="failed", failure=failure)
+
+
+def refreshed(run: Run) -> Run:
+    """Return a run as it is now: one whose job is over without having said so has ended, and its record gets that."""
+    job = read_job(run.dir)
+    if job is None or run.state in ENDED:
+        return run
+    with suppress(RequestError):
+        found = slurm.job(job.number)
+        if found is None or found.is_over:
+            _record_end(run.dir, found)
+    return open_run(run.dir.path) or run
+
+
+def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
+    """Write how a run ended whose job is over, unless its supervisor still does."""
+    deadline = time.monotonic() + LAST_WORDS_S
+    while not settle.is_settled(run_dir) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
+        if not settle.take_lock(lock, patience_s=LAST_WORDS_S) or settle.is_settled(run_dir):
+            return
+        plan = read_plan(run_dir)
+        if settle.recorded_exit_code(run_dir, plan) is not None:
+            return
+        state = "" if job is None else job.state
+        if job is not None and not job.launched:
+            what = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
+            ended = _failed("slurm", f"the job could not start on {job.nodes}, which {what}")
+        elif job is not None and job.exit_code == ExitCode.REFUSED:
+            ended = _failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
+        elif state == "CANCELLED":
+            ended = AttemptResult(status="stopped", reason=slurm.WORDS[state])
+        else:
+            what = slurm.WORDS.get(state) or f"its job in Slurm is over ({state.lower() or 'forgotten'})"
+            ended = _failed("slurm", f"{what}, and the run had not ended")
+        RunStatusWriter(run_dir, plan, now=time.time).close(ended, left=[])
+
+
+def _last_line(run_dir: RunDir) -> str:
+    lines = attempt_outcome.last_lines(run_dir.logs / "supervisor.log", 2)
+    said = "; ".join(line.removeprefix("gputrain: ") for line in lines)
+    return said or f"it does not see {run_dir.path}, which must be on a disk that all nodes share"
+
+
+class JobStop:
+    """Passes stop requests on to a job; all that it sends until the job ends is one request."""
+
+    def __init__(self, run_dir: RunDir, job: SlurmJob) -> None:
+        self._dir = run_dir
+        self._job = job
+        self._due = 0.0
+        """When the job is asked again, monotonic seconds."""
+
+    def ask(self, level: StopLevel) -> None:
+        """Ask for a stop; to be called until the run has ended.
+
+        Raises:
+            RequestError: Slurm does not answer.
+        """
+        if time.monotonic() < self._due:
+            return
+        status = read_status(self._dir)
+        waiting = self._job.batch and status is not None and status.status == "queued"
+        if level > StopLevel.SAVE or (waiting and (found := slurm.job(self._job.number)) and found.state == "PENDING"):
+            slurm.cancel(self._job.number)
+        elif self._job.batch:
+            slurm.signal_script(self._job.number, "USR1")
+        else:
+            slurm.signal_steps(self._job.number, self._dir.path.name, "USR1")
+        self._due = time.monotonic() + REMIND_S
+
+
+def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
+    """Stop a run through Slurm, from any host of the cluster; return it as it has ended.
+
+    Raises:
+        RequestError: Slurm does not answer, or the run does not end.
+    """
+    request, level = JobStop(run.dir, job), StopLevel.SAVE
+    deadline = time.monotonic() + timeout_s
+    ask_at = time.monotonic() + FIRST_ASK_S
+    if run.state in ENDED:
+        if (waiting := slurm.job(job.number)) is not None and waiting.state == "PENDING":  # put back into the queue
+            slurm.cancel(job.number)
+        return run
+    while True:
+        now = open_run(run.dir.path) or run
+        if now.state in ENDED:
+            return now
+        request.ask(level)
+        if time.monotonic() >= ask_at:
+            now, ask_at = refreshed(now), time.monotonic() + FIRST_ASK_S
+        if time.monotonic() >= deadline and level > StopLevel.SAVE:
+            raise RequestError(
+                f"stop: job {job.number} of {run.id} does not end; `scontrol show job {job.number}` says more"
+            )
+        if time.monotonic() >= deadline:
+            level, deadline = StopLevel.NOW, deadline + timeout_s
+        time.sleep(POLL_S)
+
+
+def watch(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes]:
+    """Start the process that follows a submitted run in place of its supervisor."""
+    words = [sys.executable, "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
+    stdin = subprocess.PIPE if leased else subprocess.DEVNULL
+    return subprocess.Popen(
+        words, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def follow(run_dir: RunDir, *, leased: bool) -> int:
+    """Follow a submitted run to its end, or without a lease until it trains; return its exit code."""
+    job = read_job(run_dir)
+    assert job is not None
+    request = JobStop(run_dir, job)
+    ask_at, interval_s = 0.0, FIRST_ASK_S
+    shown: tuple[str, float | None] | None = None
+    with StopRequest(lease=leased) as stop_request:
+        while True:
+            status = read_status(run_dir)
+            if settle.is_settled(run_dir) or status is None:
+                return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
+            if not leased and status.status != "queued":
+                return ExitCode.FINISHED
+            with suppress(RequestError):
+                if stop_request.level:
+                    request.ask(stop_request.level)
+                    interval_s = FIRST_ASK_S
+                if time.monotonic() >= ask_at:
+                    found = slurm.job(job.number)
+                    if found is None or found.is_over:
+                        _record_end(run_dir, found)
+                    elif shown != (found.reason, found.starts):
+                        shown = (found.reason, found.starts)
+                        record_queued(run_dir, found)
+                    ask_at = time.monotonic() + interval_s
+                    interval_s = min(2 * interval_s, LAST_ASK_S)
+            stop_request.wait(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(follow(RunDir(Path(sys.argv[1]).absolute()), leased="--lease" in sys.argv[2:]))

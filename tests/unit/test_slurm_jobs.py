@@ -1,0 +1,110 @@
+"""What Slurm is asked for, and what its answers mean; without any Slurm."""
+
+from __future__ import annotations
+
+import pytest
+
+from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.hosts.slurm import parse_job
+from gputrain_tui.lifecycle.launchers.slurm import placed
+from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
+from gputrain_tui.plan.planner import Plan, plan
+from gputrain_tui.recipe.model import Recipe, SlurmOptions, build
+from gputrain_tui.recipe.toml_writer import dump_toml
+from trainer.contract.errors import RequestError
+
+TRAIN = '[train]\ntask = "mnist"\nmax_updates = 1\n[task]\ndata = "/d"\n'
+LOGIN = LocalFacts(names=frozenset({"login"}), free_port=20123, python="/venv/python")
+
+
+def recipe(text: str, *settings: str) -> Recipe:
+    return build(text + TRAIN, name="r.toml", overrides=settings)
+
+
+def planned(*gpus: int, slurm: str = "[slurm]\n", local: LocalFacts = LOGIN) -> Plan:
+    return plan(recipe(slurm + "".join(f"[[cluster.nodes]]\ngpus = {count}\n" for count in gpus)), {}, local=local)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "words"),
+    [
+        ((2, 2), {}, "--nodes=2 --ntasks-per-node=1 --exclusive --gpus-per-node=2"),
+        (
+            (4, 4, 1),
+            {"gpu_type": "h200", "partition": "gpu", "extra": ("--cpus-per-task=8",)},
+            "--nodes=2 --ntasks-per-node=1 --partition=gpu --gpus-per-node=h200:4 --cpus-per-task=8 : "
+            "--nodes=1 --ntasks-per-node=1 --partition=gpu --gpus-per-node=h200:1 --cpus-per-task=8",
+        ),
+    ],
+    ids=["alike", "heterogeneous"],
+)
+def test_slurm_is_asked_for_the_nodes_of_the_recipe(
+    gpus: tuple[int, ...], options: dict[str, object], words: str
+) -> None:
+    found = sbatch_words(planned(*gpus), SlurmOptions(**options), name="a b", output="/runs/100%")  # type: ignore[arg-type]
+    assert " ".join(found) == f"--job-name=a-b --output=/runs/100%% --open-mode=append {words}"
+
+
+def test_one_entry_stands_for_all_nodes_and_the_table_is_kept_when_a_recipe_is_written() -> None:
+    text = '[slurm]\nnodes = 3\npartition = "gpu"\nextra = ["--exclusive"]\n[[cluster.nodes]]\ngpus = 2\n'
+    found = recipe(text, "train.lr=0.5")
+    assert [node.gpus for node in found.cluster.nodes] == [2, 2, 2]
+    again = build(dump_toml(found), name="r.toml")
+    assert (again.slurm, again.cluster, again.train) == (found.slurm, found.cluster, found.train)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[slurm]\npartiton = 'a'\n", "r.toml:2: slurm.partiton is not known; did you mean 'partition'?"),
+        ("[slurm]\nnodes = 0\n", "r.toml:2: slurm.nodes is 0, but must be an integer >= 1"),
+        ("slurm = 3\n", "r.toml:1: slurm is 3, but must be a table"),
+        (
+            "[slurm]\nnodes = 2\n[[cluster.nodes]]\nhost = 'n1'\ngpus = 1\n",
+            "r.toml:2: slurm.nodes is 2, but cluster.nodes[0] names its host: leave the host to Slurm",
+        ),
+        ("[slurm]\n[[cluster.nodes]]\ngpus = 'all'\n", "cluster.nodes[0].gpus must be a count of GPUs, or cpu_ranks"),
+    ],
+)
+def test_what_slurm_cannot_be_asked_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        plan(recipe(text), {}, local=LOGIN)
+    assert message in str(refused.value)
+
+
+def test_nodes_without_a_name_get_the_hosts_of_the_allocation_and_a_port_of_the_job() -> None:
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "a",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "b",
+    }
+    found = placed(planned(2, 1), environ)
+    assert [node.host for node in found.nodes] == ["a", "b"]
+    assert found.init_method == "tcp://a:12007"
+    assert all("tcp://a:12007" in node.argv for node in found.nodes)
+    assert not any("CUDA_VISIBLE_DEVICES" in node.env for node in found.nodes), "Slurm chooses the GPUs"
+    moved = environ | {"SLURM_JOB_NODELIST_HET_GROUP_0": "c", "SLURM_RESTART_COUNT": "1"}
+    assert [node.host for node in placed(found, moved).nodes] == ["c", "b"]
+    with pytest.raises(RequestError, match="the plan needs 2 hosts, but Slurm has given 1"):
+        placed(planned(2, 1), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
+
+
+def test_a_job_is_read_from_the_lines_of_its_components() -> None:
+    line = "JobId=12 HetJobId=12 JobName=x JobState={} Reason=Resources Partition=gpu NodeList={} ExitCode=3:0"
+    found = parse_job("\n".join([line.format("PENDING", "(null)"), line.format("PENDING", "(null)")]))
+    assert (found.number, found.state, found.reason, found.nodes, found.is_over) == (
+        12,
+        "PENDING",
+        "Resources",
+        "",
+        False,
+    )
+    found = parse_job("\n".join([line.format("CANCELLED", "a1"), line.format("CANCELLED", "b[1-2]")]))
+    assert (found.reason, found.nodes, found.exit_code, found.is_over) == ("", "a1,b[1-2]", 3, True)
+
+
+def test_a_path_is_a_word_of_the_jobs_script_whatever_it_holds() -> None:
+    text = supervisor_script("/runs/a $(id)", python="/venv/python", setup="module load cuda")
+    assert text.splitlines()[-1] == "exec /venv/python -m gputrain_tui.lifecycle.supervisor '/runs/a $(id)'"
+    assert "module load cuda" in text.splitlines()
