@@ -51,6 +51,7 @@ class _Reading:
     dataset: StreamDataset
     collate: Collate
     shares: Shares
+    rank: int
     epoch: int
     skip: int
     """Samples at the start that have been seen."""
@@ -98,7 +99,7 @@ class _Reading:
                 if not total:
                     own = []
                 given = own or ([] if last is None else [last, last])
-                with numbers.seeded(mix_seed(self.seed, self.epoch, place)):
+                with numbers.seeded(mix_seed(self.seed, self.epoch, place, self.rank)):
                     batch = self.collate(given) if given else None
                 yield _Block(batch=batch, samples=len(own), total=total, head=head)
             if not total:
@@ -156,7 +157,14 @@ class StreamReader:
             dataset = shard(self.shards, rank)
             shares = Shares((batch_sizes[rank],), 0, drop_last)
         self._reading = _Reading(
-            dataset=dataset, collate=collate, shares=shares, epoch=1, skip=0, seed=0, may_be_short=self.shards > 0
+            dataset=dataset,
+            collate=collate,
+            shares=shares,
+            rank=rank,
+            epoch=1,
+            skip=0,
+            seed=0,
+            may_be_short=self.shards > 0,
         )
         self._num_workers = num_workers
         self._pin = pinned if pin_memory else None
