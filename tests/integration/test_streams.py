@@ -92,12 +92,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("update_freq", [1, 2])
+@pytest.mark.parametrize(("workers", "update_freq"), [(0, 1), (0, 2), (2, 2)])
 def test_every_sample_is_read_once_and_all_ranks_end_the_epoch_together(
     three_ranks: Gang, workers: int, update_freq: int
 ) -> None:
-    for samples, parts, sizes in CASES if not workers else CASES[1::4]:
+    for samples, parts, sizes in CASES if not workers else CASES[1::6]:
         ranks = three_ranks.run(an_epoch, numbers(samples, parts), sizes, {"num_workers": workers}, update_freq)
         firsts = [rank["first"] for rank in ranks]
         assert samples_of(firsts) == list(range(samples)), (samples, parts, sizes)
@@ -212,14 +211,14 @@ def trained(gang: Gang, folder: Path | None, stream: str, **options: Any) -> dic
     return first
 
 
-@pytest.mark.parametrize(("stream", "workers"), [("Stream", 2), ("Sized", 0), ("InParts", 0), ("ByWorker", 3)])
+@pytest.mark.parametrize(("stream", "workers"), [("Stream", 0), ("Sized", 0), ("InParts", 0), ("ByWorker", 2)])
 def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
     three_ranks: Gang, tmp_path: Path, stream: str, workers: int
 ) -> None:
     options = {"num_workers": workers, "max_epochs": 0}
-    straight = trained(three_ranks, None, stream, **options, max_updates=16)
-    assert trained(three_ranks, tmp_path, stream, **options, max_updates=10)["error"] == ""
-    second = trained(three_ranks, None, stream, **options, max_updates=16, resume=str(tmp_path))
+    straight = trained(three_ranks, None, stream, **options, max_updates=8)
+    assert trained(three_ranks, tmp_path, stream, **options, max_updates=6)["error"] == ""
+    second = trained(three_ranks, None, stream, **options, max_updates=8, resume=str(tmp_path))
     assert straight["error"] == second["error"] == ""
     assert all(torch.equal(second["model"][name], weight) for name, weight in straight["model"].items())
 

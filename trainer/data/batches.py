@@ -380,7 +380,7 @@ class EpochBatches:
         self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
         if limit is not None:
             assert self._lengths is not None, "batches by tokens need lengths"
-            limit.require_fit(lengths or ())
+            limit.require_fit(lengths or (), "train")
             self._reader.dummy = int(self._lengths.argmin())
         self._check_size()
 
@@ -567,7 +567,7 @@ class EvalBatches:
             known = _checked_lengths(lengths, self.samples)
             self._order = torch.argsort(known, stable=True)
             if limit is not None:
-                limit.require_fit(lengths)
+                limit.require_fit(lengths, split)
                 ends = limit.ends(_sizes(known, self._order))
                 self._steps = TokenShares(0, ends, rank=rank, world_size=len(batch_sizes), drop_last=False)
         # Between two evaluations, which may be hours apart, the workers would only hold memory.
