@@ -93,31 +93,23 @@ def test_batches_by_tokens_give_the_gradient_of_the_same_samples_on_one_rank(two
 def test_the_average_is_what_is_validated_and_saved_and_the_plain_weights_train_on(
     two_ranks: Gang, tmp_path: Path
 ) -> None:
-    options = {"max_epochs": 1, "valid_every_updates": 1, "optimizer": "sgd", "save_every_updates": 1, "keep_last": 99}
-    plain = trained(two_ranks, tmp_path / "plain", **options)
+    options = {"max_epochs": 1, "valid_every_updates": 1, "optimizer": "sgd"}
+    plain = trained(two_ranks, None, **options, trace=True)
     averaged = trained(two_ranks, tmp_path / "averaged", **options, ema_decay=0.75)
     assert same(averaged["model"], plain["model"]), "training goes on with the plain weights"
-    expected: dict[str, Tensor] = {}
-    for step in range(1, plain["updates"] + 1):
-        weights = state_of(tmp_path / "plain" / f"step_{step:08d}.pt")["model"]
-        saved = state_of(tmp_path / "averaged" / f"step_{step:08d}.pt")
-        assert same(saved["plain"], weights)
-        before = expected or {name: state_of_start(name) for name in weights}
-        expected = {name: torch.lerp(before[name], weights[name], 0.25) for name in weights}
-        assert all(torch.allclose(saved["model"][name], expected[name], atol=1e-6) for name in expected)
+    first, *others = [*plain["weights"], plain["model"]]
+    expected = first
+    for weights in others:
+        expected = {name: torch.lerp(expected[name], weights[name], 0.25) for name in weights}
+    saved = state_of(tmp_path / "averaged")
+    assert saved["updates"] == len(others)
+    assert same(saved["plain"], plain["model"])
+    assert all(torch.allclose(saved["model"][name], expected[name], atol=1e-6) for name in expected)
     # A training that has these weights from the start validates alike.
     best = str(tmp_path / "averaged" / "best.pt")
     began = trained(two_ranks, None, finetune_from=best, max_updates=1, lr=(1e-30,), optimizer="sgd")
     assert began["best"][0] == pytest.approx(averaged["best"][0], rel=1e-6)
     assert averaged["best"][0] != plain["best"][0]
-
-
-def state_of_start(name: str) -> Tensor:
-    """A weight as the seed makes it."""
-    from tiny_task import TinyOptions, TinyTask
-
-    torch.manual_seed(1)
-    return TinyTask(TinyOptions(dropout=0.3)).model().state_dict()[name]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +289,19 @@ def test_a_warm_start_has_the_weights_and_everything_else_fresh(pretrained: Path
         state_of(tmp_path / "some" / "checkpoints")["model"]["3.bias"], state_of(pretrained)["model"]["3.bias"]
     )
     assert "not with what does not fit: of another shape: 0.weight is" in some.of("finding")[0]["message"]
+
+
+def test_without_saving_nothing_is_written_and_every_step_may_be_printed(tmp_path: Path) -> None:
+    done = train(tmp_path, "--batch-size", 4, "--max-updates", 3, "--no-save", "--log-interval", 1)
+    assert done.code == 0, done.output
+    assert not list((tmp_path / "checkpoints").glob("*.pt"))
+    assert done.of("checkpoint") == []
+    lines = (tmp_path / "logs" / "0.log").read_text().splitlines()
+    assert [line.partition(":")[0] for line in lines if " step " in line and line.startswith("epoch")] == [
+        "epoch 1 step 1",
+        "epoch 1 step 2",
+        "epoch 1 step 3",
+    ]
 
 
 def test_a_run_that_resumes_takes_no_weights_from_elsewhere(pretrained: Path, tmp_path: Path) -> None:

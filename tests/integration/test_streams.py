@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from loop_on_ranks import train_on
 from rank_group import Gang
-from test_loop import TASK, Trained, train
+from test_loop import TASK as TINY
+from test_loop import train
 from torch.utils.data import IterableDataset
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.stream import StreamBatches, StreamEvalBatches
 from trainer.distributed import all_gather_list, get_rank, get_world_size
-
-STREAM = ("--task", TASK.replace("tiny_task.py:TinyTask", "stream_tasks.py:StreamTask"))
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +92,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("update_freq", [1, 2])
+@pytest.mark.parametrize(("workers", "update_freq"), [(0, 1), (0, 2), (2, 2)])
 def test_every_sample_is_read_once_and_all_ranks_end_the_epoch_together(
     three_ranks: Gang, workers: int, update_freq: int
 ) -> None:
-    for samples, parts, sizes in CASES if not workers else CASES[1::4]:
+    for samples, parts, sizes in CASES if not workers else CASES[1::6]:
         ranks = three_ranks.run(an_epoch, numbers(samples, parts), sizes, {"num_workers": workers}, update_freq)
         firsts = [rank["first"] for rank in ranks]
         assert samples_of(firsts) == list(range(samples)), (samples, parts, sizes)
@@ -201,62 +200,64 @@ def test_an_evaluation_in_which_the_ranks_read_other_numbers_of_samples_fails(th
 
 # ------------------------------------------------------------------------------------------------- whole trainings
 
+TASK = "stream_tasks:StreamTask"
 
-@pytest.mark.parametrize(
-    ("stream", "workers", "ranks"), [("Stream", 2, 2), ("Sized", 0, 2), ("InParts", 0, 2), ("ByWorker", 3, 1)]
-)
+
+def trained(gang: Gang, folder: Path | None, stream: str, **options: Any) -> dict[str, Any]:
+    task_options = {"stream": stream, "dropout": 0.3, **options.pop("task_options", {})}
+    given = {"batch_size": (4,), "task_options": task_options, **options}
+    first, *others = gang.run(train_on, TASK, None if folder is None else str(folder), given)
+    assert all(other["error"] == first["error"] for other in others)
+    return first
+
+
+@pytest.mark.parametrize(("stream", "workers"), [("Stream", 0), ("Sized", 0), ("InParts", 0), ("ByWorker", 2)])
 def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
-    tmp_path: Path, stream: str, workers: int, ranks: int
+    three_ranks: Gang, tmp_path: Path, stream: str, workers: int
 ) -> None:
-    flags = (*STREAM, "--stream", stream, "--num-workers", workers, "--batch-size", 4, "--dropout", 0.3)
-    straight = train(tmp_path / "straight", *flags, "--max-updates", 16, ranks=ranks)
-    first = train(tmp_path / "first", *flags, "--max-updates", 10, ranks=ranks)
-    resume = ("--resume", tmp_path / "first" / "checkpoints")
-    second = train(tmp_path / "second", *flags, "--max-updates", 16, *resume, ranks=ranks)
-    assert (straight.code, first.code, second.code) == (0, 0, 0), straight.output + second.output
-    assert torch.equal(second.parameters, straight.parameters)
+    options = {"num_workers": workers, "max_epochs": 0}
+    straight = trained(three_ranks, None, stream, **options, max_updates=8)
+    assert trained(three_ranks, tmp_path, stream, **options, max_updates=6)["error"] == ""
+    second = trained(three_ranks, None, stream, **options, max_updates=8, resume=str(tmp_path))
+    assert straight["error"] == second["error"] == ""
+    assert all(torch.equal(second["model"][name], weight) for name, weight in straight["model"].items())
 
 
-def samples_per_epoch(done: Trained, epochs: int) -> list[int]:
-    return [sum(e["samples"] for e in done.of("step") if e["epoch"] == epoch) for epoch in range(1, epochs + 1)]
-
-
-@pytest.mark.parametrize(("stream", "ranks"), [("Sized", 3), ("InParts", 2), ("Liar", 1)])
-def test_epochs_of_a_stream_with_a_length_count_every_sample(tmp_path: Path, stream: str, ranks: int) -> None:
-    flags = (*STREAM, "--stream", stream, "--valid-stream", "--batch-size", 3, "--max-epochs", 2)
-    done = train(tmp_path, *flags, ranks=ranks)
-    assert done.code == 0, done.output
-    assert samples_per_epoch(done, 2) == [50, 50]
-    assert len(done.of("validation")) == 2
-    told = [event["message"] for event in done.of("finding")]
+@pytest.mark.parametrize(("stream", "updates"), [("Sized", 5), ("InParts", 6), ("Liar", 5)])
+def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, stream: str, updates: int) -> None:
+    done = trained(three_ranks, None, stream, max_epochs=2, task_options={"valid_stream": True})
+    assert (done["error"], done["updates"]) == ("", 2 * updates)
+    assert done["best"][0] is not None
+    told = [line for line in done["said"] if "its length says" in line]
     liar = "an epoch of the training data has 50 samples, but its length says 57"
     assert told == ([liar, liar] if stream == "Liar" else [])
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "code", "line"),
+    ("stream", "options", "line"),
     [
-        (("--stream", "Stream", "--max-epochs", 2), 1, 2, "the training data is a stream without a length, whose"),
-        (("--stream", "Sized", "--max-tokens", 9, "--max-epochs", 1), 1, 2, "--max-tokens needs samples by index, but"),
-        (("--stream", "ByRank", "--max-updates", 20), 2, 2, "the ranks read different streams: every rank must read"),
-        (("--stream", "Longer", "--max-updates", 20), 2, 1, "the ranks read different streams in epoch 1, after"),
-        (("--stream", "Once", "--max-epochs", 2), 2, 2, "the training data is empty in epoch 2: its __iter__ must"),
-        (("--stream", "Sized", "--samples", 0, "--max-epochs", 1), 2, 2, "the training data is empty"),
+        ("Stream", {"max_epochs": 2}, "the training data is a stream without a length, whose epochs may"),
+        ("Sized", {"max_tokens": 9, "batch_size": None}, "--max-tokens needs samples by index, but the training data"),
+        ("Sized", {"curriculum": 1}, "--curriculum needs samples by index, but the training data is a stream, which"),
+        ("ByRank", {"max_updates": 20}, "the ranks read different streams: every rank must read"),
+        ("Longer", {"max_updates": 20}, "the ranks read different streams in epoch 1, after sample 0: rank 0 has 12"),
+        ("Once", {"max_epochs": 2}, "the training data is empty in epoch 2: its __iter__ must begin anew each time"),
+        ("Sized", {"max_epochs": 1, "task_options": {"samples": 0}}, "the training data is empty"),
     ],
 )  # fmt: skip
 def test_a_stream_that_cannot_be_trained_on_is_one_line(
-    tmp_path: Path, flags: tuple[object, ...], ranks: int, code: int, line: str
+    three_ranks: Gang, stream: str, options: dict[str, Any], line: str
 ) -> None:
-    done = train(tmp_path, *STREAM, "--batch-size", 4, *flags, ranks=ranks)
-    assert done.code == code, done.output
-    assert len([text for text in done.output.splitlines() if line in text]) == 1, done.output
-    assert "Traceback" not in done.output
+    assert trained(three_ranks, None, stream, **options)["error"].startswith(line)
 
 
 def test_a_stream_that_is_never_the_same_is_not_resumed_in_an_epoch(tmp_path: Path) -> None:
-    flags = (*STREAM, "--stream", "Live", "--batch-size", 4)
+    """As a whole command: a refusal within the training is one line too."""
+    task = TINY.replace("tiny_task.py:TinyTask", "stream_tasks.py:StreamTask")
+    flags = ("--task", task, "--stream", "Live", "--batch-size", 4)
     assert train(tmp_path / "first", *flags, "--max-updates", 5).code == 0
     resume = ("--max-updates", 8, "--resume", tmp_path / "first" / "checkpoints")
     done = train(tmp_path / "second", *flags, *resume)
     assert done.code == 2, done.output
     assert "does not begin with the sample that it began with" in done.output.splitlines()[-1]
+    assert "Traceback" not in done.output

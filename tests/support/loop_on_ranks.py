@@ -25,13 +25,14 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         world_size: of the gang.
         task: ``module:Class`` in this folder.
         folder: for checkpoints.
-        options: of ``Training``; ``task_options`` are the task's, and ``again`` says that the run goes on.
+        options: of ``Training``; ``task_options`` are the task's, ``again`` says that the run goes on,
+            ``trace`` asks for the weights before each micro-step.
     """
     torch.set_num_threads(1)
     module, name = task.split(":")
     kind = getattr(importlib.import_module(module), name)
     given = dict(options)
-    again = given.pop("again", False)
+    again, trace = given.pop("again", False), given.pop("trace", False)
     own = kind.Options(**given.pop("task_options", {}))
     training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
     said: list[str] = []
@@ -45,9 +46,13 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         checkpoints=None if folder is None else Path(folder),
     )
     seen: list[Any] = []
+    weights: list[dict[str, torch.Tensor]] = []
 
     class Watched(kind):  # type: ignore[misc, valid-type]
         def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+            if model.training and trace:
+                state = model.state_dict()
+                weights.append({name.removeprefix("module."): value.clone() for name, value in state.items()})
             if model.training:
                 seen.append(len(batch[0]) if isinstance(batch, list | tuple) else len(batch))
             return super().loss(model, batch)
@@ -55,8 +60,8 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     try:
         loop = Loop(Watched(own), training, context)
         if training.finetune_from:
-            weights, other = loop.fitting_weights(training.finetune_from, partial=training.finetune_partial)
-            loop.begin_with(weights)
+            fitting, other = loop.fitting_weights(training.finetune_from, partial=training.finetune_partial)
+            loop.begin_with(fitting)
             said.append(other)
         if training.resume:
             state = state_of(training.resume)
@@ -70,6 +75,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         "updates": loop.updates,
         "model": {name: value.detach().clone() for name, value in loop.raw_model.state_dict().items()},
         "batches": seen,
+        "weights": weights,
         "best": [loop.best.value, loop.best.step],
         "lr": loop.schedule.lr,
     }

@@ -200,7 +200,7 @@ def test_drop_last_leaves_out_the_batches_that_not_every_rank_has() -> None:
 @pytest.mark.parametrize(
     ("sizes", "ranks", "line"),
     [
-        ([3, 97, 5], 1, "sample 1 of the data has 97 tokens, but --max-tokens is 96: raise it, or leave such samples "),
+        ([3, 97, 5], 1, "sample 1 of the train data has 97 tokens, but --max-tokens is 96: raise it, or leave such "),
         ([48] * 4, 3, "the training data makes 2 batches of at most 96 tokens, but 3 ranks need at least 3, or some "),
     ],
 )

@@ -71,7 +71,7 @@ def _entry(option: Option, width: int) -> list[str]:
     switches = [f"{flag} is {value}" for flag, value in option.switches.items()]
     text = "; ".join(part for part in (option.help, *switches, _default(option)) if part)
     indent = " " * COLUMN
-    body = textwrap.wrap(text, max(width, COLUMN + 30) - COLUMN) or [""]
+    body = textwrap.wrap(text, max(width, COLUMN + 30) - COLUMN, break_on_hyphens=False) or [""]
     head = f"  {names}"
     lines = [head.ljust(COLUMN) + body[0]] if len(head) <= COLUMN - 2 else [head, indent + body[0]]
     return lines + [indent + line for line in body[1:]]

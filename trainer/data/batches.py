@@ -132,13 +132,13 @@ def epoch_order(
 def _permuted(order: Tensor, chunk: int, permutation: Tensor) -> Tensor:
     """Return the order with its whole chunks in another one; the incomplete chunk stays last."""
     whole = len(permutation) * chunk
-    return torch.cat([order[:whole].view(-1, chunk)[permutation].flatten(), order[whole:]])
+    return torch.cat([order[:whole].view(len(permutation), chunk)[permutation].flatten(), order[whole:]])
 
 
 def _within_ranks(batches: int, ranks: int, generator: torch.Generator) -> Tensor:
     """Return a permutation of batches after which each is still of the rank that it was of, by its place modulo W."""
     permutation = torch.arange(batches)
-    for rank in range(ranks):
+    for rank in range(min(ranks, batches)):
         own = permutation[rank::ranks]
         permutation[rank::ranks] = own[torch.randperm(len(own), generator=generator)]
     return permutation
@@ -193,7 +193,8 @@ class OrderPlan:
                 order = _permuted(order, self.fixed_batch, permutation)
             return order, []
         assert lengths is not None, "batches by tokens need lengths"
-        pool = POOL_BATCHES * max(1, int(self.max_tokens / max(float(lengths.float().mean()), 1.0)))
+        per_batch = max(1, int(self.max_tokens / max(float(lengths.float().mean()), 1.0)))
+        pool = min(POOL_BATCHES * per_batch, samples)
         base = torch.Generator().manual_seed(seed)
         pools = torch.split(torch.randperm(samples, generator=base), pool)
         order = torch.cat([each[torch.argsort(lengths[each], stable=True)] for each in pools])
@@ -379,7 +380,7 @@ class EpochBatches:
         self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
         if limit is not None:
             assert self._lengths is not None, "batches by tokens need lengths"
-            limit.require_fit(lengths or ())
+            limit.require_fit(lengths or (), "train")
             self._reader.dummy = int(self._lengths.argmin())
         self._check_size()
 
@@ -452,6 +453,10 @@ class EpochBatches:
                 f"has {self.samples} samples now; resume with the same data"
             )
         plan = OrderPlan.of(state)
+        if consumed and plan.fixed_ranks and not (plan.fixed_batch or plan.max_tokens):
+            raise RequestError(
+                f"fixed_ranks is {plan.fixed_ranks}, but neither fixed_batch nor max_tokens says of what"
+            )
         if consumed and plan.shuffle and (plan.chunk or plan.max_tokens) and self._lengths is None:
             raise RequestError(
                 f"the checkpoint is inside epoch {epoch}, whose batches are grouped by length, but the task gives no "
@@ -562,7 +567,7 @@ class EvalBatches:
             known = _checked_lengths(lengths, self.samples)
             self._order = torch.argsort(known, stable=True)
             if limit is not None:
-                limit.require_fit(lengths)
+                limit.require_fit(lengths, split)
                 ends = limit.ends(_sizes(known, self._order))
                 self._steps = TokenShares(0, ends, rank=rank, world_size=len(batch_sizes), drop_last=False)
         # Between two evaluations, which may be hours apart, the workers would only hold memory.

@@ -52,6 +52,7 @@ class _Reading:
     dataset: StreamDataset
     collate: Collate
     shares: Shares
+    rank: int
     epoch: int
     skip: int
     """Samples at the start that have been seen."""
@@ -99,18 +100,20 @@ class _Reading:
                 if not total:
                     own = []
                 given = own or ([] if last is None else [last, last])
-                with numbers.seeded(mix_seed(self.seed, self.epoch, place)):
+                with numbers.seeded(mix_seed(self.seed, self.epoch, place, self.rank)):
                     batch = self.collate(given) if given else None
                 yield _Block(batch=batch, samples=len(own), total=total, head=head)
             if not total:
                 return
+            if total < self.shares.total:
+                source = iter(())  # what has ended is not asked again
             index += 1
 
     def _digest(self, sample: Any, numbers: RandomNumbers) -> str:
         try:
             with numbers.seeded(0):
                 content = encode(self.collate([sample]))
-        except TypeError:
+        except Exception:  # noqa: BLE001 - one sample may be no batch; training meets an error itself, in its place
             return ""
         buffer = bytearray(content.numel())
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
@@ -157,7 +160,14 @@ class StreamReader:
             dataset = shard(self.shards, rank)
             shares = Shares((batch_sizes[rank],), 0, drop_last)
         self._reading = _Reading(
-            dataset=dataset, collate=collate, shares=shares, epoch=1, skip=0, seed=0, may_be_short=self.shards > 0
+            dataset=dataset,
+            collate=collate,
+            shares=shares,
+            rank=rank,
+            epoch=1,
+            skip=0,
+            seed=0,
+            may_be_short=self.shards > 0,
         )
         self._num_workers = num_workers
         self._pin = pinned if pin_memory else None

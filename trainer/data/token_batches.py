@@ -19,8 +19,8 @@ class TokenLimit:
     multiple: int = 1
     """A batch of more samples than this is cut at a multiple of it."""
 
-    def require_fit(self, sizes: Sequence[int]) -> None:
-        """Refuse samples that fit into no batch.
+    def require_fit(self, sizes: Sequence[int], split: str) -> None:
+        """Refuse samples of a split that fit into no batch.
 
         Raises:
             RequestError: one line that names the first of them.
@@ -28,8 +28,8 @@ class TokenLimit:
         for index, size in enumerate(sizes):
             if size > self.max_tokens:
                 raise RequestError(
-                    f"sample {index} of the data has {size} tokens, but --max-tokens is {self.max_tokens}: raise it, "
-                    "or leave such samples out in datasets()"
+                    f"sample {index} of the {split} data has {size} tokens, but --max-tokens is {self.max_tokens}: "
+                    "raise it, or leave such samples out in datasets()"
                 )
 
     def ends(self, sizes: Sequence[int]) -> list[int]:

@@ -44,6 +44,11 @@ def require_batches_for_norms(
     except ValueError as error:
         if _TOO_FEW not in str(error):
             raise
+        if options.max_tokens:
+            raise RequestError(
+                "the model has a batch norm, which needs batches of at least 2 samples, but --max-tokens may make one "
+                "of 1: give a --batch-size alone"
+            ) from None
         if min(options.batch_size or (DEFAULT_BATCH_SIZE,)) == 1:
             raise RequestError("the model has a batch norm, which needs a --batch-size of at least 2") from None
         raise RequestError(
