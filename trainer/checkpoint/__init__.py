@@ -7,7 +7,7 @@ into a folder in ``folder_lock``.
 
 from trainer.checkpoint.entries import ENTRIES, difference, kinds
 from trainer.checkpoint.file import BEST, MAGIC, step_name, write_file
-from trainer.checkpoint.reader import good_ones, load, newest, open_checkpoint
+from trainer.checkpoint.reader import good_ones, load, newest, open_checkpoint, peek
 from trainer.checkpoint.state import capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.weights import weights_of
 from trainer.checkpoint.writer import CheckpointWriter, NotSaved, Saved
@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "newest",
     "open_checkpoint",
+    "peek",
     "restore_rng",
     "step_name",
     "weights_of",

@@ -530,7 +530,8 @@ class Loop:
         self.updates = self._saving.last_update = kept.updates
         self._validated_at = kept.validated_at
         self._count_estimate = kept.count_estimate
-        self._best_weights.resumed(source)
+        if ctx.rank == 0 and (path := self._best_weights.resumed(source, self.best)) is not None:
+            self._saving.inherit_best(path, step=self.best.step)
         resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
         ctx.say(f"resumed at sample {position.consumed} of epoch {position.epoch}, after {self.updates} updates")
