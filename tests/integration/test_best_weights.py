@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from gloo_group import Processes, Raised
 from tiny_task import TaskWithTest, TinyOptions
 
 from trainer import distributed
-from trainer.checkpoint import load
+from trainer.checkpoint import load, newest
 from trainer.contract.options import Training
 from trainer.contract.record import EventWriter, Finding, Validation, decode_events
 
@@ -206,6 +207,15 @@ def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_doe
         if there or path.name != "best.pt":
             (folder / path.name).write_bytes(path.read_bytes())
     source = folder / f"step_{first['updates']:08d}.pt"
+    if there:  # from one training to the next, of which the first two are stopped at once, and none has better ones
+        for _ in range(2):
+            stopped = do(train, {"max_epochs": 7, "stop": "at once"}, str(source))
+            shutil.rmtree(source.parent)
+            source = do.checkpoints / f"step_{stopped['updates']:08d}.pt"
+            found = newest(do.checkpoints)
+            assert found is not None
+            assert found[0] == source
+            assert load(do.checkpoints / "best.pt")["updates"] == first["best"]
     done = do(train, {"max_epochs": 7}, str(source))
     assert done["best"] == first["best"]
     found = result_of_test(done)

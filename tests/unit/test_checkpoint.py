@@ -271,6 +271,38 @@ def test_where_a_file_system_has_no_links_the_best_is_a_copy(
     assert load(tmp_path / "best.pt")["step"] == 1
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_best_of_the_training_before_is_kept_beside_the_first_checkpoint_and_is_never_the_newest(
+    tmp_path: Path, log: Log, there: bool
+) -> None:
+    before = tmp_path / "before"
+    first = Log().writer(before)
+    for step in (7, 8, 9):  # so that the places there are higher than the first ones here
+        first.save({"step": step}, step=step, best=step == 9)
+        first.wait()
+    first.close()
+    writer = log.writer(tmp_path / "here")
+    writer.inherit_best(before / "best.pt", step=9)
+    assert names(tmp_path / "here") == [], "alone it would be the newest"
+    if not there:
+        shutil.rmtree(before)
+    for step in (10, 11):
+        writer.save({"step": step}, step=step)
+        writer.wait()
+    writer.close()
+    kept = ["step_00000010.pt", "step_00000011.pt"]
+    assert names(tmp_path / "here") == (["best.pt", *kept] if there else kept)
+    assert step_of(newest(tmp_path / "here")) == 11
+    if there:
+        assert load(tmp_path / "here" / "best.pt") == {"step": 9}
+        assert [(saved.step, saved.best) for saved in log.saved] == [(9, True), (10, False), (11, False)]
+        assert not log.failed
+    else:
+        assert log.failed == [
+            (9, f"the best checkpoint of before, {before / 'best.pt'}, was not kept here: No such file or directory")
+        ]
+
+
 def test_a_run_continued_from_an_earlier_step_is_newer_than_the_branch_it_left(tmp_path: Path, log: Log) -> None:
     writer = log.writer(tmp_path)
     for step in (100, 200, 110):

@@ -7,7 +7,7 @@ are written in ``writer`` and read in ``reader``, weights alone in ``weights``, 
 
 from trainer.checkpoint.entries import ENTRIES, difference, kinds
 from trainer.checkpoint.file import BEST, MAGIC, step_name, write_file
-from trainer.checkpoint.reader import good_ones, load, newest, open_checkpoint
+from trainer.checkpoint.reader import good_ones, load, newest, open_checkpoint, peek
 from trainer.checkpoint.state import HostTensors, capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.weights import fit, load_weights, weights_of
 from trainer.checkpoint.writer import CheckpointWriter, NotSaved, Saved
@@ -32,6 +32,7 @@ __all__ = [
     "load_weights",
     "newest",
     "open_checkpoint",
+    "peek",
     "restore_rng",
     "step_name",
     "weights_of",

@@ -51,6 +51,22 @@ def load_plain(path: Path | str, *, checked: bool = False) -> Any:
         raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
 
 
+def peek(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint as ``load`` does, but read no tensor and compare no checksum: for plain values.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        files.place_of(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in load
+        raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
+    return state if isinstance(state, dict) else {}
+
+
 def _reason(error: Exception) -> str:
     """Return in one line why torch did not load a file; its advice to load it without care is left out."""
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)

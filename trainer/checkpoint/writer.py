@@ -134,9 +134,28 @@ class CheckpointWriter:
             tell(f"{self.folder}: two trainings are not kept apart here, there are no locks ({self._lock.why_not})")
         self._place = max((place_of(path) for path in in_order(self.folder, lambda _: None)), default=0)
         """Of the save that was begun last: the folder is held, so nobody else counts on."""
+        self._inherited: tuple[Path, int] | None = None
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+
+    def inherit_best(self, path: Path, *, step: int) -> None:
+        """Keep the best checkpoint of the training that goes on here, which lies elsewhere, as the best of this folder.
+
+        It gets its name here once a checkpoint of this folder is on disk: alone, it would be the newest one.
+
+        Args:
+            path: the file.
+            step: its optimizer steps.
+
+        Raises:
+            CheckpointError: it is torn.
+            OSError: it cannot be read.
+        """
+        if path.parent.resolve() == self.folder.resolve():
+            return
+        self._place = max(self._place, place_of(path))
+        self._inherited = path, step
 
     def save(self, state: Mapping[str, Any], *, step: int, best: bool = False, epoch: int | None = None) -> None:
         """Begin to copy the state and have it written; it may be changed by what is queued on its GPU from here on.
@@ -214,14 +233,30 @@ class CheckpointWriter:
         self._require_folder(job.step)
         path = self.folder / step_name(job.step)
         size = write_file(path, job.state, place=job.place)
+        inherited, self._inherited = self._inherited, None
         if job.best:
             link(path, self.folder / BEST)
+        elif inherited is not None:
+            self._link_inherited(*inherited)
         if job.epoch is not None:
             link(path, self.folder / EPOCH.format(job.epoch))
         self._prune(path)
         write_ms = (time.perf_counter() - began) * 1000
         if self._on_saved is not None:
             self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
+
+    def _link_inherited(self, path: Path, step: int) -> None:
+        began = time.perf_counter()
+        best = self.folder / BEST
+        try:
+            link(path, best)
+            size = best.stat().st_size
+        except OSError as error:
+            self._on_failed(step, f"the best checkpoint of before, {path}, was not kept here: {_why(error)}")
+            return
+        if self._on_saved is not None:
+            write_ms = (time.perf_counter() - began) * 1000
+            self._on_saved(Saved(step=step, path=best, bytes=size, write_ms=write_ms, best=True))
 
     def _require_folder(self, step: int) -> None:
         """Make the folder again if somebody has deleted it; a deleted run directory stays deleted."""

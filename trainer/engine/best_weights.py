@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint import BEST, CheckpointError, copy_to_cpu, load, step_name, weights_of
+from trainer.checkpoint import BEST, CheckpointError, copy_to_cpu, load, peek, step_name, weights_of
 from trainer.engine.stopping import Best
 
 
@@ -26,37 +26,49 @@ class BestWeights:
         """
         self._wanted = wanted
         self._weights: dict[str, Any] | None = None
-        self._resumed_from: Path | None = None
+        self._file: Path | None = None
         self._why_not = ""
 
     def keep(self, model: nn.Module) -> None:
         """Keep a model's weights as the best so far."""
         if not self._wanted:
             return
-        self._resumed_from = None
+        self._file = None
         try:
             self._weights = copy_to_cpu(model.state_dict())
         except CheckpointError as error:
             self._weights, self._why_not = None, str(error)
 
-    def resumed(self, source: str) -> None:
-        """Look for them beside the checkpoint from which the training goes on, unless better ones come."""
-        self._resumed_from = Path(source)
+    def resumed(self, source: str, best: Best) -> Path | None:
+        """Look for them beside the checkpoint from which the training goes on; return their file, None without one."""
+        self._file = None
+        if best.value is None:
+            return None
+        path = Path(source)
+        folder = path.parent
+        for candidate in dict.fromkeys((folder / BEST, folder / step_name(best.step), path)):
+            if candidate.is_file() and _is_of(candidate, best):
+                self._file = candidate
+                return candidate
+        self._why_not = f"no checkpoint of it in {folder}, from which the training was resumed"
+        return None
 
     def find(self, best: Best) -> tuple[dict[str, Any] | None, str]:
         """Return the weights of the best validation, or None and in one line why they are not there."""
-        if self._weights is not None or self._resumed_from is None:
+        if self._weights is not None or self._file is None:
             return self._weights, self._why_not
-        folder = self._resumed_from.parent
-        why_not = f"no checkpoint of it in {folder}, from which the training was resumed"
-        for path in dict.fromkeys((folder / BEST, folder / step_name(best.step), self._resumed_from)):
-            if not path.is_file():
-                continue
-            try:
-                state = load(path)
-                # Another training may have left its files there.
-                if state.get("updates") == best.step and state.get("best") == {**best.state_dict(), "since": 0}:
-                    return weights_of(state, source=str(path)), ""
-            except CheckpointError as error:
-                why_not = str(error)
-        return None, why_not
+        try:
+            if not _is_of(self._file, best):
+                return None, f"{self._file} is gone, or was replaced"
+            return weights_of(load(self._file), source=str(self._file)), ""
+        except CheckpointError as error:
+            return None, str(error)
+
+
+def _is_of(path: Path, best: Best) -> bool:
+    """Whether a file is the checkpoint of this best validation: another training may have left its files there."""
+    try:
+        entries = peek(path)
+    except CheckpointError:
+        return False
+    return entries.get("updates") == best.step and entries.get("best") == {**best.state_dict(), "since": 0}

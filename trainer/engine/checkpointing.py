@@ -59,6 +59,11 @@ class Saving:
                 on_failed=self._failed,
             )
 
+    def inherit_best(self, path: Path, *, step: int) -> None:
+        """Keep the best checkpoint of the training that goes on here besides its own; rank 0 writes."""
+        if self._writer is not None:
+            self._writer.inherit_best(path, step=step)
+
     def save(self, state: Callable[[], State], *, step: int, best: bool = False, epoch: int | None = None) -> None:
         """Begin to write a checkpoint; every rank takes part, because each gives the state of its random numbers.
 

@@ -571,7 +571,9 @@ class Loop:
         self.updates = self._saving.last_update = kept.updates
         self._validated_at = kept.validated_at
         self._items.estimate = kept.count_estimate
-        self._best_weights.resumed(source)
+        best_file = self._best_weights.resumed(source, self.best) if ctx.rank == 0 and not fresh_best else None
+        if best_file is not None:
+            self._saving.inherit_best(best_file, step=self.best.step)
         resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
         fresh = "; the state of the optimizer begins fresh" if fresh_state else ""

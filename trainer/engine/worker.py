@@ -78,8 +78,8 @@ class _Rank:
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
             self.writer.flush()
-            self.assignment.stopped(
-                outcome.updates, outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.write_error
+            self.assignment.stopped(  # an evaluation is at no step
+                self.step(), outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.write_error
             )
             self.writer.close()
             distributed.shutdown()
