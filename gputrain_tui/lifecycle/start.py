@@ -100,6 +100,10 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         settings.append(f"train.resume={found}")
         source = source or recipe_of(run)
         recipe = recipes.load(source, overrides=settings, stdin=stdin)
+        # What the run has reset when it began is not reset again, unless somebody asks now.
+        done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
+        if done and source != "-":
+            recipe = recipes.load(source, overrides=[*done, *settings], stdin=stdin)
         remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
         if remote is not None and first != remote.host:
             raise RequestError(
@@ -111,10 +115,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         raise RequestError(
             "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
         )
-    recipe = recipes.load(source, overrides=settings, stdin=stdin)
-    # What the run has reset when it began is not reset again, unless somebody asks now.
-    done = [f"train.{name}=false" for name in RESETS if resume is not None and getattr(recipe.train, name)]
-    return recipes.load(source, overrides=[*done, *settings], stdin=stdin) if done and source != "-" else recipe
+    return recipes.load(source, overrides=settings, stdin=stdin)
 
 
 def recipe_of(run: Run) -> str:

@@ -169,7 +169,7 @@ def moved(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, steps: int 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
 def test_a_fused_optimizer_does_what_the_plain_one_does_and_goes_on_from_its_checkpoint(name: Any) -> None:
-    options = Training(optimizer=name, lr=0.1, weight_decay=0.01, momentum=0.9 if name == "sgd" else 0.0)
+    options = Training(optimizer=name, lr=(0.1,), weight_decay=0.01, momentum=0.9 if name == "sgd" else 0.0)
     (ours,), (theirs,) = parameters(), parameters()
     fused, plain = build_optimizer(options, [ours]), build_optimizer(options, [theirs], sparse=True)
     assert (fused.param_groups[0]["fused"], plain.param_groups[0]["fused"]) == (True, False)
