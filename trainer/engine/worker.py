@@ -29,7 +29,7 @@ from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.engine.request import task_request, training_request
 from trainer.engine.worker_context import WorkerContext
-from trainer.host.usable_cores import cores_per_rank
+from trainer.host.cores import usable_cores
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -114,7 +114,7 @@ class _Rank:
         assignment = self.assignment
         self.set_state("joining")
         options, words = _training_options(assignment.words)
-        torch.set_num_threads(options.threads or cores_per_rank(assignment.local_world_size))
+        torch.set_num_threads(options.threads or usable_cores(assignment.local_world_size))
         device = distributed.bind_device(assignment.device_id)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)

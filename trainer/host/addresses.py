@@ -12,6 +12,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.host.proc_files import read_text
+
 IF_INET6 = Path("/proc/net/if_inet6")
 SYS_NET = Path("/sys/class/net")
 
@@ -60,7 +62,7 @@ def is_loopback(host: str) -> bool:
 
 def interface_addresses() -> list[InterfaceAddress]:
     """Return every address of every interface, the loopback's too; IPv4 before IPv6."""
-    return [*_ipv4_addresses(), *ipv6_addresses(_read(IF_INET6))]
+    return [*_ipv4_addresses(), *ipv6_addresses(read_text(IF_INET6))]
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -106,7 +108,7 @@ def networks() -> tuple[Network, ...]:
         up = is_interface_up(name)
         if name == "lo" or not (own or up):
             continue
-        speed = _read(SYS_NET / name / "speed").strip()  # -1, or no answer at all, where there is no cable
+        speed = read_text(SYS_NET / name / "speed").strip()  # -1, or no answer at all, where there is no cable
         found.append(Network(name=name, addresses=own, up=up, speed_mbits=int(speed) if speed.isdigit() else None))
     return tuple(found)
 
@@ -151,10 +153,3 @@ def ipv6_addresses(if_inet6: str) -> list[InterfaceAddress]:
         for words in entries
         if len(words) == 6
     ]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
-from trainer.host.memory import CGROUP, PROC, read_container_limit_bytes, read_memory, read_swap_bytes
+from trainer.host.memory import read_container_limit_bytes, read_memory, read_swap_bytes
+from trainer.host.proc_files import CGROUP, PROC, read_number
 
 RANK_BYTES = 20 << 20
 """What a rank has for itself at least: one on the CPU that shares torch's code with the others was measured to write
@@ -68,9 +69,9 @@ def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
     return ResourceLimits(
         processes=_least(
             _soft(resource.RLIMIT_NPROC),
-            _number(proc / "sys/kernel/pid_max"),
-            _number(proc / "sys/kernel/threads-max"),
-            _number(cgroup / "pids.max"),
+            read_number(proc / "sys/kernel/pid_max"),
+            read_number(proc / "sys/kernel/threads-max"),
+            read_number(cgroup / "pids.max"),
         ),
         files=open_files(),
         memory_bytes=_least(machine, read_container_limit_bytes(cgroup)),
@@ -89,11 +90,3 @@ def _least(*limits: int | None) -> int | None:
 def _soft(what: int) -> int | None:
     soft, _ = resource.getrlimit(what)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _number(path: Path) -> int | None:
-    """Read a limit; ``max`` and a file that is missing are none."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
