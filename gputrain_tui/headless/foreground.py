@@ -35,10 +35,6 @@ POLL_MS = 100
 """Poll interval of the record, milliseconds: the progress line is redrawn as often."""
 GIVEN_UP_S = 30.0
 """For a supervisor to kill all processes of the run after its lease ended; then it is killed."""
-LOG_LINES = 12
-"""Last lines shown of the failed rank's output: the end of most tracebacks."""
-
-
 STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
 NOT_WAITING = "not waiting"
 
@@ -279,7 +275,7 @@ def _log_tail(run: Run, status: Status, state: RunState) -> list[list[progress.P
     if status.status == "failed" and failure is not None:
         node = next((view.node for view in state.ranks.values() if view.host == failure.host), None) or 0
         log = run.dir.rank_log(failure.rank) if failure.rank is not None else run.dir.node_log(node)
-        lines += progress.failure_block(failure, attempt_outcome.last_lines(log, LOG_LINES), str(log))
+        lines += progress.failure_block(failure, attempt_outcome.last_lines(log, progress.LOG_LINES), str(log))
     if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
         # What ended the last attempt, where it is not what ended the first; what the record could not take.
         lines.append([(status.message, "alarm")])

@@ -27,6 +27,8 @@ PLAIN_START_S = 15.0
 """Time without plain lines at the start: a refusal by the ranks then stands alone."""
 MAX_TABLE_RANKS = 32
 """More would scroll the run's result away; those that the others waited for most are listed."""
+LOG_LINES = 12
+"""Last lines shown of the failed rank's output: the end of most tracebacks."""
 MAX_FINDINGS = 10
 """More would scroll the run's result away."""
 BAR_COLUMNS = (10, 40)

@@ -168,7 +168,7 @@ async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.Monke
         panels = app.screen.query("Panel")
         assert panels
         for panel in panels:  # red without its colour is a grey that says less than the text beside it
-            styles = [panel.get_component_rich_style(f"panel--{name}", partial=True) for name in ("error", "bright")]
+            styles = [panel.get_component_rich_style(f"canvas--{name}", partial=True) for name in ("error", "bright")]
             assert styles[0].bold
             assert styles[0].color == styles[1].color
 

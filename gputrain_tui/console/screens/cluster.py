@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -89,12 +89,10 @@ def draw_nodes(
 class NodeList(Canvas):
     """The nodes of the open recipe, or of the hostfile."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.title = "hosts of the recipe"
-        self.nodes: Sequence[Node] = ()
-        self.hosts: Sequence[Host] = ()
-        self.facts = LocalFacts()
+    title = "hosts of the recipe"
+    nodes: Sequence[Node] = ()
+    hosts: Sequence[Host] = ()
+    facts = LocalFacts()
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the nodes."""
@@ -108,14 +106,13 @@ class ClusterScreen(Page):
     CSS_PATH = "cluster.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("cluster")]
 
+    @dataclass
     class Sampled(Message):
         """An inventory of this machine was taken."""
 
-        def __init__(self, inventory: Inventory, plans: list[tuple[str, Plan]], facts: LocalFacts) -> None:
-            super().__init__()
-            self.inventory = inventory
-            self.plans = plans
-            self.facts = facts
+        inventory: Inventory
+        plans: list[tuple[str, Plan]]
+        facts: LocalFacts
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from textual import on, work
@@ -93,13 +94,12 @@ class CompareScreen(Page):
     CSS_PATH = "compare.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("compare")]
 
+    @dataclass
     class Read(Message):
         """The recipes were read."""
 
-        def __init__(self, found: list[RecipeDifference], problem: str) -> None:
-            super().__init__()
-            self.found = found
-            self.problem = problem
+        found: list[RecipeDifference]
+        problem: str
 
     def __init__(self, runs: Sequence[Run], *, clock: Callable[[], float] = time.perf_counter) -> None:
         """Compare runs.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from textual import on, work
@@ -43,22 +44,20 @@ class HistoryScreen(Page):
     CSS_PATH = "history.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("history")]
 
+    @dataclass
     class Listed(Message):
         """The runs were listed."""
 
-        def __init__(self, runs: Sequence[Run], entries: Sequence[Mapping[str, Any]]) -> None:
-            super().__init__()
-            self.runs = runs
-            self.entries = entries
+        runs: Sequence[Run]
+        entries: Sequence[Mapping[str, Any]]
 
+    @dataclass
     class Done(Message):
         """A background action ended or failed."""
 
-        def __init__(self, text: str, *, alarm: bool = False, prepared: start.Prepared | None = None) -> None:
-            super().__init__()
-            self.text = text
-            self.alarm = alarm
-            self.prepared = prepared
+        text: str
+        alarm: bool = False
+        prepared: start.Prepared | None = None
 
     def __init__(
         self,

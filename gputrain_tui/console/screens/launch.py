@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,13 +33,12 @@ class LaunchScreen(EditingPage):
     CSS_PATH = "launch.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("launch")]
 
+    @dataclass
     class Ready(Message):
         """The recipe can be launched, or cannot."""
 
-        def __init__(self, prepared: Prepared | None, problem: str) -> None:
-            super().__init__()
-            self.prepared = prepared
-            self.problem = problem
+        prepared: Prepared | None
+        problem: str
 
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe

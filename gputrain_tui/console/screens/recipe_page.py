@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from textual import on, work
@@ -37,13 +38,12 @@ UNTRIED_FIELDS = ("task", "host")
 class RecipePage(Page):
     """Shows a recipe, its plan and its preflight; a subclass edits it."""
 
+    @dataclass
     class Validated(Message):
         """The recipe was validated."""
 
-        def __init__(self, draft: Draft, found: ValidatedRecipe) -> None:
-            super().__init__()
-            self.draft = draft
-            self.found = found
+        draft: Draft
+        found: ValidatedRecipe
 
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
@@ -205,9 +205,10 @@ class RecipePage(Page):
         form = self.form
         form.title_text = draft.name
         changes = len(draft.changes)
-        form.remarks = [[(f"{changes} change{'s' * (changes != 1)} not saved", "accent")]] if changes else []
-        if form.wanted:
-            form.remarks.insert(0, [(f"/{form.wanted}", "accent")])
+        remarks = [f"/{form.wanted}"] if form.wanted else []
+        if changes:
+            remarks.append(f"{changes} change{'s' * (changes != 1)} not saved")
+        form.remarks = [[(remark, "accent")] for remark in remarks]
         form.show(self._fields, self._remarks)
         self._show_detail()
         listing = self.query_one(RecipeList)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf, isfinite, log10, nan
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     LOWER,
@@ -20,8 +19,11 @@ from gputrain_tui.console.widgets.drawing import (
     nice_step,
     title_row,
 )
-from gputrain_tui.console.widgets.panel import Panel, RunData
+from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.history.series import BandMetric, Window, smooth
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
 
 Scale = Literal["linear", "log"]
 
@@ -288,7 +290,7 @@ class BandChart(Panel):
 
     def __init__(
         self,
-        live: RunData,
+        live: LiveRun,
         metric: BandMetric,
         title: str,
         unit: str = "",
@@ -296,9 +298,8 @@ class BandChart(Panel):
         empty: str = "no step yet",
         spiky: bool = False,
         id: str | None = None,
-        classes: str | None = None,
     ) -> None:
-        super().__init__(live, id=id, classes=classes)
+        super().__init__(live, id=id)
         self.metric: BandMetric = metric
         self.title_text = title
         self.unit = unit
@@ -317,7 +318,7 @@ class BandChart(Panel):
         self.smoothing = self.smoothing if smoothing is None else smoothing
         self.redraw()
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the chart."""
         series = self.live.series
         columns = chart_columns(width)
@@ -348,6 +349,6 @@ class BandChart(Panel):
             remarks=tuple(remarks),
             empty=self.empty_text,
             spiky=self.spiky,
-            blocks=ramp.shades,
+            blocks=self.ramp.shades,
         )
         return draw_curve(curve, width, height)

@@ -6,13 +6,13 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from gputrain_tui.console.ramp import Ramp
+from gputrain_tui.console.widgets.canvas import MOVE_KEYS
 from gputrain_tui.console.widgets.drawing import Row, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.drawing import centred_text as remark
 from gputrain_tui.console.widgets.panel import Panel
@@ -20,9 +20,6 @@ from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
 from trainer.contract.record import Failure, Finding
-
-if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
 
 MESSAGE_INDENT_CELLS = 23
 """Cells before a message that stands beside time and rank."""
@@ -239,27 +236,21 @@ class Findings(Panel, can_focus=True):
     """The list of findings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
+        *MOVE_KEYS[:2],
         Binding("home", "move(-1000)", "First", show=False),
         Binding("end", "move(1000)", "Last", show=False),
         Binding("enter", "open", "Evidence and advice", show=False),
     ]
 
+    @dataclass
     class RankChosen(Message):
         """A finding about a rank was opened."""
 
-        def __init__(self, rank: int) -> None:
-            super().__init__()
-            self.rank = rank
+        rank: int
 
-    live: LiveRun
-
-    def __init__(self, live: LiveRun, *, id: str | None = None) -> None:
-        super().__init__(live, id=id)
-        self._key: tuple[str, int | None, float] | None = None
-        """The entry under the cursor, which stays there when newer ones come."""
-        self._opened = False
+    _key: tuple[str, int | None, float] | None = None
+    """The entry under the cursor, which stays there when newer ones come."""
+    _opened = False
 
     def seen_version(self) -> object:
         """Change with findings and failures only."""
@@ -267,7 +258,7 @@ class Findings(Panel, can_focus=True):
         past = state.past_findings
         return len(past), past[-1].time if past else 0.0, len(state.findings), len(state.failures), self.live.over
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the list."""
         found = finding_entries(self.live.state)
         return draw_findings(
@@ -312,14 +303,6 @@ class Findings(Panel, can_focus=True):
         else:
             self._opened = False
             self._take(found, of)
-
-    def on_focus(self) -> None:
-        """Draw the focused cursor."""
-        self.redraw()
-
-    def on_blur(self) -> None:
-        """Draw the cursor without focus."""
-        self.redraw()
 
     def _index(self, found: Sequence[FindingEntry]) -> int:
         """Return the index of the entry under the cursor; at first the newest active one."""

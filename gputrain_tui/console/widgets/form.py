@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
@@ -73,15 +74,13 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
 class Form(Listing):
     """The fields of the open recipe."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.title_text = ""
-        self.remarks: list[Row] = []
-        self.wanted = ""
-        """Only fields that hold these words are shown."""
-        self._fields: Sequence[Field] = ()
-        self._lines: list[FieldHeading | Field] = []
-        self._remarks: Mapping[str, FieldMessage] = {}
+    title_text = ""
+    remarks: Sequence[Row] = ()
+    wanted = ""
+    """Only fields that hold these words are shown."""
+    _fields: Sequence[Field] = ()
+    _lines: Sequence[FieldHeading | Field] = ()
+    _remarks: Mapping[str, FieldMessage] = MappingProxyType({})
 
     def show(self, fields: Sequence[Field], remarks: Mapping[str, FieldMessage]) -> None:
         """Show fields and remarks by key; the cursor stays on its field."""
@@ -144,10 +143,8 @@ class Form(Listing):
 class FieldDetail(Canvas):
     """Help of the field with the cursor: meaning, allowed values, default."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.field: Field | None = None
-        self.remark: FieldMessage | None = None
+    field: Field | None = None
+    remark: FieldMessage | None = None
 
     def show(self, field: Field | None, remark: FieldMessage | None) -> None:
         """Show a field and what was found about it."""

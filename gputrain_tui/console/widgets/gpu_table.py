@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -202,14 +202,12 @@ class GpuTable(Listing):
     class Selected(Message):
         """Other GPUs are chosen."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.hosts: Sequence[Host] = ()
-        self.now = 0.0
-        """On the clock of the hosts' times."""
-        self.chosen: set[tuple[str, int]] = set()
-        """Host and index."""
-        self._lines: list[tuple[Host, Gpu | None]] = []
+    hosts: Sequence[Host] = ()
+    now = 0.0
+    """On the clock of the hosts' times."""
+    chosen: Set[tuple[str, int]] = frozenset()
+    """Host and index."""
+    _lines: Sequence[tuple[Host, Gpu | None]] = ()
 
     @property
     def several(self) -> bool:
@@ -236,11 +234,7 @@ class GpuTable(Listing):
         host, gpu = self._at()
         before = (host.name if host is not None else "", gpu.index if gpu is not None else None)
         self.hosts, self.now = hosts, now
-        self._lines = []
-        for found in hosts:
-            if self.several:
-                self._lines.append((found, None))
-            self._lines += [(found, one) for one in found.gpus]
+        self._lines = [(found, one) for found in hosts for one in (*((None,) if self.several else ()), *found.gpus)]
         self.chosen &= {(found.name, one.index) for found in hosts for one in found.gpus}
         places = [(found.name, one.index if one is not None else None) for found, one in self._lines]
         if before in places:

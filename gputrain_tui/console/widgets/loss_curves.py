@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
-from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
 from gputrain_tui.history.compare import LossHistory, resampled
@@ -50,6 +51,8 @@ class LossReader:
 
 class LossCurves(Canvas):
     """The losses of the runs."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(*CURVES)
 
     def __init__(self, *, named: bool = True, id: str | None = None) -> None:
         """Show nothing yet.

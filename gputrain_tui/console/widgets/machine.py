@@ -91,9 +91,7 @@ def draw_silent(host: Host, width: int, height: int) -> list[Row]:
 class MachinePanel(Canvas):
     """One host."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.host: Host | None = None
+    host: Host | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the host, or why there is no inventory."""

@@ -52,12 +52,10 @@ def _line(mark: str, text: str, role: str, width: int) -> Row:
 class PreflightSummary(Canvas):
     """The preflight of the open recipe."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.most = 2
-        """Lines under the headline."""
-        self._results: Sequence[CheckResult] = ()
-        self._problem = ""
+    most = 2
+    """Lines under the headline."""
+    _results: Sequence[CheckResult] = ()
+    _problem = ""
 
     def show(self, results: Sequence[CheckResult], problem: str) -> None:
         """Show what was found.

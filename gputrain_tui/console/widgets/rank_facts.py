@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.progress import loss_text, percent
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import duration, printable, size
-
-if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
 
 Fact = tuple[str, str, str]
 """Name, value, and the role of the value."""
@@ -117,14 +111,12 @@ def facts_height(width: int, count: int) -> int:
 class RankFacts(Panel):
     """The facts of the selected rank."""
 
-    live: LiveRun
-
     def seen_version(self) -> object:
         """Change also with the seconds since the last event."""
         live = self.live
         return live.version, None if live.over else int(live.now())
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the facts."""
         rank = self.selected_rank or 0
         view = self.live.state.ranks.get(rank)

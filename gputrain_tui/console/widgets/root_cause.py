@@ -6,23 +6,16 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.headless.progress import ranks_text
+from gputrain_tui.headless.progress import LOG_LINES, ranks_text
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.state import RunState
 from gputrain_tui.state.rank_outcome import LOST_PEER, STOPPED
 from gputrain_tui.tables import printable
 from trainer.contract.record import Failure
 
-if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
-
-LOG_LINES = 12
-"""Last lines kept of the failed rank's log; the card shows as many as fit."""
 MOST_GROUPS = 3
 """Most groups of other ranks, by what they were doing."""
 STATE_TEXTS = {
@@ -127,13 +120,9 @@ class RootCauseCard(Panel):
     RootCauseCard:ansi { background: ansi_default; }
     """
 
-    live: LiveRun
-
-    def __init__(self, live: LiveRun, *, id: str | None = None) -> None:
-        super().__init__(live, id=id)
-        self._log_of: tuple[int | None, str | None, int] | None = None
-        self._log: list[str] = []
-        self._log_path = ""
+    _log_of: tuple[int | None, str | None, int] | None = None
+    _log: Sequence[str] = ()
+    _log_path = ""
 
     def root_cause(self) -> RootCause | None:
         """Return the content; None while nothing has failed."""
@@ -155,7 +144,7 @@ class RootCauseCard(Panel):
         """Change with failures, and with the status of the run."""
         return self.live.version, self.live.status
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the card."""
         root_cause = self.root_cause()
         return [] if root_cause is None else draw_root_cause(root_cause, width, height)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, row_cells
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import run_condition
@@ -210,14 +209,12 @@ class RunHeader(Panel):
     RunHeader { dock: top; height: 2; background: $panel; }
     """
 
-    live: LiveRun
-
     def seen_version(self) -> object:
         """Change also with the seconds on the clock."""
         elapsed = self.live.elapsed_s
         return self.live.version, int(elapsed) if elapsed is not None else None
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the header."""
         return draw_header(heading(self.live), width, height)
 

@@ -88,21 +88,19 @@ def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened
 class RunList(Listing):
     """The runs."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.entries: Sequence[Mapping[str, Any]] | None = None
-        """None until they were listed."""
-        self.marked: list[str] = []
-        """Ids in the order in which they were marked."""
-        self.opened: str | None = None
-        """Id of the run that the console watches."""
+    entries: Sequence[Mapping[str, Any]] | None = None
+    """None until they were listed."""
+    marked: tuple[str, ...] = ()
+    """Ids in the order in which they were marked."""
+    opened: str | None = None
+    """Id of the run that the console watches."""
 
     def show(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Show runs; the cursor stays on its run."""
         before = self.entry
         self.entries = entries
         ids = [entry["id"] for entry in entries]
-        self.marked = [run for run in self.marked if run in ids]
+        self.marked = tuple(run for run in self.marked if run in ids)
         if before is not None and before["id"] in ids and self.cursor:
             self.cursor = ids.index(before["id"])
         self.redraw()
@@ -120,11 +118,11 @@ class RunList(Listing):
         if entry is None:
             return True
         if entry["id"] in self.marked:
-            self.marked.remove(entry["id"])
+            self.marked = tuple(run for run in self.marked if run != entry["id"])
         elif len(self.marked) >= MAX_RUNS:
             return False
         else:
-            self.marked.append(entry["id"])
+            self.marked += (entry["id"],)
         self.redraw()
         return True
 
@@ -177,9 +175,7 @@ class RunList(Listing):
 class RunCard(Canvas):
     """Details of the run with the cursor."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.entry: Mapping[str, Any] | None = None
+    entry: Mapping[str, Any] | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the run in a few lines."""
