@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
-from gputrain_tui.console.widgets.loss_curves import LossCurves, LossReader
+from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.history.compare import RecipeDifference, differences
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import start
@@ -26,10 +25,6 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
-READ_BUDGET_S = 0.03
-"""Seconds of reading per tick."""
-READ_PAUSE_S = 0.04
-"""Seconds between two reads of a backlog, in which keys are handled."""
 SMOOTHING_WEIGHTS = (0.0, 0.5, 0.9)
 """Weight of earlier values in an exponential average."""
 
@@ -101,18 +96,10 @@ class CompareScreen(Page):
         found: list[RecipeDifference]
         problem: str
 
-    def __init__(self, runs: Sequence[Run], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Compare runs.
-
-        Args:
-            runs: two to six.
-            clock: seconds, for the budget.
-        """
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Compare two to six runs."""
         super().__init__()
         self._runs = runs
-        self._clock = clock
-        self._readers = [LossReader(run) for run in runs]
-        self._reading_on = False
 
     def body(self) -> ComposeResult:
         """Yield chart and differences."""
@@ -122,15 +109,10 @@ class CompareScreen(Page):
 
     def on_mount(self) -> None:
         """Read the recipes, and begin with the curves."""
-        self.query_one(LossCurves).readers = self._readers
+        self.query_one(LossCurves).show(self._runs)
         self.query_one(Differences).focus()
         self._read_recipes()
         self.tick()
-
-    def on_unmount(self) -> None:
-        """Close the records."""
-        for reader in self._readers:
-            reader.close()
 
     @work(thread=True, group="recipes")
     def _read_recipes(self) -> None:
@@ -153,20 +135,8 @@ class CompareScreen(Page):
         table.redraw()
 
     def tick(self) -> None:
-        """Read losses within the budget, and redraw."""
-        deadline = self._clock() + READ_BUDGET_S
-        moved = [reader.poll(lambda: self._clock() < deadline) for reader in self._readers]
-        if any(moved):
-            self.query_one(LossCurves).redraw()
-        if any(reader.behind for reader in self._readers) and not self._reading_on:
-            self._reading_on = True
-            self.set_timer(READ_PAUSE_S, self._read_on)
-
-    def _read_on(self) -> None:
-        """Read the backlog between two ticks."""
-        self._reading_on = False
-        if self.is_current:
-            self.tick()
+        """Read losses, and redraw."""
+        self.query_one(LossCurves).tick()
 
     def action_axis(self) -> None:
         """Draw over steps, or over time."""

@@ -18,7 +18,7 @@ from textual.message import Message
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.widgets.loss_curves import LossCurves, LossReader
+from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, list_all
@@ -29,10 +29,6 @@ from trainer.contract.errors import RequestError
 
 LIST_INTERVAL_S = 2.0
 """Seconds between two listings."""
-READ_BUDGET_S = 0.02
-"""Seconds of reading losses per tick."""
-READ_PAUSE_S = 0.04
-"""Seconds between two reads of a backlog, in which keys are handled."""
 LEAST_LINES_WITH_CURVES = 30
 """Fewest lines of a screen that shows the losses of the run with the cursor."""
 
@@ -62,29 +58,20 @@ class HistoryScreen(Page):
     def __init__(
         self,
         *,
-        runs: Callable[[], tuple[list[Run], list[UnreadableRun]]] = list_all,
         now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.perf_counter,
         clocked: bool = True,
     ) -> None:
         """Make the screen.
 
         Args:
-            runs: lists the runs, newest first, and those that cannot be read.
             now: Unix seconds.
-            clock: seconds, for the budget.
             clocked: whether it lists on a timer.
         """
         super().__init__()
-        self._list = runs
         self._now = now
-        self._clock = clock
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
         self._resuming = False
-        self._reading_on = False
-        self._reader: LossReader | None = None
-        """Of the run whose losses are shown."""
 
     def body(self) -> ComposeResult:
         """Yield the list, and the card and losses of one run."""
@@ -113,7 +100,7 @@ class HistoryScreen(Page):
     def _list_in_thread(self) -> None:
         runs, unreadable = list[Run](), list[UnreadableRun]()
         with suppress(RequestError):  # the folder cannot be read: said when something is started
-            runs, unreadable = self._list()
+            runs, unreadable = list_all()
         self.post_message(self.Listed(runs, summarize_runs(runs, unreadable, now=self._now())))
 
     @on(Listed)
@@ -139,42 +126,17 @@ class HistoryScreen(Page):
         """Open the losses of a run, where they fit."""
         curves = self.query_one("#preview", LossCurves)
         curves.display = run is not None and self.size.height >= LEAST_LINES_WITH_CURVES
-        if run is None or not curves.display or (self._reader is not None and self._reader.run.id == run.id):
-            return
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = LossReader(run)
-        curves.readers = [self._reader]
-        curves.styles.height = self.size.height * 2 // 5
-        curves.redraw()
+        if run is not None and curves.display and [shown.id for shown in curves.runs] != [run.id]:
+            curves.styles.height = self.size.height * 2 // 5
+            curves.show([run])
 
     def on_resize(self, event: Resize) -> None:
         """Show the losses where there is room."""
         self._show_card()
 
     def tick(self) -> None:
-        """Read losses within the budget, and redraw."""
-        deadline = self._clock() + READ_BUDGET_S
-        curves = self.query_one("#preview", LossCurves)
-        reader = self._reader
-        if reader is None or not curves.display:
-            return
-        if reader.poll(lambda: self._clock() < deadline):
-            curves.redraw()
-        if reader.behind and not self._reading_on:
-            self._reading_on = True
-            self.set_timer(READ_PAUSE_S, self._read_on)
-
-    def _read_on(self) -> None:
-        """Read the backlog between two ticks."""
-        self._reading_on = False
-        if self.is_current:
-            self.tick()
-
-    def on_unmount(self) -> None:
-        """Close the record."""
-        if self._reader is not None:
-            self._reader.close()
+        """Read losses, and redraw."""
+        self.query_one("#preview", LossCurves).tick()
 
     @property
     def run_here(self) -> Run | None:
