@@ -48,9 +48,9 @@ FPS = 10
 BACKLOG_PAUSE_S = 0.004
 """Seconds between two reads of a backlog, in which keys are handled."""
 IDLE_AFTER_S = 2.0
-"""After this many seconds without an event, screens repaint every ``IDLE_TICK_S``: only their clocks move."""
+"""After this many seconds without an event, the record is read and painted every ``IDLE_TICK_S`` only."""
 IDLE_TICK_S = 0.5
-"""Seconds between two repaints of an idle run, enough for clocks in seconds."""
+"""Seconds between two readings of an idle run, enough for clocks in seconds."""
 TOAST_READ_S = 2.0
 """Seconds a notification stays before a key removes it."""
 STDERR_TRIM_S = 60.0
@@ -172,18 +172,19 @@ class GputrainApp(App[int]):
             loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
 
     def beat(self) -> None:
-        """Read appended events and repaint the screen."""
-        live = self.live
+        """Read appended events and repaint the screen; less often while there are none."""
+        self._still += 1
+        if self._still > IDLE_AFTER_S * self._fps and self._still % max(int(self._fps * IDLE_TICK_S), 1):
+            return
         if not self._catching_up:
             self._read_on()
-        version = live.version if live is not None else None
-        self._still = self._still + 1 if version == self._seen else 0
-        self._seen = version
-        if self._still < IDLE_AFTER_S * self._fps or self._still % max(int(self._fps * IDLE_TICK_S), 1) == 0:
-            if self._clocked:
-                self.call_later(self.tick)  # after a key that was pressed meanwhile
-            else:
-                self.tick()
+        version = self.live.version if self.live is not None else None
+        if version != self._seen:
+            self._seen, self._still = version, 0
+        if self._clocked:
+            self.call_later(self.tick)  # after a key that was pressed meanwhile
+        else:
+            self.tick()
 
     def tick(self) -> None:
         """Repaint the active screen where the run changed."""

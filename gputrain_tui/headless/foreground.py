@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from gputrain_tui.headless import progress
 from gputrain_tui.headless.safe_stream import SafeStream
-from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, planned_world_size, read_status
+from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.output import json_line
 from gputrain_tui.state import RunState
@@ -39,47 +37,28 @@ STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again t
 NOT_WAITING = "not waiting"
 
 
-class EventReader(Protocol):
-    """Reads the events of a run as they are appended."""
+class RecordReader(RunReader):
+    """A ``RunReader`` that may copy what it reads to a stream."""
 
-    def poll(self) -> list[AnyEvent]:
-        """Return the events appended since the last poll, by time."""
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that the last poll left for the next."""
-
-    @property
-    def out(self) -> SafeStream | None:
-        """Stream to which events are copied; None for none."""
+    out: SafeStream | None = None
 
     @property
     def refused(self) -> OSError | None:
-        """Error of that stream; None while it works."""
-
-    def close(self) -> None:
-        """Let go of the files."""
+        """Error of the stream; None while it works, and without one."""
+        return self.out.error if self.out is not None else None
 
 
-class RecordReader(RunReader):
-    """A ``RunReader`` that copies nothing."""
-
-    out = None
-    refused = None
-
-
-class JsonStream:
-    """A ``RunReader`` that copies every line to a stream, at the speed of the stream's reader."""
+class JsonStream(RecordReader):
+    """Copies every line to a stream, at the speed of the stream's reader."""
 
     budget_bytes = 1 << 20
 
     def __init__(self, run: Run, out: SafeStream) -> None:
-        self.out = out
-        self._follower = Follower(run.dir.events, ".ndjson")
-        self._world_size = planned_world_size(run.dir)
+        super().__init__(run.dir)
+        self.out: SafeStream = out
         self._last: tuple[bytes, AnyEvent] | None = None
 
-    def poll(self) -> list[AnyEvent]:
+    def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         """Copy the new lines, by time; ``run_ended`` comes last of all."""
         if not self.out.has_room:
             return []
@@ -101,27 +80,13 @@ class JsonStream:
         self.out.write_bytes(b"".join(json_line(line) + b"\n" for line in lines_out))
         return events
 
-    @property
-    def refused(self) -> OSError | None:
-        """Error of the stream; None while it works."""
-        return self.out.error
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that the last poll left for the next."""
-        return self._follower.backlog_bytes
-
-    def close(self) -> None:
-        """Let go of the files."""
-        self._follower.close()
-
 
 def follow(
     supervisor: subprocess.Popen[bytes],
     *,
     state: RunState,
     view: progress.ProgressView | None,
-    reader: EventReader,
+    reader: RecordReader,
     stop_request: StopRequest,
     say: Callable[[str], None],
 ) -> int:
@@ -188,7 +153,7 @@ def follow(
             view.erase()
 
 
-def catch_up(reader: EventReader, state: RunState) -> None:
+def catch_up(reader: RecordReader, state: RunState) -> None:
     """Read the rest of the record."""
     while True:
         state.apply_all(reader.poll())
@@ -307,6 +272,6 @@ def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> progre
     )
 
 
-def reader_of(run: Run, *, out: SafeStream, json: bool) -> EventReader:
+def reader_of(run: Run, *, out: SafeStream, json: bool) -> RecordReader:
     """Return what reads the run's record, and passes it on where that is asked for."""
     return JsonStream(run, out) if json else RecordReader(run.dir)

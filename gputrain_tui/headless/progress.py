@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.figures import run_figures
 from gputrain_tui.tables import TableColumn, duration, printable, size, table
 from gputrain_tui.tables import width as cells
 from trainer.contract.outcome import NO_UPDATE_LEFT, SEED_ON_RESUME
@@ -135,22 +136,25 @@ def clip(pieces: Sequence[Piece], width: int) -> list[Piece]:
 
 def _measures(state: RunState, *, compact: bool = False) -> list[tuple[str, list[Piece]]]:
     """Return name and text of each measure in the order of the line."""
-    total = state.updates_total
+    total, figures = state.updates_total, run_figures(state.ranks.values())
     epochs = f"/{state.max_epochs}" if state.max_epochs else ""
     steps = f"{state.step}/{total}" if total else f"{state.step}"
     measures: list[tuple[str, list[Piece]]] = [
-        ("epoch", [("ep " if compact else "epoch ", "dim"), (f"{state.epoch}{epochs}", "")]),
+        ("epoch", [("ep " if compact else "epoch ", "dim"), (f"{figures.epoch}{epochs}", "")]),
         ("step", [("" if compact else "step ", "dim"), (steps, "")]),
-        ("loss", [("loss ", "dim"), (loss_text(state.loss), "bold")]),
-        ("rate", [(number(state.samples_per_s, 0 if compact else 1), ""), ("/s" if compact else " samples/s", "dim")]),
+        ("loss", [("loss ", "dim"), (loss_text(figures.loss), "bold")]),
+        (
+            "rate",
+            [(number(figures.samples_per_s, 0 if compact else 1), ""), ("/s" if compact else " samples/s", "dim")],
+        ),
     ]
     slowest = state.slowest()
     if slowest is not None:
         rank, late_ms = slowest
         late = f"r{rank} +{late_ms:.0f} ms" if compact else f"r{rank} +{late_ms:.1f} ms"
         measures.append(("slowest", [("slow " if compact else "slowest ", "dim"), (late, "")]))
-    if state.sync_share is not None and state.world_size > 1:
-        share = f"{state.sync_share:.0%}" if compact else percent(state.sync_share)
+    if figures.sync_share is not None and state.world_size > 1:
+        share = f"{figures.sync_share:.0%}" if compact else percent(figures.sync_share)
         measures.append(("sync", [("sync ", "dim"), (share, "")]))
     if state.eta_s is not None:
         measures.append(("eta", [("eta ", "dim"), (duration(state.eta_s), "")]))
