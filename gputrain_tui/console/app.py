@@ -88,14 +88,14 @@ class GputrainApp(App[int]):
         """Make the console.
 
         Args:
-            run: to open at once; without one the runs are looked through.
-            fps: paints a second at most.
+            run: the run to open at once.
+            fps: maximum repaints per second.
             runs: lists the runs, newest first.
             follow: opens a run's record.
             clocked: whether time moves the screens; a test calls ``beat`` itself.
-            warm: what a run starts from at once when a launch was near before.
+            warm: processes that have torch loaded.
             hosts: machines to show besides this one; they are shown first.
-            hostfile: where they are named.
+            hostfile: the file that names them.
         """
         super().__init__()
         self.live: LiveRun | None = None
@@ -356,8 +356,8 @@ class GputrainApp(App[int]):
     async def launch(self, prepared: Prepared) -> None:
         """Start a prepared run, detached, and show it.
 
-        It is started here and not by a worker: what a process is told of its parent's death comes when the thread
-        that started it ends.
+        It is started here and not by a worker: the signal of a parent's death comes when the thread that
+        started the process ends.
         """
         from gputrain_tui.lifecycle import start
 

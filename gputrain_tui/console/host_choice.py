@@ -84,13 +84,7 @@ def active_plans(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
 def ranks_by_gpu(
     inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_it: Callable[[str], bool]
 ) -> dict[int, GpuRank]:
-    """Return the ranks of active runs by the index of their GPU.
-
-    Args:
-        inventory: of the machine.
-        plans: of the runs that are going, by id.
-        is_it: whether a host of a plan is this machine.
-    """
+    """Return the ranks of active runs by the index of their GPU; ``is_it`` knows this machine's names."""
     by_name = {str(gpu.index): gpu.index for gpu in inventory.gpus} | {gpu.uuid: gpu.index for gpu in inventory.gpus}
     found: dict[int, GpuRank] = {}
     for run, plan in plans:
@@ -106,12 +100,7 @@ def ranks_by_gpu(
 def hosts_due(hosts: Collection[Host], now: float, *, again_s: float, failed_s: float, at_once: int) -> list[str]:
     """Return the hosts to survey now: those whose last survey is old enough, the oldest first.
 
-    Args:
-        hosts: all of them.
-        now: on the clock of the hosts' times.
-        again_s: between a host's answer and the next question.
-        failed_s: the same after a failure, so that nobody is knocked at all the time.
-        at_once: how many may be asked at the same time.
+    Fewer than ``at_once`` are surveyed together, and failed ones less often, every ``failed_s``.
     """
     room = at_once - sum(host.asking for host in hosts)
     waiting = [
@@ -167,10 +156,7 @@ def nodes_on_gpus(
 ) -> list[dict[str, Any]]:
     """Return the nodes for chosen GPUs: in the order of the recipe's nodes, new hosts after them.
 
-    Args:
-        chosen: indices of GPUs by host; ``localhost`` for this machine.
-        nodes: of the recipe, as they are written.
-        address: under which the others reach this machine; it stays unnamed where it is alone or has none.
+    This machine is named by ``address``; not where it is alone or has none.
     """
     alone = len(chosen) == 1
 

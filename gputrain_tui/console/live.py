@@ -36,14 +36,7 @@ class LiveRun:
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Follow a run.
-
-        Args:
-            run: as it was found.
-            source: of its events; by default its run directory.
-            now: Unix seconds.
-            clock: seconds, for the budget.
-        """
+        """Follow a run from its directory, or from a ``source`` of events; ``clock`` measures the budget."""
         self.run = run
         self.now = now
         self.plan = _plan(run)

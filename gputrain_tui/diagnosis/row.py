@@ -129,12 +129,7 @@ class StepRow:
         return fmean(max(waits) - waits[index] for waits in self.waits)
 
     def without_broadcast_wait(self, leader: int, followers: frozenset[int]) -> StepRow:
-        """Return the row without the waits of some ranks for another one in their forward pass.
-
-        Args:
-            leader: index of the rank that the others wait for.
-            followers: indices of those that wait.
-        """
+        """Return the row without the waits of followers for a leader in their forward pass, all by index."""
         about = leader, followers
         if self._relieved is None or self._relieved[0] != about:
             first = self.phases[leader]

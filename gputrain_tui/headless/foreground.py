@@ -92,15 +92,8 @@ def follow(
 ) -> int:
     """Show a run until its supervisor has ended; return the supervisor's exit code.
 
-    However this ends, also by an error, the lease is given up and nothing of the run is left.
-
-    Args:
-        supervisor: who answers for the run.
-        state: takes in what is read.
-        view: shows it.
-        reader: reads the record.
-        stop_request: what this command is asked; it is passed on.
-        say: writes a line that a person is to see.
+    However this ends, also by an error, the lease is given up and nothing of the run is left. The stop request is
+    forwarded to the supervisor; ``say`` writes a line that a person is to see.
     """
     poll = select.poll()
     ended = os.pidfd_open(supervisor.pid)
@@ -181,17 +174,9 @@ def conclude(
     err: SafeStream,
     hurried: Callable[[], bool],
 ) -> int:
-    """Say how the run ended; return the command's exit code, which no unwritten word of this changes.
+    """Report how the run ended; return the command's exit code.
 
-    Args:
-        run: the run.
-        returncode: of its supervisor.
-        state: what its record says.
-        narrate: whether standard output is for people.
-        environ: says whether to colour.
-        out: standard output.
-        err: standard error.
-        hurried: whether somebody asked this command to end, so that it waits for nobody who does not read.
+    ``narrate``: standard output is for people. ``hurried``: the command was interrupted and waits for no reader.
 
     Raises:
         RequestError: the ranks found the request wrong before they trained; the run directory is removed again.

@@ -87,13 +87,7 @@ def percent(share: float | None) -> str:
 
 
 def progress_line(state: RunState, width: int, *, now: float) -> list[Piece]:
-    """Return one line of at most ``width`` columns; the least important measures are omitted first.
-
-    Args:
-        state: the run.
-        width: columns.
-        now: Unix seconds, for the time that passed.
-    """
+    """Return one line of at most ``width`` columns; the least important measures are omitted first."""
     if state.step == 0:
         return clip(_starting(state, now), width)
     progress = state.progress
@@ -270,13 +264,7 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
 def closing_lines(
     state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True
 ) -> list[list[Piece]]:
-    """Return the closing lines of a run that trained: table, last evaluations, findings, last checkpoint, sample.
-
-    Args:
-        state: of the run.
-        width: columns of the terminal.
-        is_there: whether a checkpoint still exists.
-    """
+    """Return the closing lines of a run that trained: table, last evaluations, findings, last checkpoint, sample."""
     lines = closing_table(state, width)
     for split in ("valid", "test"):
         validation = state.last_validation(split)
@@ -322,13 +310,7 @@ def ending(state: RunState) -> list[Piece]:
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
-    """Return the rank that failed, the reason, and its last output.
-
-    Args:
-        failure: the root cause.
-        log: last lines of its output.
-        path: of the whole output.
-    """
+    """Return the rank that failed, the reason, and the end of its output."""
     who = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {failure.host}" if failure.host else ""
     when = f" at step {failure.step}" if failure.step is not None else ""
@@ -377,7 +359,7 @@ class ProgressView:
             stream: output.
             live: whether to update a line in place.
             colour: whether to colour.
-            width: columns.
+            width: returns the columns.
             keeps_up: whether the stream's reader keeps up; otherwise the progress line is not redrawn.
             now: Unix seconds.
         """

@@ -96,11 +96,7 @@ class SafeStream:
             self._waiting.clear()
 
     def settle(self, *, hurried: Callable[[], bool]) -> None:
-        """Wait until everything is written.
-
-        Args:
-            hurried: whether the command was interrupted, so that it does not wait for a stalled reader.
-        """
+        """Wait until everything is written; ``hurried`` commands do not wait for a stalled reader."""
         with self._changed:
             while self.backlog_bytes and not (hurried() and self.is_stalled()):
                 self._changed.wait(0.1)  # in short waits, so that signals are handled

@@ -43,12 +43,7 @@ class Replay:
 
 
 def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
-    """Return the replay of a run; None where its record is short or was not downsampled.
-
-    Args:
-        run: its directory.
-        world_size: number of its ranks; events of others are skipped.
-    """
+    """Return the replay of a run; None where its record is short or was not downsampled."""
     try:
         with os.scandir(run.events) as entries:
             sizes = {entry.name.removesuffix(".ndjson"): size_of(entry.path) for entry in entries}

@@ -342,13 +342,7 @@ class RunReader:
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Follow a run; events of ranks that its plan does not have are skipped.
-
-        Args:
-            run: its directory.
-            begin: bytes of the files at which to begin, by their names without suffix.
-            now: Unix seconds.
-        """
+        """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that its plan does not have."""
         self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
         self._world_size = planned_world_size(run)
         self._ended: RunEnded | None = None

@@ -44,13 +44,9 @@ class RunState:
     """
 
     def __init__(self, *, world_size: int = 0, max_updates: int = 0, max_epochs: int = 0, history: int = 0) -> None:
-        """Start without events.
+        """Start without events; limits are 0 where there is none.
 
-        Args:
-            world_size: number of ranks, 0 while it is not known.
-            max_updates: optimizer steps after which the training ends, 0: no limit.
-            max_epochs: epochs after which it ends, 0: no limit.
-            history: step events kept per rank: the diagnosis needs them, views do not.
+        The diagnosis needs the last ``history`` step events of each rank, views do not.
         """
         self.version = 0
         self._history = history

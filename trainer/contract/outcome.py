@@ -98,12 +98,7 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def reserve(path: Path, *, ranks: int) -> None:
-        """Fill the file with blanks, so that ``write`` has space even on a full disk; readers skip a blank file.
-
-        Args:
-            path: the file; an earlier outcome in it is removed.
-            ranks: number of ranks of the node.
-        """
+        """Fill the file with blanks, so that ``write`` has space even on a full disk; readers skip a blank file."""
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # where there is no room any more, there is none to reserve
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,8 +161,7 @@ def is_lost_peer(message: str) -> bool:
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
     """Return the earliest failure that does not follow from another; a consequence only where there is no other.
 
-    Args:
-        failures: nanoseconds of the Unix clock, and the failure at that time.
+    Each comes with its time in nanoseconds of the Unix clock.
     """
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
     ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))

@@ -18,7 +18,7 @@ IF_INET6 = Path("/proc/net/if_inet6")
 SYS_NET = Path("/sys/class/net")
 
 SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
-"""The kernel's codes for asking about interfaces, from ``linux/sockios.h``."""
+"""Ioctl numbers of interfaces, from ``linux/sockios.h``."""
 IFF_RUNNING = 0x40
 """The flag of an interface that is up and has its cable, from ``linux/if.h``."""
 IFREQ_BYTES = 40
@@ -27,7 +27,7 @@ MOST_ADDRESSES = 1024
 LINK_SCOPE = "20"
 """How ``/proc/net/if_inet6`` marks an address that holds on its link only."""
 OUTSIDE = "192.0.2.1"
-"""An address of nobody (RFC 5737): which way leads to it is asked, and nothing is sent."""
+"""An unused address (RFC 5737): only the route to it is asked; nothing is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def plain(address: str) -> str:
 
 
 def is_interface_up(name: str) -> bool:
-    """Whether the kernel says that something can be sent over an interface."""
+    """Whether an interface is up and has a carrier."""
     request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

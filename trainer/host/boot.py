@@ -1,4 +1,4 @@
-"""Says which start of this machine it is, and when that was."""
+"""Reads the boot id and the boot time of this machine."""
 
 from __future__ import annotations
 

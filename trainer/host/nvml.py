@@ -1,7 +1,7 @@
 """Reads the NVIDIA driver through ctypes, so that no package is needed where it runs.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``. Each GPU and each driver supports
-other queries, so a refusal is None. Layouts and codes are those of ``nvml.h``, which NVIDIA keeps for old programs.
+other queries, so a refusal is None. Layouts and codes are those of ``nvml.h``, which NVIDIA keeps compatible.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RawGpu(GpuReadings):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What the driver of this machine says."""
+    """Answers of the driver of this machine."""
 
     driver: str | None = None
     cuda: str | None = None
@@ -187,7 +187,7 @@ class Nvml:
             code = self.call("nvmlInit_v2")
         if code == DONE:
             return ""
-        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self.says(code)}"
+        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self.error_text(code)}"
 
     def stop(self) -> None:
         """Let go of the driver."""
@@ -219,8 +219,8 @@ class Nvml:
             return None
         return cast(int, function(*args))
 
-    def says(self, code: int | None) -> str:
-        """Return NVML's words for a code."""
+    def error_text(self, code: int | None) -> str:
+        """Return NVML's text for an error code."""
         try:
             function = self._library.nvmlErrorString
         except AttributeError:

@@ -9,7 +9,7 @@ import socket
 from trainer.host.proc_files import PROC, read_text
 
 FIRST_PORT, LAST_PORT = 20_000, 32_767
-"""Where free ports are looked for: below those that Linux gives to outgoing connections, so that none of these takes
+"""Range of free ports: below those that Linux gives to outgoing connections, so that none of these takes
 the port between the test and the ranks' listening."""
 ATTEMPTS = 200
 """Ports that are tried before the kernel chooses; with so many, nearly all of them are taken."""

@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 PARENT_POLL_S = 0.2
-"""How often the parent is looked for on kernels before 5.3, which have no pidfd."""
+"""Seconds between two checks of the parent on kernels before 5.3, which have no pidfd."""
 
 
 def die_with_parent_process() -> None:

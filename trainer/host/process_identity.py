@@ -1,4 +1,4 @@
-"""Identifies a process beyond its pid, which somebody else gets sooner or later."""
+"""Identifies a process beyond its pid, which the kernel reuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.host.proc_files import PROC
 from trainer.host.processes import read_stat
 
 HELD_S = 5.0
-"""A process that is still held so long after SIGCONT is not going to run."""
+"""Seconds after SIGCONT from which a process that is still stopped counts as stuck."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):

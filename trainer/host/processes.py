@@ -1,4 +1,4 @@
-"""Reads what the kernel tells of a process in ``/proc/PID``: state, parent, start, use of core and memory, environment.
+"""Reads the facts of a process in ``/proc/PID``: state, parent, start, use of core and memory, environment.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``. psutil, which reads the same
 files, takes longer to import than all of these questions take, and does not know the waits for a core.
@@ -52,7 +52,7 @@ class ProcessStat:
 
     @property
     def environ_address(self) -> int:
-        """Where its environment lies in its memory; 0 for whom the kernel does not tell."""
+        """Where its environment lies in its memory; 0 where the kernel hides it."""
         return int(self.fields[47])
 
 
@@ -70,7 +70,7 @@ def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
 
 def pids(proc: Path = PROC) -> Iterator[int]:
     """Yield the number of every process."""
-    for name in os.listdir(proc):  # noqa: PTH208 - thousands of names, of which few are looked at
+    for name in os.listdir(proc):  # noqa: PTH208 - thousands of names, of which few are read
         if name.isdecimal():
             yield int(name)
 
@@ -193,6 +193,6 @@ def parse_wait_ns(schedstat: bytes) -> int | None:
 
 
 def sleeps_in(pid: int, *, proc: Path = PROC) -> str | None:
-    """Return the function of the kernel in which a process sleeps; None where it runs, or the kernel does not tell."""
+    """Return the function of the kernel in which a process sleeps; None where it runs, or the kernel hides it."""
     wchan = read_bytes(proc / str(pid) / "wchan").decode("ascii", "replace")
     return None if wchan in ("", "0") else wchan

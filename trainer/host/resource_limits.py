@@ -1,6 +1,6 @@
 """Resource limits of this machine: refuses a number of ranks that it could never hold.
 
-Starting them one by one would end in the middle, with ten thousand processes and whatever the kernel then says.
+Starting them one by one would end in the middle, with ten thousand processes and an obscure error.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from trainer.host.memory import read_container_limit_bytes, read_memory, read_sw
 from trainer.host.proc_files import CGROUP, PROC, read_number
 
 RANK_BYTES = 20 << 20
-"""What a rank has for itself at least: one on the CPU that shares torch's code with the others was measured to write
+"""Least private memory of a rank: one on the CPU that shares torch's code with the others was measured to write
 24 MiB before its model."""
 SCRIPT_BYTES = 5 << 20
 """The same of a script, which may be without torch: a Python process alone."""
 FILES_PER_RANK = 2
-"""What the node agent holds open for each: the pipe to it and what tells its end."""
+"""Descriptors that the node agent holds open for each rank: the pipe to it and its pidfd or sentinel."""
 OTHER_FILES = 16
-"""What the parent holds open besides."""
+"""Descriptors that it holds open besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
-    """What the machine and this process's limits allow; None is without a limit."""
+    """Limits of the machine and of this process; None is without a limit."""
 
     processes: int | None
     """Of this user, of the machine and of the container, the least."""

@@ -61,12 +61,7 @@ class HistoryScreen(Page):
         now: Callable[[], float] = time.time,
         clocked: bool = True,
     ) -> None:
-        """Make the screen.
-
-        Args:
-            now: Unix seconds.
-            clocked: whether it lists on a timer.
-        """
+        """Make the screen; ``clocked``: whether it lists on a timer."""
         super().__init__()
         self._now = now
         self._clocked = clocked
@@ -99,7 +94,7 @@ class HistoryScreen(Page):
     @work(thread=True, exclusive=True, group="history")
     def _list_in_thread(self) -> None:
         runs, unreadable = list[Run](), list[UnreadableRun]()
-        with suppress(RequestError):  # the folder cannot be read: said when something is started
+        with suppress(RequestError):  # the folder cannot be read: reported when something is started
             runs, unreadable = list_all()
         self.post_message(self.Listed(runs, summarize_runs(runs, unreadable, now=self._now())))
 

@@ -48,12 +48,7 @@ class RecipePage(Page):
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
     ) -> None:
-        """Make the screen.
-
-        Args:
-            debounce_s: seconds without a change before the recipe is validated again.
-            validate: validates a recipe.
-        """
+        """Make the screen; ``debounce_s``: seconds without a change before the recipe is validated again."""
         super().__init__()
         self._debounce_s = debounce_s
         self._validate = validate

@@ -46,7 +46,7 @@ class FindingEntry:
     message: str
     evidence: Sequence[tuple[str, float]] = ()
     advice: str = ""
-    said: str = ""
+    last_line: str = ""
     """The process's own message."""
 
 
@@ -59,11 +59,11 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     found += [_failed(failure) for failure in others if failure not in consequences]
     if cause is not None and consequences:
         found.append(_lost(cause, consequences))
-    told: set[tuple[str, int | None]] = set()
+    listed: set[tuple[str, int | None]] = set()
     for finding in reversed(state.past_findings):
         about = (finding.kind, finding.rank)
-        if finding.state == "raised" and about not in told:  # the raised event has more evidence than the cleared one
-            told.add(about)
+        if finding.state == "raised" and about not in listed:  # the raised event has more evidence than the cleared one
+            listed.add(about)
             found.append(_raised(finding, cleared=about not in state.findings))
     return sorted(found, key=lambda entry: (-entry.time, entry.rank if entry.rank is not None else -1))
 
@@ -93,14 +93,14 @@ def _failed(failure: Failure) -> FindingEntry:
         rank=failure.rank,
         where=failure.host or "",
         message=f"{failure.kind.replace('_', ' ')}{at}: {printable(failure.message)}",
-        said=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
+        last_line=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
     )
 
 
 def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
     """Return one line for all ranks that noticed the failure of another."""
     count = len({failure.rank for failure in consequences})
-    whom = f"rank {cause.rank}" if cause.rank is not None else "a peer"
+    peer = f"rank {cause.rank}" if cause.rank is not None else "a peer"
     return FindingEntry(
         key=("lost_peer", cause.rank, consequences[0].time),
         time=max(failure.time for failure in consequences),
@@ -108,8 +108,8 @@ def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
         cleared=False,
         rank=consequences[0].rank if count == 1 else None,
         where="",
-        message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {whom}",
-        said=printable(consequences[0].message),
+        message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {peer}",
+        last_line=printable(consequences[0].message),
     )
 
 
@@ -123,17 +123,7 @@ def draw_findings(
     focused: bool = False,
     watching: bool = True,
 ) -> list[Row]:
-    """Return the list as ``height`` rows of ``width`` cells.
-
-    Args:
-        found: newest first.
-        width: cells.
-        height: lines.
-        cursor: index of the entry under the cursor.
-        opened: whether its evidence and advice are shown.
-        focused: whether the keys go here.
-        watching: whether the run goes on, for what is said when there is nothing to say.
-    """
+    """Return the list as ``height`` rows of ``width`` cells; the entry under the cursor may be opened."""
     if height < 1 or width < 1:
         return [[] for _ in range(max(height, 0))]
     raised = [entry for entry in found if not entry.cleared]
@@ -160,8 +150,8 @@ def _shown(
         lines: list[tuple[int, Row]] = []
         for index, entry in enumerate(found):
             here = index == cursor
-            told = whole or (here and details)
-            lines += [(index, row) for row in _line(entry, width, here=here and focused, whole=told)]
+            wrapped = whole or (here and details)
+            lines += [(index, row) for row in _line(entry, width, here=here and focused, whole=wrapped)]
             if here and details:
                 lines += [(index, row) for row in _details(entry, width) or ([NO_MORE] if opened else [])]
         return lines
@@ -211,7 +201,7 @@ def _details(entry: FindingEntry, width: int) -> list[Row]:
     rows: list[Row] = []
     for label, text, role in (
         ("evidence", figures, "bright"),
-        ("said", entry.said, "dim"),
+        ("said", entry.last_line, "dim"),
         ("advice", entry.advice, "accent"),
     ):
         if text and width < NARROW_CELLS:

@@ -56,16 +56,16 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
     mark = ("•", "accent") if field.changed else (" ", "base")
     if remark is not None and remark.status in MARKS:
         role, mark = remark.status, MARKS[remark.status]
-    told, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
-    if len(told) > left:
-        told = told[: max(left - 1, 0)] + "…"
+    remark_text, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
+    if len(remark_text) > left:
+        remark_text = remark_text[: max(left - 1, 0)] + "…"
     return fit_row(
         [
             mark,
             (" ", "base"),
             (field.name[: names - 1].ljust(names), "bright" if field.written or remark else "dim"),
             (text.ljust(values), role),
-            (told, remark_role(remark) if remark else "dim"),
+            (remark_text, remark_role(remark) if remark else "dim"),
         ],
         width,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +13,7 @@ from textual.message import Message
 from gputrain_tui.console.host_choice import GpuRank, Host
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, row_cells, title_row
-from gputrain_tui.console.widgets.gauges import bar, format_gib, format_integer, wrap_words
+from gputrain_tui.console.widgets.gauges import bar, format_gib, format_integer
 from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
@@ -127,15 +128,7 @@ def age(host: Host, now: float) -> tuple[str, str]:
 
 
 def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: float) -> Row:
-    """Return the line of one machine: above its GPUs, where there are several machines.
-
-    Args:
-        host: the machine.
-        width: cells.
-        name_cells: of the longest name.
-        chosen: how many of its GPUs are chosen.
-        now: on the clock of the host's times.
-    """
+    """Return the line of a machine above its GPUs, ``chosen`` of which are chosen."""
     row: Row = [(f" {printable(host.shown)[:name_cells]:<{name_cells}}  ", "title")]
     when, role = age(host, now)
     inventory = host.inventory
@@ -318,7 +311,7 @@ class GpuTable(Listing):
         if inventory is None:
             return centred_text(width, height, ["asking the driver"])
         note = inventory.note or "no GPU on this machine; CPU ranks work"
-        lines = wrap_words(note[:1].upper() + note[1:] + ".", width - 4)
+        lines = textwrap.wrap(note[:1].upper() + note[1:] + ".", max(width - 4, 1))
         cores = inventory.cpus.usable
         if height > len(lines) + 2:
             lines += ["", f"This machine trains on its CPU: cpu_ranks = {min(cores, 4)} in [[cluster.nodes]]."]

@@ -101,16 +101,9 @@ def line_strip(
     needle: str = "",
     at_match: bool = False,
 ) -> Strip:
-    """Return a line of the log as exactly ``width`` cells.
+    """Return a line of the log as exactly ``width`` cells, scrolled sideways by ``shift``; its prefix stays.
 
-    Args:
-        line: as it is kept.
-        styles: for ``base``, ``prefix``, ``warning``, ``error``, ``match``, ``current`` and ``dim``.
-        width: cells.
-        shift: cells that are scrolled out at the left; the prefix stays.
-        prefix_cells: of the name before the line; 0: none is shown.
-        needle: what is marked wherever it occurs, whatever its case.
-        at_match: whether this is the line that the search has found.
+    ``needle`` is marked wherever it occurs, otherwise in the line that the search has found (``at_match``).
     """
     level = level_of(line.raw)
     ground = styles["base"]

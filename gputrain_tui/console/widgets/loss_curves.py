@@ -124,6 +124,6 @@ class LossCurves(Canvas):
         overlay = Overlay(
             lines=lines, first=first, last=last, over_time=self.over_time, scale=self.scale, remarks=tuple(remarks)
         )
-        told = legend(lines, width) if self._named else []
-        gap: list[Row] = [[]] if told and height >= 20 else []
-        return draw_overlay(overlay, width, height - len(told) - len(gap)) + told + gap
+        names = legend(lines, width) if self._named else []
+        gap: list[Row] = [[]] if names and height >= 20 else []
+        return draw_overlay(overlay, width, height - len(names) - len(gap)) + names + gap

@@ -65,3 +65,11 @@ class Panel(Canvas):
         """Draw again and repaint the lines that differ."""
         self._seen = self.seen_version()
         super().redraw()
+
+
+class ClockPanel(Panel):
+    """Panel that changes with every event, and with the seconds of a run that goes on."""
+
+    def seen_version(self) -> object:
+        """Change with events and seconds."""
+        return self.live.version, int(self.live.elapsed_s or 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_row, merge, pad, title_row
-from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.headless.progress import ranks_text
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import duration, printable
@@ -109,13 +109,8 @@ def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: in
     return [*row, *signs]
 
 
-class RendezvousView(Panel):
+class RendezvousView(ClockPanel):
     """Ranks that have joined and that are missing."""
-
-    def seen_version(self) -> object:
-        """Change also with the seconds on the clock."""
-        elapsed = self.live.elapsed_s
-        return self.live.version, int(elapsed) if elapsed is not None else None
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the view."""

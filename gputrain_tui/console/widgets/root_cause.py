@@ -96,12 +96,12 @@ def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
     rows: list[Row] = [title_row(width, head, [[(at, "dim")]])]
     message = textwrap.wrap(printable(failure.message), max(width - 4, 20))[: 2 if most < 9 else 4]
     rows += [[("  ", "base"), (line, "title")] for line in message]
-    told: list[Row] = []
+    others: list[Row] = []
     if root_cause.other_ranks:
-        told = [[("  meanwhile  " if not i else "             ", "dim"), (line, "bright")]
+        others = [[("  meanwhile  " if not i else "             ", "dim"), (line, "bright")]
                 for i, line in enumerate(root_cause.other_ranks)]  # fmt: skip
-        told = told[: max(1, most // 4)]
-    room = most - len(rows) - len(told)
+        others = others[: max(1, most // 4)]
+    room = most - len(rows) - len(others)
     log = list(root_cause.log)
     if log and room >= 2:
         path = root_cause.log_path
@@ -109,7 +109,7 @@ def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
         rows += [[("  │ ", "error"), (printable(line), "dim")] for line in log[-(room - 1) :]]
     elif log and room == 1:
         rows.append([("  │ ", "error"), (printable(log[-1]), "dim")])
-    return rows + told
+    return rows + others
 
 
 class RootCauseCard(Panel):

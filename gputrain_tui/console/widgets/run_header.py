@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, row_cells
-from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.console.widgets.run_condition import run_condition
 from gputrain_tui.headless.progress import loss_text
 from gputrain_tui.history.runs import ENDED
@@ -151,17 +151,12 @@ def _percent(share: float | None) -> str:
     return (EMPTY if share is None else f"{share:.0%}").rjust(4)
 
 
-class RunHeader(Panel):
+class RunHeader(ClockPanel):
     """Two lines on top of a run's screens."""
 
     DEFAULT_CSS = """
     RunHeader { dock: top; height: 2; background: $panel; }
     """
-
-    def seen_version(self) -> object:
-        """Change also with the seconds on the clock."""
-        elapsed = self.live.elapsed_s
-        return self.live.version, int(elapsed) if elapsed is not None else None
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the header."""

@@ -56,14 +56,7 @@ def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
 
 
 def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened: bool) -> Row:
-    """Return a run's line.
-
-    Args:
-        entry: as ``gputrain runs --json`` describes it.
-        width: cells.
-        number: its place among the marked ones, from 0; None: it is not marked.
-        opened: whether it is the run that the console watches.
-    """
+    """Return a run's line; ``number``: its place among the marked runs, from 0."""
     if entry["state"] == UNREADABLE:
         text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
@@ -184,7 +177,7 @@ class RunCard(Canvas):
             return []
         cells = cells_of(entry)
         mark, role = MARKS.get(entry["state"], ("?", "warning"))
-        said = entry["message"] or ""
+        message = entry["message"] or ""
         rows: list[Row] = [
             title_row(width, [(printable(entry["id"]), "title"), (f"  {mark} {entry['state']}", role)]),
             [
@@ -195,6 +188,6 @@ class RunCard(Canvas):
             ],
             [("folder   ", "dim"), (printable(entry["run_dir"]), "dim")],
         ]
-        if said:
-            rows.insert(1, [(printable(said), "error" if entry["state"] == "failed" else "bright")])
+        if message:
+            rows.insert(1, [(printable(message), "error" if entry["state"] == "failed" else "bright")])
         return [fit_row(row, width) for row in rows[:height]]

@@ -136,13 +136,7 @@ class Downsampler:
     """Downsampler of one event file: turns its events, in the order of their lines, into blocks and notes."""
 
     def __init__(self, folder: Path, name: str, at: int) -> None:
-        """Start after the bytes that the event file has.
-
-        Args:
-            folder: folder of the run's downsampled record.
-            name: name of the event file, without suffix.
-            at: size of the event file, bytes.
-        """
+        """Start after the first ``at`` bytes of the event file ``name``."""
         self._folder = folder
         self._name = name
         self._end = at

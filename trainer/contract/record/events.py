@@ -379,12 +379,7 @@ def _encodable(value: Any) -> Any:
 
 
 def decode_events(lines: bytes, world_size: int = MAX_RANKS) -> list[AnyEvent]:
-    """Return the events of complete lines; skip lines that are torn, foreign or of an unknown type.
-
-    Args:
-        lines: lines of an event file.
-        world_size: ranks of the run; an event with a rank beyond it is foreign.
-    """
+    """Return the events of complete lines; skip lines that are torn, of an unknown type or of other ranks."""
     events = decode_lines(_decode, lines)
     if world_size >= MAX_RANKS:  # the bound of the schema itself
         return events

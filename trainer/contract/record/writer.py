@@ -205,12 +205,8 @@ class EventWriter:
 def until_next(now: float, interval_s: float) -> float:
     """Return the seconds to the next multiple of an interval that is at least half of it away.
 
-    So the writers of all ranks run at the same moments. Ranks wait for each other at each step: writers that took
-    turns would each delay all of them.
-
-    Args:
-        now: Unix seconds, on which machines agree to some milliseconds.
-        interval_s: The interval.
+    So the writers of all ranks, whose Unix clocks agree to some milliseconds, run at the same moments. Ranks wait for
+    each other at each step: writers that took turns would each delay all of them.
     """
     return 1.5 * interval_s - (now + 0.5 * interval_s) % interval_s
 
