@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.console import RenderableType
-from textual import events
+from textual import events, work
 from textual.app import App, SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
@@ -321,37 +321,33 @@ class GputrainApp(App[int]):
         self._reported_at = time.monotonic()
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
-    def action_demo(self) -> None:
-        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; who has runs already is asked first."""
-        if not self._runs():
-            self._start_demo()
-            return
+    def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
+        """Act once the person has confirmed it."""
         from gputrain_tui.console.screens.confirm import Confirm
 
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._start_demo()
+        def answered(agreed: bool | None) -> None:
+            if agreed:
+                act()
 
-        what = "Two processes train a small model on this machine's CPU, about half a minute."
-        self.push_screen(Confirm("Run the demo?", what, yes="Run it"), answered)
+        self.push_screen(Confirm(question, consequence, yes=yes), answered)
 
-    def _start_demo(self) -> None:
-        self.run_worker(self._prepare_demo, thread=True, exclusive=True, group="launch")
+    def action_demo(self) -> None:
+        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; who has runs already is asked first."""
+        if self._runs():
+            what = "Two processes train a small model on this machine's CPU, about half a minute."
+            self.confirm("Run the demo?", what, yes="Run it", act=self._start_demo)
+        else:
+            self._start_demo()
+
+    @work(exclusive=True, group="launch")
+    async def _start_demo(self) -> None:
         self.report("preparing the demo")
-
-    def _prepare_demo(self) -> None:
-        from gputrain_tui.lifecycle import start
-        from gputrain_tui.recipe import demo
-
         try:
-            prepared = start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
+            prepared = await asyncio.to_thread(_prepared_demo)
         except RequestError as error:
-            self.call_from_thread(self.report, str(error), alarm=True)
-            return
-        self.call_from_thread(self._launch_soon, prepared)
-
-    def _launch_soon(self, prepared: Prepared) -> None:
-        self.call_next(self.launch, prepared)
+            self.report(str(error), alarm=True)
+        else:
+            await self.launch(prepared)
 
     async def launch(self, prepared: Prepared) -> None:
         """Start a prepared run, detached, and show it.
@@ -368,44 +364,47 @@ class GputrainApp(App[int]):
             return
         self._supervisors = [started for started in self._supervisors if started.poll() is None]
         self._supervisors.append(supervisor)
-        self.run_worker(partial(self._await_supervisor, run, supervisor), thread=True, group="supervisor")
+        self._await_supervisor(run, supervisor)
         await self.open_run(run)
 
-    def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
+    @work(group="supervisor")
+    async def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
         from gputrain_tui.lifecycle import start
 
         try:
-            start.await_supervisor(run, supervisor, was=run.status.supervisor)
+            await asyncio.to_thread(start.await_supervisor, run, supervisor, was=run.status.supervisor)
         except RequestError as error:
-            self.call_from_thread(self.report, str(error), alarm=True)
+            self.report(str(error), alarm=True)
 
     def ask_to_stop(self, run: Run) -> None:
         """Stop a run everywhere, once the person has confirmed it."""
-        from gputrain_tui.console.screens.confirm import Confirm
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.report(f"stopping {run.id}")
-                self.run_worker(partial(self._stop, run), thread=True, group="stop")
-
         ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-        question = Confirm(f"Stop {run.id}?", f"Its {ranks} end on every machine. Checkpoints are kept.", yes="Stop it")
-        self.push_screen(question, answered)
+        what = f"Its {ranks} end on every machine. Checkpoints are kept."
+        self.confirm(f"Stop {run.id}?", what, yes="Stop it", act=partial(self._stop, run))
 
-    def _stop(self, run: Run) -> None:
+    @work(group="stop")
+    async def _stop(self, run: Run) -> None:
         from gputrain_tui.lifecycle.stop import stop_by_name
 
+        self.report(f"stopping {run.id}")
         try:
-            report, left = stop_by_name(run.id)
+            report, left = await asyncio.to_thread(stop_by_name, run.id)
         except RequestError as error:
-            self.call_from_thread(self.report, str(error), alarm=True)
-            return
-        self.call_from_thread(self.report, report, alarm=bool(left))
+            self.report(str(error), alarm=True)
+        else:
+            self.report(report, alarm=bool(left))
 
 
 if TYPE_CHECKING:
     PROTOCOL_CHECK: type[AppProtocol] = GputrainApp
     """The checker proves that the console is what its screens take it for."""
+
+
+def _prepared_demo() -> Prepared:
+    from gputrain_tui.lifecycle import start
+    from gputrain_tui.recipe import demo
+
+    return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
 
 
 def _screen(path: str) -> Screen[Any]:

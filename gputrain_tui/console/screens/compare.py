@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from textual import on, work
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
-from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
@@ -89,13 +88,6 @@ class CompareScreen(Page):
     CSS_PATH = "compare.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("compare")]
 
-    @dataclass
-    class Read(Message):
-        """The recipes were read."""
-
-        found: list[RecipeDifference]
-        problem: str
-
     def __init__(self, runs: Sequence[Run]) -> None:
         """Compare two to six runs."""
         super().__init__()
@@ -111,27 +103,17 @@ class CompareScreen(Page):
         """Read the recipes, and begin with the curves."""
         self.query_one(LossCurves).show(self._runs)
         self.query_one(Differences).focus()
-        self._read_recipes()
+        self._show_differences()
         self.tick()
 
-    @work(thread=True, group="recipes")
-    def _read_recipes(self) -> None:
-        """Read the recipes; a user's own task may have to be asked for its options."""
-        found: list[Recipe] = []
-        problem = ""
-        for run in self._runs:
-            try:
-                found.append(recipes.load(start.recipe_of(run)))
-            except RequestError as error:
-                problem = f"the recipe of {run.id} cannot be read: {error}"
-        complete = len(found) == len(self._runs)
-        self.post_message(self.Read(differences(found) if complete else [], problem))
-
-    @on(Read)
-    def _show(self, event: Read) -> None:
+    @work(group="recipes")
+    async def _show_differences(self) -> None:
         table = self.query_one(Differences)
-        table.found, table.problem = event.found, event.problem
-        table.styles.height = min(max(len(event.found), 1) + 3, max(self.size.height // 3, 5))
+        try:
+            table.found = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
+        except RequestError as error:
+            table.found, table.problem = [], str(error)
+        table.styles.height = min(max(len(table.found), 1) + 3, max(self.size.height // 3, 5))
         table.redraw()
 
     def tick(self) -> None:
@@ -159,3 +141,11 @@ class CompareScreen(Page):
     def action_back(self) -> None:
         """Back to the runs."""
         self.dismiss()
+
+
+def _recipe_of(run: Run) -> Recipe:
+    """Read a run's recipe; a user's own task may have to be asked for its options."""
+    try:
+        return recipes.load(start.recipe_of(run))
+    except RequestError as error:
+        raise RequestError(f"the recipe of {run.id} cannot be read: {error}") from None

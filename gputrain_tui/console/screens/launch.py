@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from textual import on, work
+from textual import work
 from textual.binding import BindingType
-from textual.message import Message
 
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
@@ -18,7 +16,6 @@ from gputrain_tui.console.screens.recipe_page import DEBOUNCE_S
 from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recipe
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.lifecycle.start import Prepared
 from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
 from gputrain_tui.recipe.files import recipe_files
@@ -32,13 +29,6 @@ class LaunchScreen(EditingPage):
     PLACE = "launch"
     CSS_PATH = "launch.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("launch")]
-
-    @dataclass
-    class Ready(Message):
-        """The recipe can be launched, or cannot."""
-
-        prepared: Prepared | None
-        problem: str
 
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
@@ -123,8 +113,9 @@ class LaunchScreen(EditingPage):
             return
         self.console.report(f"wrote {self._display_name(path)}")
 
-    def action_launch(self) -> None:
-        """Launch the plan, detached, and show the run."""
+    @work(group="launch")
+    async def action_launch(self) -> None:
+        """Validate again, since a port or GPU that was free may be taken; launch, detached, and show the run."""
         draft = self.draft
         if draft is None:
             self.console.report("choose a recipe first")
@@ -132,19 +123,10 @@ class LaunchScreen(EditingPage):
         if self._launching:
             return
         self._launching = True
-        self._prepare(draft.text, draft.name, draft.settings, draft.task)
-
-    @work(thread=True, exclusive=True, group="launch")
-    def _prepare(self, text: str, name: str, settings: list[str], task: str) -> None:
-        """Validate again: a port or GPU that was free may be taken."""
-        found = self._validate(text, name=name, settings=settings, task=task)
-        refused = errors(found.results)
-        self.post_message(self.Ready(found.prepared, refused[0].line if refused else found.problem))
-
-    @on(Ready)
-    async def _launch(self, event: Ready) -> None:
+        found = await self._validated(draft, draft.settings)
         self._launching = False
-        if event.prepared is None:
-            self.console.report(event.problem, alarm=True)
+        if found.prepared is not None:
+            await self.console.launch(found.prepared)
         else:
-            await self.console.launch(event.prepared)
+            refused = errors(found.results)
+            self.console.report(refused[0].line if refused else found.problem, alarm=True)

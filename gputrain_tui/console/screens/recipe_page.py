@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.events import Resize
-from textual.message import Message
 from textual.widgets import Input
 
 from gputrain_tui import paths
@@ -38,13 +37,6 @@ UNTRIED_FIELDS = ("task", "host")
 class RecipePage(Page):
     """Shows a recipe, its plan and its preflight; a subclass edits it."""
 
-    @dataclass
-    class Validated(Message):
-        """The recipe was validated."""
-
-        draft: Draft
-        found: ValidatedRecipe
-
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
     ) -> None:
@@ -61,8 +53,6 @@ class RecipePage(Page):
         """By key: what stands beside a field."""
         self._asking: Field | str | None = None
         """What the input is for: a field, ``find`` or ``save``."""
-        self._waiting: dict[str, object] = {}
-        """Validations that are about to start: of the ``draft``, and of the ``typed`` text."""
 
     # What there is
 
@@ -234,46 +224,26 @@ class RecipePage(Page):
         """Validate the recipe with the typed text; not where other hosts would be asked at every key."""
         draft = self.draft
         if draft is not None and not any(node.get("host") for node in draft.nodes()):
-            settings = draft.settings_with(field.key, typed)
-            self._debounce(
-                "typed", lambda: self._validate_in_thread(draft, draft.text, draft.name, settings, draft.task)
-            )
+            self._try_typed(draft, field, typed)
 
     def _validate_soon(self) -> None:
         self.query_one(PlanView).wait()
-        self._debounce("draft", self._validate_now)
+        self._validate_draft()
 
-    def _debounce(self, what: str, act: Callable[[], object]) -> None:
-        """Call a function once it was not asked for during ``debounce_s``."""
-        self._waiting[what] = marker = object()
+    async def _validated(self, draft: Draft, settings: list[str]) -> ValidatedRecipe:
+        """Validate a draft with some changes, in a thread."""
+        return await asyncio.to_thread(self._validate, draft.text, name=draft.name, settings=settings, task=draft.task)
 
-        def settled() -> None:
-            if self._waiting[what] is marker:
-                act()
-
-        if self._debounce_s:
-            self.set_timer(self._debounce_s, settled)
-        else:
-            settled()
-
-    def _validate_now(self) -> None:
+    @work(exclusive=True, group="draft")
+    async def _validate_draft(self) -> None:
+        """Validate the draft once it was not changed during ``debounce_s``, and show the result."""
+        await asyncio.sleep(self._debounce_s)
         draft = self.draft
-        if draft is not None:
-            self._validate_in_thread(draft, draft.text, draft.name, draft.settings, draft.task)
-
-    @work(thread=True, exclusive=True, group="plan")
-    def _validate_in_thread(self, draft: Draft, text: str, name: str, settings: list[str], task: str) -> None:
-        found = self._validate(text, name=name, settings=settings, task=task)
-        self.post_message(self.Validated(draft, found))
-
-    @on(Validated)
-    def _show_found(self, event: Validated) -> None:
-        draft, found = event.draft, event.found
-        if draft is not self.draft:
-            return  # of a recipe that is no longer shown
-        if list(found.settings) != draft.settings:
-            self._show_tried(draft, found)
+        if draft is None:
             return
+        found = await self._validated(draft, draft.settings)
+        if draft is not self.draft or list(found.settings) != draft.settings:
+            return  # it is no longer shown
         self._found = found
         if found.schema is not None:
             draft.add_task_schema(found.task, found.schema)
@@ -282,11 +252,12 @@ class RecipePage(Page):
         self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))
         self.query_one(PreflightSummary).show(found.results, found.problem.removeprefix("--set "))
 
-    def _show_tried(self, draft: Draft, found: ValidatedRecipe) -> None:
-        """Show the result for the typed text, if it is still the same."""
-        field = self._asking
-        typed = self.query_one("#editor", Input).value
-        if isinstance(field, Field) and typed and list(found.settings) == draft.settings_with(field.key, typed):
+    @work(exclusive=True, group="typed")
+    async def _try_typed(self, draft: Draft, field: Field, typed: str) -> None:
+        """Validate the recipe with the typed text, and show the result if the text is still the same."""
+        await asyncio.sleep(self._debounce_s)
+        found = await self._validated(draft, draft.settings_with(field.key, typed))
+        if self._asking is field and self.query_one("#editor", Input).value == typed:
             remark = remarks_by_field([field], found.results).get(field.key)
             if found.problem and find_field([field], found.key) is not None:
                 remark = FieldMessage(strip_location(found.problem))
