@@ -5,10 +5,12 @@ An action's name is the name of the method ``action_<name>`` on the screen, or o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from textual.binding import Binding
+from textual.keys import format_key
 
 EVERYWHERE = "app"
 """The place of actions that every screen has."""
@@ -44,35 +46,21 @@ class Action:
 
     @property
     def key_text(self) -> str:
-        """The key as people write it."""
-        return KEY_TEXTS.get(self.keys[0], self.keys[0])
+        """The first key as people write it."""
+        return key_text(self.keys[0])
 
     @property
     def key_texts(self) -> str:
-        """All its keys as people write them, the first one first."""
-        return " ".join([self.key_text, *(KEY_TEXTS.get(key, key) for key in self.keys[1:])])
+        """All its keys as people write them."""
+        return " ".join(map(key_text, self.keys))
 
 
-KEY_TEXTS = {
-    "enter": "⏎",
-    "escape": "esc",
-    "question_mark": "?",
-    "slash": "/",
-    "full_stop": ".",
-    "comma": ",",
-    "tab": "⇥",
-    "ctrl+p": "^p",
-    "pageup": "pgup",
-    "pagedown": "pgdn",
-    "backspace": "⌫",
-    "delete": "del",
-    "f1": "F1",
-    "f5": "F5",
-    "up": "↑",
-    "down": "↓",
-    "left": "←",
-    "right": "→",
-}
+def key_text(key: str) -> str:
+    """Return a key as people write it."""
+    if key.startswith("ctrl+"):
+        return f"^{key.removeprefix('ctrl+')}"
+    return key.upper() if re.fullmatch(r"f\d+", key) else format_key(key)
+
 
 RUN = ("run",)
 RANK = ("rank",)

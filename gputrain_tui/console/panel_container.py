@@ -10,13 +10,12 @@ from textual.layout import ArrangeResult, Layout, WidgetPlacement
 from textual.widget import Widget
 
 from gputrain_tui.console.widgets.lateness_map import heat_lines
+from gputrain_tui.console.widgets.rank_table import HEAD_LINES
 from gputrain_tui.console.widgets.step_bars import bar_lines
 
 PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
 """The panels in the order of the key for the next panel."""
-TABLE_HEAD_LINES = 2
-"""Lines of the rank table besides the ranks."""
 RENDEZVOUS_HEAD_LINES = 8
 """Lines of the rendezvous view besides the hosts."""
 LEAST_LIST_LINES = 5
@@ -125,13 +124,11 @@ def _panels_below_table(area: Region, choice: PanelChoice) -> dict[str, Region]:
     charts, bottom = area.split_horizontal((area.height + 1) // 2)
     loss, sync = _columns(charts, 2)
     left, right = _columns(bottom, 2)
-    bars, rest = left.split_horizontal(
-        min(choice.ranks + TABLE_HEAD_LINES, max((left.height + 1) // 2, left.height - 9))
-    )
+    bars, rest = left.split_horizontal(min(choice.ranks + HEAD_LINES, max((left.height + 1) // 2, left.height - 9)))
     placed = {"loss": loss, "sync": sync, "bars": bars}
     if choice.ranks < 2 and choice.panel != "late":  # lateness compares ranks
         return placed | {"findings": rest, "log": right}
-    lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + TABLE_HEAD_LINES)
+    lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + HEAD_LINES)
     if rest.height - lines < LEAST_LIST_LINES:
         findings, log = right.split_horizontal(max(right.height // 3, LEAST_LIST_LINES))
         return placed | {"late": rest, "findings": findings, "log": log}
@@ -141,7 +138,7 @@ def _panels_below_table(area: Region, choice: PanelChoice) -> dict[str, Region]:
 
 def _fits_beside_charts(area: Region, choice: PanelChoice) -> bool:
     """Return whether a table beside the charts leaves lines below it."""
-    return choice.ranks + TABLE_HEAD_LINES + 4 <= area.height
+    return choice.ranks + HEAD_LINES + 4 <= area.height
 
 
 def _charts_beside_table(
@@ -149,7 +146,7 @@ def _charts_beside_table(
 ) -> dict[str, Region]:
     """Return table and step bars at the left, charts and ``lists`` at the right, the log where it fits."""
     left, right = _columns(area, 2)
-    ranks, low = left.split_horizontal(choice.ranks + TABLE_HEAD_LINES + 1)
+    ranks, low = left.split_horizontal(choice.ranks + HEAD_LINES + 1)
     lines = bar_lines(choice.ranks, low.height)
     placed = {"ranks": ranks, "bars": low}
     if low.height - lines >= LEAST_LIST_LINES:
@@ -177,12 +174,12 @@ def _before_first_step(area: Region, choice: PanelChoice) -> dict[str, Region]:
 
 def _fits_above_charts(area: Region, choice: PanelChoice) -> bool:
     """Return whether the whole table fits above the charts."""
-    return choice.ranks + TABLE_HEAD_LINES <= max(area.height * 0.34, 6)
+    return choice.ranks + HEAD_LINES <= max(area.height * 0.34, 6)
 
 
 def _table_height(area: Region, choice: PanelChoice, *, share: float) -> int:
     """Return the lines of a table above other panels: its ranks, a head and a blank line, within ``share``."""
-    return min(choice.ranks + TABLE_HEAD_LINES + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
+    return min(choice.ranks + HEAD_LINES + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
 
 
 def _columns(area: Region, count: int) -> list[Region]:

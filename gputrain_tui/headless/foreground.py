@@ -29,8 +29,6 @@ from trainer.host.process_identity import HELD_S
 from trainer.host.processes import is_held
 from trainer.host.stop_request import StopRequest
 
-POLL_MS = 100
-"""Poll interval of the record, milliseconds: the progress line is redrawn as often."""
 GIVEN_UP_S = 30.0
 """For a supervisor to kill all processes of the run after its lease ended; then it is killed."""
 STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
@@ -132,7 +130,7 @@ def follow(
                     continue
                 if over and taken and not reader.backlog_bytes:
                     return supervisor.returncode
-                poll.poll(POLL_MS)
+                poll.poll(1e3 * progress.REDRAW_S)
                 stop_request.drain()
     finally:
         give_up(supervisor)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import run_figures
-from gputrain_tui.tables import TableColumn, duration, printable, size, table
-from gputrain_tui.tables import width as cells
+from gputrain_tui.tables import TableColumn, duration, printable, size, table, width as cells
 from trainer.contract.outcome import NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from gputrain_tui.plan.planner import Plan
 
 REDRAW_S = 0.1
-"""Between two drawings of the progress line: faster changes cannot be read."""
+"""Between two readings of the record and drawings of the progress line: faster changes cannot be read."""
 PLAIN_S = 5.0
 """Between two plain lines: a log of an hour has 720."""
 PLAIN_START_S = 15.0

@@ -182,8 +182,6 @@ def run_id(recipe: str, started: float) -> str:
 _encode = msgspec.json.Encoder()
 _status = msgspec.json.Decoder(Status)
 _plan = msgspec.json.Decoder(Plan)
-MAX_STATUS_BYTES = 1 << 20
-"""``status.json`` has a few hundred bytes and a message; a larger file is damaged."""
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
 
 
@@ -207,7 +205,7 @@ def write_status(run: RunDir, status: Status) -> None:
 def read_status(run: RunDir) -> Status | None:
     """Read ``status.json``; None when it is missing or damaged."""
     try:
-        return read_json(run.status, _status, MAX_STATUS_BYTES)
+        return read_json(run.status, _status)
     except RecordError:
         return None
 
@@ -268,7 +266,7 @@ def list_all(root: Path | None = None) -> tuple[list[Run], list[UnreadableRun]]:
     for name in _folder_names(folder):
         directory = RunDir(folder / name)
         try:
-            status = read_json(directory.status, _status, MAX_STATUS_BYTES)
+            status = read_json(directory.status, _status)
         except RecordError as error:
             if RUN_ID.match(name):
                 problem = str(error).replace(str(directory.status), "status.json", 1)

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 Scheme = Literal["tcp", "file", "env"]
 SCHEMES: tuple[Scheme, ...] = ("tcp", "file", "env")
 LAST_PORT = 65_535
+"""Greatest port of TCP."""
 
 _TCP = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)(%[\w.-]+)?\]|([\w.%-]+)):([0-9]{1,9})/?")
 _FILE = re.compile(r"file://(/[^?#\r\n\t]*[^/?#\r\n\t])(?:[?#].*)?")

@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import Meta
-from msgspec import inspect as mi
+from msgspec import Meta, inspect as mi
 
 from trainer.contract.errors import RequestError, nearest, quoted
 

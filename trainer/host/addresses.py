@@ -24,6 +24,7 @@ IFF_RUNNING = 0x40
 IFREQ_BYTES = 40
 """Size of ``struct ifreq``: a name of 16 bytes, then what was asked for, an IPv4 address at byte 20."""
 MOST_ADDRESSES = 1024
+"""IPv4 addresses for which the kernel gets space; container hosts have some hundred."""
 LINK_SCOPE = "20"
 """How ``/proc/net/if_inet6`` marks an address that holds on its link only."""
 OUTSIDE = "192.0.2.1"

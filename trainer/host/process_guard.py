@@ -23,6 +23,7 @@ from trainer.host.stop_request import NOW_SIGNAL
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+"""Codes of prctl, from ``linux/prctl.h``."""
 
 PARENT_POLL_S = 0.2
 """Seconds between two checks of the parent on kernels before 5.3, which have no pidfd."""

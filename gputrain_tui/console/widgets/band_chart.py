@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Scale = Literal["linear", "log"]
 
 BRAILLE = 0x2800
+"""First code point of the braille cells."""
 BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300

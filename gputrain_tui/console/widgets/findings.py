@@ -13,8 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from gputrain_tui.console.widgets.canvas import MOVE_KEYS
-from gputrain_tui.console.widgets.drawing import Row, fit_row, format_value, title_row
-from gputrain_tui.console.widgets.drawing import centred_text as remark
+from gputrain_tui.console.widgets.drawing import Row, centred_text as remark, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.state import RunState

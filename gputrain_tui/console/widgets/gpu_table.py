@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.message import Message
 
 from gputrain_tui.console.host_choice import GpuRank, Host
 from gputrain_tui.console.widgets.canvas import Listing
@@ -192,9 +191,6 @@ class GpuTable(Listing):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "toggle_gpu", "Select", show=False)]
 
-    class Selected(Message):
-        """Other GPUs are chosen."""
-
     hosts: Sequence[Host] = ()
     now = 0.0
     """On the clock of the hosts' times."""
@@ -257,17 +253,13 @@ class GpuTable(Listing):
             free = {(host.name, index) for index in host.free}
             mine = {entry for entry in self.chosen if entry[0] == host.name}
             self.chosen = self.chosen - mine if mine == free else (self.chosen - mine) | free
-        self._chosen()
+        self.redraw()
 
     def choose_free(self) -> None:
         """Choose all free GPUs, or none when they are chosen already."""
         free = {(host.name, index) for host in self.hosts for index in host.free}
         self.chosen = set() if self.chosen == free else free
-        self._chosen()
-
-    def _chosen(self) -> None:
         self.redraw()
-        self.post_message(self.Selected())
 
     def count(self) -> int:
         """Return the number of lines."""

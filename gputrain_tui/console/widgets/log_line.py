@@ -14,8 +14,6 @@ from textual.strip import Strip
 from gputrain_tui.history.log_buffer import Level, LogLine, level_of
 from gputrain_tui.tables import ESCAPES, printable
 
-TAB_CELLS = 8
-"""Cells between tab stops, as in terminals."""
 NO_STYLE = Style.null()
 
 Pieces = list[tuple[str, Style]]
@@ -38,20 +36,11 @@ def decoded(raw: bytes) -> Pieces:
     column = 0
     out: Pieces = []
     for part, style in pieces:
-        if "\t" in part:
-            part = _without_tabs(part, column)
-        part = printable(part)
+        part = printable((" " * column + part).expandtabs()[column:])
         if part:
             column += len(part)
             out.append((part, style))
     return out
-
-
-def _without_tabs(text: str, column: int) -> str:
-    first, *rest = text.split("\t")
-    for part in rest:
-        first += " " * (TAB_CELLS - (column + len(first)) % TAB_CELLS) + part
-    return first
 
 
 def _after(style: Style, codes: str) -> Style:

@@ -7,8 +7,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from gputrain_tui.console.widgets.canvas import on_ground
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, merge, scroll_thumb, title_row
-from gputrain_tui.console.widgets.drawing import centred_text as remark
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    centred_text as remark,
+    fit_row,
+    merge,
+    scroll_thumb,
+    title_row,
+)
 from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, layout
 from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
