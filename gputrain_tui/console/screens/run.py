@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, get_args
 
 from textual import on
@@ -118,11 +119,10 @@ class RunScreen(ChartScreen):
         root_cause = card.root_cause()
         rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
         most = max(size.height // 3, 5) if size.height < 44 else 14
-        return PanelChoice(
+        return replace(
+            self.choice,
             ranks=len(state.ranks),
-            panel=self.choice.panel,
             right=self._right_panel or ("findings" if state.past_findings or state.failures else "log"),
-            zoomed=self.choice.zoomed,
             rendezvous=rendezvous,
             hosts=len({view.host for view in state.ranks.values()}) if rendezvous else 1,
             root_cause_lines=root_cause_height(root_cause, size.width, most) if root_cause is not None else 0,
@@ -141,11 +141,7 @@ class RunScreen(ChartScreen):
         panel = self.choice.panel if panel is None else panel
         if panel in ("findings", "log"):
             self._right_panel = panel
-        self.choice = PanelChoice(
-            ranks=self.choice.ranks,
-            panel=panel,
-            zoomed=self.choice.zoomed if zoomed is None else zoomed,
-        )
+        self.choice = replace(self.choice, panel=panel, zoomed=self.choice.zoomed if zoomed is None else zoomed)
         self.place_panels()
 
     def _panel(self, name: str) -> Widget | None:
