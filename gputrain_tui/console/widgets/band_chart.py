@@ -77,8 +77,6 @@ def chart_columns(width: int) -> int:
 
 def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
     """Return a chart as ``height`` rows of ``width`` cells."""
-    if width < 1 or height < 1:
-        return [[] for _ in range(max(height, 0))]
     plot_height = height - (2 if height > 4 else 1)
     if plot_height < 1:
         return [fit_row(_head(curve, width), width)]

@@ -123,8 +123,6 @@ def draw_findings(
     watching: bool = True,
 ) -> list[Row]:
     """Return the list as ``height`` rows of ``width`` cells; the entry under the cursor may be opened."""
-    if height < 1 or width < 1:
-        return [[] for _ in range(max(height, 0))]
     raised = [entry for entry in found if not entry.cleared]
     left: Row = [("findings", "title")]
     if found:

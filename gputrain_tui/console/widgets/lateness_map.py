@@ -124,8 +124,6 @@ def _latest(late: array[float], group: int) -> list[float]:
 
 def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> list[Row]:
     """Return the map as ``height`` rows of ``width`` cells."""
-    if height < 1:
-        return []
     left: Row = [("late", "title")]
     finite = [value for column in heat.columns for value in column if value == value]
     lines = map_rows(height)

@@ -58,8 +58,6 @@ def visible_ranks(height: int) -> int:
 
 def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     """Return the grid as ``height`` rows of ``width`` cells."""
-    if height < 1 or width < 1:
-        return [[] for _ in range(max(height, 0))]
     visible = visible_ranks(height)
     scrolls = len(grid.rows) > visible
     places = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)

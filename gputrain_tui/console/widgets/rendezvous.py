@@ -63,8 +63,6 @@ def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
 
 def draw_rendezvous(seen: RendezvousProgress, width: int, height: int) -> list[Row]:
     """Return the view as ``height`` rows of ``width`` cells, hosts with missing ranks first."""
-    if height < 1 or width < 1:
-        return [[] for _ in range(max(height, 0))]
     total = sum(len(ranks) for _, ranks in seen.hosts)
     left: Row = [("joining", "title"), (f" {seen.here:,}", "bright"), (f" of {total:,}", "dim")]
     waited: Row = [("waiting ", "dim"), (duration(seen.waited_s), "bright")] if seen.waited_s is not None else []

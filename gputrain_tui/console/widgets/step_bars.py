@@ -88,8 +88,6 @@ def bar_lines(ranks: int, height: int) -> int:
 
 def draw_bars(lines: Sequence[Bar], width: int, height: int, *, symbols: bool = False) -> list[Row]:
     """Return the bars as ``height`` rows of ``width`` cells."""
-    if height < 1:
-        return []
     left: Row = [("step", "title")]
     if not lines:
         head = title_row(width, left)
