@@ -31,7 +31,7 @@ from textual.widget import AwaitMount
 from gputrain_tui.console import settings, stderr_guard
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.launch_session import LaunchSession
-from gputrain_tui.console.live import LiveRun
+from gputrain_tui.console.live import BACKLOG_PAUSE_S, LiveRun
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.history.runs import ENDED, Run, list_runs
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 FPS = 10
 """Repaints per second without ``--fps``."""
-BACKLOG_PAUSE_S = 0.004
-"""Seconds between two reads of a backlog, in which keys are handled."""
 IDLE_AFTER_S = 2.0
 """After this many seconds without an event, the record is read and painted every ``IDLE_TICK_S`` only."""
 IDLE_TICK_S = 0.5

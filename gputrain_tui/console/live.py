@@ -19,6 +19,8 @@ from trainer.contract.record.regular_file import size_of
 
 POLL_BUDGET_S = 0.02
 """Seconds one poll may take, so that keys are handled."""
+BACKLOG_PAUSE_S = 0.004
+"""Seconds between two polls of a backlog, in which keys are handled."""
 PORTION_BYTES = 256 << 10
 """Bytes per read, small against the budget."""
 STATUS_INTERVAL_S = 1.0

@@ -124,53 +124,38 @@ def create(
     """
     folder = paths.runs_folder() if root is None else root
     started = now()
-    hidden = folder / f".new-{os.urandom(8).hex()}"
+    draft = RunDir(folder / f".new-{os.urandom(8).hex()}")
+    base, number = run_id(recipe, started), 1
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            return _create(folder, hidden, recipe, world_size, recipe_toml, plan, started)
+            for part in (draft.path, draft.events, draft.logs, draft.checkpoints, draft.nodes):
+                part.mkdir(mode=0o700)
+            draft.lock.touch(mode=0o600)  # now, because the disk may be full later
+            draft.recipe.write_text(recipe_toml, encoding="utf-8")
+            while True:
+                name = base if number == 1 else f"{base}-{number}"
+                final = RunDir(folder / name)
+                status = Status(run=name, recipe=recipe, world_size=world_size, supervisor=identify(), started=started)
+                draft.plan.write_bytes(plan(final))
+                write_status(draft, status)
+                try:
+                    # Renaming onto a non-empty directory fails, which makes the id unique.
+                    draft.path.rename(final.path)
+                except OSError:
+                    if not final.path.exists():
+                        raise
+                    number += 1
+                else:
+                    return Run(dir=final, status=status, state=status.status)
         except BaseException:  # also Ctrl-C: no incomplete run is left behind
-            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(draft.path, ignore_errors=True)
             raise
     except OSError as error:
         raise RequestError(
             f"cannot make a run directory in {folder}: {error.strerror}; "
             "choose another folder with GPUTRAIN_HOME=FOLDER"
         ) from None
-
-
-def _create(
-    folder: Path,
-    hidden: Path,
-    recipe: str,
-    world_size: int,
-    recipe_toml: str,
-    plan: Callable[[RunDir], bytes],
-    started: float,
-) -> Run:
-    hidden.mkdir(mode=0o700)
-    draft = RunDir(hidden)
-    for part in (draft.events, draft.logs, draft.checkpoints, draft.nodes):
-        part.mkdir(mode=0o700)
-    draft.lock.touch(mode=0o600)  # now, because the disk may be full later
-    draft.recipe.write_text(recipe_toml, encoding="utf-8")
-    base = run_id(recipe, started)
-    number = 1
-    while True:
-        name = base if number == 1 else f"{base}-{number}"
-        final = RunDir(folder / name)
-        status = Status(run=name, recipe=recipe, world_size=world_size, supervisor=identify(), started=started)
-        draft.plan.write_bytes(plan(final))
-        write_status(draft, status)
-        try:
-            # Renaming onto a non-empty directory fails, which makes the id unique.
-            hidden.rename(final.path)
-        except OSError:
-            if not final.path.exists():
-                raise
-            number += 1
-            continue
-        return Run(dir=final, status=status, state=status.status)
 
 
 def run_id(recipe: str, started: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import ClassVar
 
-from gputrain_tui.console.live import PORTION_BYTES
+from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
 from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
 from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row
@@ -15,10 +15,6 @@ from gputrain_tui.history.compare import LossHistory, resampled
 from gputrain_tui.history.runs import ENDED, Run, RunReader
 from gputrain_tui.history.series import smooth
 
-READ_BUDGET_S = 0.02
-"""Seconds of reading per tick, so that keys are handled."""
-READ_PAUSE_S = 0.04
-"""Seconds between two reads of a backlog, in which keys are handled."""
 LATE_START_SHARE = 0.1
 """Share of the axis from which runs that all start later do not begin it at 0."""
 
@@ -89,13 +85,13 @@ class LossCurves(Canvas):
         """Read within the budget, and go on soon where there is a backlog."""
         if not self.display:
             return
-        deadline = perf_counter() + READ_BUDGET_S
+        deadline = perf_counter() + POLL_BUDGET_S
         moved = [reader.poll(deadline) for reader in self._readers]
         if any(moved):
             self.redraw()
         if any(reader.behind for reader in self._readers) and not self._reading_on:
             self._reading_on = True
-            self.set_timer(READ_PAUSE_S, self._read_on)
+            self.set_timer(BACKLOG_PAUSE_S, self._read_on)
 
     def _read_on(self) -> None:
         self._reading_on = False
