@@ -99,11 +99,11 @@ class GputrainApp(App[int]):
         self.live: LiveRun | None = None
         """The run that was opened last."""
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
-        """What the screens hand to each other."""
+        """State that the screens share."""
         self.warm = warm
         """Processes that have torch loaded; None: without them."""
         self.quiet_s = math.inf
-        """How long there was no key before the last one, s; a click has no such key before it."""
+        """Seconds without a key before the last one; infinite before a click."""
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""

@@ -131,7 +131,7 @@ class LiveRun:
         return False
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._source.close()
 
     def _apply(self, events: Sequence[AnyEvent | DownsampledBlock]) -> None:

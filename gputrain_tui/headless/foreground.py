@@ -30,7 +30,7 @@ from trainer.host.processes import is_held
 from trainer.host.stop_request import StopRequest
 
 GIVEN_UP_S = 30.0
-"""For a supervisor to kill all processes of the run after its lease ended; then it is killed."""
+"""Seconds that a supervisor has to kill all processes of the run after its lease ended; then it is killed."""
 STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
 NOT_WAITING = "not waiting"
 

@@ -20,7 +20,7 @@ CLOSED_ERRORS = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF})
 MAX_BACKLOG_BYTES = 64 << 10
 """Backlog above which narration is dropped: as much again as a pipe holds."""
 STALL_S = 2.0
-"""Time without progress after which a command that was interrupted no longer waits for its reader."""
+"""Seconds without progress after which an interrupted command no longer waits for its reader."""
 WRITE_BYTES = 4 << 10
 """Bytes per write: the progress of a slow reader is seen in such steps."""
 

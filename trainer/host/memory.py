@@ -17,11 +17,11 @@ class Memory:
 
     total_bytes: int | None = None
     available_bytes: int | None = None
-    """What could be allocated without swapping."""
+    """Allocatable without swapping."""
 
     @property
     def used_bytes(self) -> int | None:
-        """What the kernel cannot give back at once."""
+        """Memory that the kernel cannot reclaim at once."""
         if self.total_bytes is None or self.available_bytes is None:
             return None
         return self.total_bytes - self.available_bytes

@@ -30,12 +30,12 @@ PARENT_POLL_S = 0.2
 
 
 def die_with_parent_process() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends; survives exec, not fork."""
+    """Have the kernel kill this process when the thread that started it ends; survives exec, not fork."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def signal_on_parent_death(number: int) -> None:
-    """Ask the kernel for a signal when the thread that started this process ends; 0 asks for none any more."""
+    """Have the kernel send a signal when the thread that started this process ends; 0: none any more."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 

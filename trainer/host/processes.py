@@ -52,7 +52,7 @@ class ProcessStat:
 
     @property
     def environ_address(self) -> int:
-        """Where its environment lies in its memory; 0 where the kernel hides it."""
+        """Address of its environment; 0 where the kernel hides it."""
         return int(self.fields[47])
 
 
@@ -156,7 +156,7 @@ def owner_and_name(pid: int) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessUsage:
-    """What one process has used since it began."""
+    """Resource usage of one process since it began."""
 
     ticks: int | None
     """Processor time of all its threads, user and system."""
@@ -166,7 +166,7 @@ class ProcessUsage:
 
 
 def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
-    """Return what a process has used; None when there is none of that number."""
+    """Return the resource usage of a process; None when there is none of that number."""
     folder = proc / str(pid)
     stat = read_bytes(folder / "stat")
     if not stat:

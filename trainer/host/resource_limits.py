@@ -36,7 +36,7 @@ class ResourceLimits:
     """Memory and swap, used or not, of the machine or of the container."""
 
     def refusal(self, ranks: int, *, rank_bytes: int = RANK_BYTES) -> str:
-        """Say why so many ranks cannot be on this machine; empty where nothing rules it out."""
+        """Return why so many ranks cannot be on this machine; empty where nothing rules it out."""
         held: list[tuple[int, str]] = []
         if self.processes is not None:
             held.append((self.processes, f"{self.processes} processes are allowed"))
@@ -63,7 +63,7 @@ def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
 
 
 def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
-    """Ask the kernel."""
+    """Read the limits of this machine and process."""
     sizes = [size for size in (read_memory(proc).total_bytes, read_swap_bytes(proc)) if size is not None]
     machine = sum(sizes) if sizes else None
     return ResourceLimits(

@@ -74,7 +74,7 @@ class Differences(Listing):
         return fit_row(row, width)
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Say that there is no difference, or why it is not known."""
+        """Return the text for equal recipes, or the problem of reading them."""
         if self.problem:
             return [[], fit_row([(" ", "base"), (printable(self.problem), "warning")], width)]
         return centred_text(width, height, ["reading" if self.found is None else "The recipes say the same."])

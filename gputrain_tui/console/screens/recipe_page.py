@@ -52,7 +52,7 @@ class RecipePage(Page):
         self._remarks: dict[str, FieldMessage] = {}
         """By key: what stands beside a field."""
         self._asking: Field | str | None = None
-        """What the input is for: a field, ``find`` or ``save``."""
+        """Purpose of the input: a field, ``find`` or ``save``."""
 
     # What there is
 

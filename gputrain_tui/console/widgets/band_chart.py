@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, inf, isfinite, log10, nan
 from typing import TYPE_CHECKING, Literal
 
@@ -48,7 +48,6 @@ class Curve:
     """Data and options of a chart."""
 
     title: str
-    """What is shown."""
     unit: str = ""
     window: Window
     """Two columns per cell."""
@@ -323,13 +322,7 @@ class BandChart(Panel):
         columns = chart_columns(width)
         window = series.window(self.metric, columns, last=self.last)
         if self.smoothing:
-            window = Window(
-                first_step=window.first_step,
-                last_step=window.last_step,
-                low=window.low,
-                median=smooth(window.median, self.smoothing),
-                high=window.high,
-            )
+            window = replace(window, median=smooth(window.median, self.smoothing))
         rank = self.selected_rank
         rank_line = [] if rank is None else series.rank_line(self.metric, rank, columns, last=self.last)
         remarks = [] if self.last is None else [f"last {self.last:,}"]

@@ -134,7 +134,7 @@ class Form(Listing):
         return draw_field(line, width, self._remarks.get(line.key))
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Say what is missing."""
+        """Return the text of a form without fields."""
         if self.wanted:
             return centred_text(width, height, [f"no field holds {self.wanted!r}"])
         return centred_text(width, height, ["Choose a recipe at the left, or press d for the demo."])

@@ -34,7 +34,7 @@ class LogView(Canvas, can_focus=True):
     """The log of a run, or of one rank of it; ``tick`` is called by the screen's clock."""
 
     PLACE = "log"
-    """What the table of actions calls it: its keys stand in the footer while it has the focus."""
+    """Its name in the action table: its keys stand in the footer while it has the focus."""
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("log")]
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("prefix", "match", "current", "thumb")
@@ -75,7 +75,7 @@ class LogView(Canvas, can_focus=True):
         self._painted = -1
         self._follower: Follower | None = None
         self.buffer = LogBuffer(lines=lines)
-        """What was printed, as far as it is kept."""
+        """The newest lines."""
         self._open()
 
     # What the screen calls

@@ -83,7 +83,7 @@ class PlanView(Canvas, can_focus=True):
 
     plan: Plan | None = None
     problem = ""
-    """Why there is none, or why it could not start."""
+    """Reason why there is no plan, or why it could not start."""
     waiting = False
     """Whether it is being computed."""
     _top = 0

@@ -36,7 +36,7 @@ class RankColumn:
     digits: int | None
     """Decimals; None: text, left-aligned."""
     value: Callable[[RankView, Lateness], Value]
-    """What is sorted and filtered by; None where nothing was measured."""
+    """Value for sorting and filtering; None where nothing was measured."""
     descending: bool = True
     """Whether sorting begins with the greatest."""
 

@@ -52,7 +52,7 @@ class RunHeading:
     reading: float | None = None
     """Share of the record that was read, while it is being read."""
     condition: Sequence[Row] = ()
-    """How it is, in ever fewer words."""
+    """Condition of the run, in ever shorter forms."""
     note: str = ""
     """Such as a message of the supervisor."""
 
