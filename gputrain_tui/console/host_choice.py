@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +65,10 @@ class Host:
         """Indices of its free GPUs."""
         return tuple(gpu.index for gpu in self.gpus if is_free(gpu))
 
+    def is_due(self, now: float, *, again_s: float, failed_s: float) -> bool:
+        """Return whether its last survey is old enough for another one."""
+        return not self.asking and (self.tried is None or now - self.tried >= (failed_s if self.problem else again_s))
+
 
 def remote_hosts(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> tuple[str, ...]:
     """Return the remote hosts of nodes, each once."""
@@ -95,21 +99,6 @@ def ranks_by_gpu(
                     if index is not None:
                         found.setdefault(index, GpuRank(run=run, rank=rank))
     return found
-
-
-def hosts_due(hosts: Collection[Host], now: float, *, again_s: float, failed_s: float, at_once: int) -> list[str]:
-    """Return the hosts to survey now: those whose last survey is old enough, the oldest first.
-
-    Fewer than ``at_once`` are surveyed together, and failed ones less often, every ``failed_s``.
-    """
-    room = at_once - sum(host.asking for host in hosts)
-    waiting = [
-        host
-        for host in hosts
-        if not host.asking and (host.tried is None or now - host.tried >= (failed_s if host.problem else again_s))
-    ]
-    waiting.sort(key=lambda host: -1.0 if host.tried is None else host.tried)
-    return [host.name for host in waiting[: max(room, 0)]]
 
 
 def wanted_devices(node: Node) -> str:

@@ -26,7 +26,6 @@ from gputrain_tui.console.host_choice import (
     Host,
     active_plans,
     availability,
-    hosts_due,
     ranks_by_gpu,
     remote_hosts,
     wanted_devices,
@@ -206,12 +205,11 @@ class ClusterScreen(Page):
     # The others
 
     def _ask_due(self) -> None:
-        away = [host for host in self._hosts.values() if not host.here]
-        for name in hosts_due(
-            away, self._now(), again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S, at_once=MAX_PARALLEL_HOSTS
-        ):
-            self._hosts[name] = replace(self._hosts[name], asking=True)
-            self._ask_one(name)
+        now = self._now()
+        for name, host in list(self._hosts.items()):
+            if not host.here and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
+                self._hosts[name] = replace(host, asking=True)
+                self._ask_one(name)
 
     @work(group="hosts")
     async def _ask_one(self, name: str) -> None:
@@ -226,7 +224,6 @@ class ClusterScreen(Page):
             run_ranks = ranks_by_gpu(found.inventory, self._plans, lambda host: host == name)
             after = replace(after, inventory=found.inventory, run_ranks=run_ranks, seen=now)
         self._hosts[name] = after
-        self._ask_due()  # those that waited until there was room
         self._show()
 
     # What is seen

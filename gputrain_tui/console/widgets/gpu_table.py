@@ -133,7 +133,7 @@ def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: floa
     inventory = host.inventory
     if inventory is None:
         # The line gives the reason; a host without an inventory has no age.
-        return fit_row([*row, (host.problem or ("being asked" if host.asking else "waits to be asked"), "dim")], width)
+        return fit_row([*row, (host.problem or "being asked", "dim")], width)
     pieces: list[Row] = []
     if host.gpus:
         free = len(host.free)
