@@ -150,7 +150,12 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
 
     def strip(self, row: Row, width: int) -> Strip:
         """Return a row as exactly ``width`` cells in the colours of its roles."""
-        return Strip([Segment(text, self.role(role)) for text, role in row]).adjust_cell_length(width, self.rich_style)
+        return Strip(self.segments(row)).adjust_cell_length(width, self.rich_style)
+
+    def segments(self, row: Row) -> list[Segment]:
+        """Return a row in the colours of its roles."""
+        styles = self._styles
+        return [Segment(text, styles.get(role) or self.role(role)) for text, role in row]
 
     def role(self, role: str) -> Style:
         """Return the colours of a role, such as ``dim``, ``dim@cursor`` on a ground, or ``heat:3:7`` of the ramp."""

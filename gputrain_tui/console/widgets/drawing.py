@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from math import floor, isfinite, log10
-from operator import itemgetter
 
 from rich.cells import cell_len, set_cell_size
 
@@ -89,7 +87,18 @@ def fit_row(row: Row, width: int) -> Row:
 
 def merge(pieces: Iterable[tuple[str, str]]) -> Row:
     """Return a row in which neighbours of one role are merged."""
-    return [("".join([text for text, _ in run]), role) for role, run in groupby(pieces, key=itemgetter(1))]
+    out: Row = []
+    role_before: str | None = None
+    texts: list[str] = []
+    for text, role in pieces:  # half the time of groupby, for every line of a chart
+        if role != role_before:
+            if role_before is not None:
+                out.append(("".join(texts), role_before))
+            role_before, texts = role, []
+        texts.append(text)
+    if role_before is not None:
+        out.append(("".join(texts), role_before))
+    return out
 
 
 def title_row(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:

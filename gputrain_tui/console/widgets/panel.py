@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.strip import Strip
+
 from gputrain_tui.console.widgets.canvas import Canvas, role_classes
+from gputrain_tui.console.widgets.drawing import Row
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -60,6 +63,10 @@ class Panel(Canvas):
         """Redraw if ``seen_version`` changed."""
         if self.display and self.size and self.seen_version() != self._seen:
             self.redraw()
+
+    def strip(self, row: Row, width: int) -> Strip:
+        """Return a row, which panels draw in exactly ``width`` cells: measuring it would take a tenth of a repaint."""
+        return Strip(self.segments(row), width)
 
     def redraw(self) -> None:
         """Draw again and repaint the lines that differ."""
