@@ -5,9 +5,12 @@ An action's name is the name of the method ``action_<name>`` on the screen, or o
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from textual.binding import Binding
+from textual.keys import format_key
 
 EVERYWHERE = "app"
 """The place of actions that every screen has."""
@@ -35,8 +38,6 @@ class Action:
     """Screens whose footer has it; none: all that have the action."""
     folds: int = 0
     """Those with 1, then those with 2 are shortened to keys and group in a narrow footer; 0: never."""
-    shown_as: str = ""
-    """How the key is written, where its name is clumsy."""
 
     @property
     def path(self) -> str:
@@ -45,35 +46,21 @@ class Action:
 
     @property
     def key_text(self) -> str:
-        """The key as people write it."""
-        return self.shown_as or KEY_TEXTS.get(self.keys[0], self.keys[0])
+        """The first key as people write it."""
+        return key_text(self.keys[0])
 
     @property
     def key_texts(self) -> str:
-        """All its keys as people write them, the first one first."""
-        return " ".join([self.key_text, *(KEY_TEXTS.get(key, key) for key in self.keys[1:])])
+        """All its keys as people write them."""
+        return " ".join(map(key_text, self.keys))
 
 
-KEY_TEXTS = {
-    "enter": "⏎",
-    "escape": "esc",
-    "question_mark": "?",
-    "slash": "/",
-    "full_stop": ".",
-    "comma": ",",
-    "tab": "⇥",
-    "ctrl+p": "^p",
-    "pageup": "pgup",
-    "pagedown": "pgdn",
-    "backspace": "⌫",
-    "delete": "del",
-    "f1": "F1",
-    "f5": "F5",
-    "up": "↑",
-    "down": "↓",
-    "left": "←",
-    "right": "→",
-}
+def key_text(key: str) -> str:
+    """Return a key as people write it."""
+    if key.startswith("ctrl+"):
+        return f"^{key.removeprefix('ctrl+')}"
+    return key.upper() if re.fullmatch(r"f\d+", key) else format_key(key)
+
 
 RUN = ("run",)
 RANK = ("rank",)
@@ -86,163 +73,118 @@ COMPARE = ("compare",)
 LOG = ("log",)
 """The log, wherever it is shown, while it has the focus."""
 
+
+def _group(
+    group: str,
+    places: tuple[str, ...],
+    *rows: tuple[str, str, str, int, str],
+    folds: int = 0,
+    footers: tuple[str, ...] = (),
+) -> Iterator[Action]:
+    """Yield the actions of a group on some screens; a row has name, keys, label, rank in the footer, description."""
+    for name, keys, label, footer, description in rows:
+        yield Action(
+            name=name, keys=tuple(keys.split()), label=label, description=description, group=group, places=places,
+            footer=footer, footers=footers, folds=folds,
+        )  # fmt: skip
+
+
 ACTIONS: tuple[Action, ...] = (
-    # Going somewhere
-    Action(name="go('cluster')", keys=("1",), label="Cluster", group="Screens", footer=20, folds=1, footers=BOTH,
-           description="Show the machines and their GPUs"),
-    Action(name="go('launch')", keys=("2",), label="Launch", group="Screens", footer=20, folds=1, footers=BOTH,
-           description="Choose a recipe, see its plan, launch it"),
-    Action(name="go('run')", keys=("3",), label="Run", group="Screens", footer=20, folds=1, footers=BOTH,
-           description="Watch the run that was opened last"),
-    Action(name="go('history')", keys=("4",), label="History", group="Screens", footer=20, folds=1, footers=BOTH,
-           description="List all runs, open and compare them"),
-    Action(name="help", keys=("question_mark", "f1"), label="Help", group="Screens", footer=90,
-           description="Show every key of this screen"),
-    Action(name="command_palette", keys=("ctrl+p",), label="Palette", group="Screens", footer=95,
-           description="Find any action by its name"),
-    Action(name="next_theme", keys=("T",), label="Theme", group="Screens",
-           description="Change between dark, light and the terminal's own colours"),
-    Action(name="quit", keys=("q",), label="Quit", group="Screens", footer=99,
-           description="Leave the console; every run goes on"),
-    # The first start
-    Action(name="app.demo", keys=("d",), label="Run the demo", group="Start", footer=1, places=WELCOME,
-           description="Train a small model on this machine, about half a minute"),
-    # A run
-    Action(name="open_rank", keys=("enter",), label="Rank", group="Ranks", places=RUN, footer=1,
-           description="Open the selected rank"),
-    Action(name="sort", keys=("s",), label="Sort", group="Ranks", places=RUN, footer=22,
-           description="Sort the ranks by the next column"),
-    Action(name="reverse", keys=("r",), label="Reverse", group="Ranks", places=RUN,
-           description="Turn the order of the ranks around"),
-    Action(name="filter", keys=("slash",), label="Filter", group="Ranks", places=RUN, footer=21,
-           description="Show only the ranks that match, such as host:node3 or step<100"),
-    Action(name="show('loss')", keys=("l",), label="Loss", group="Panels", places=BOTH, footer=10, folds=2,
-           description="Show the loss of all ranks; again to enlarge it"),
-    Action(name="show('sync')", keys=("g",), label="Sync", group="Panels", places=BOTH, footer=11, folds=2,
-           description="Show the wait for gradient synchronisation; again to enlarge it"),
-    Action(name="show('bars')", keys=("b",), label="Bars", group="Panels", places=RUN, footer=12, folds=2,
-           description="Show what a step is made of, rank by rank; again to enlarge it"),
-    Action(name="show('late')", keys=("h",), label="Late", group="Panels", places=RUN, footer=13, folds=2,
-           description="Show which ranks were late, over time; again to enlarge it"),
-    Action(name="show('findings')", keys=("f",), label="Findings", group="Panels", places=RUN, footer=14, folds=2,
-           description="Show what was diagnosed; enter shows evidence and advice"),
-    Action(name="show('log')", keys=("o",), label="Log", group="Panels", places=BOTH, footer=15, folds=2,
-           description="Show what the ranks printed; again to enlarge it"),
-    Action(name="show('step')", keys=("t",), label="Step", group="Panels", places=RANK, footer=12, folds=2,
-           description="Show how long its steps took"),
-    Action(name="show('ranks')", keys=("t",), label="Table", group="Panels", places=RUN,
-           description="Show the table of ranks; again to enlarge it"),
-    Action(name="next_panel", keys=("p",), label="Panel", group="Panels", places=RUN,
-           description="Show the next panel"),
-    Action(name="zoom", keys=("z",), label="Zoom", group="Panels", places=RUN, footer=23,
-           description="Give the whole screen to one panel, and back"),
-    Action(name="back", keys=("escape",), label="Back", group="Panels", places=BOTH, footer=2, footers=RANK,
-           description="One step back: filter, zoom, selection, screen"),
-    Action(name="scale", keys=("y",), label="Log scale", group="Charts", places=BOTH,
-           description="Change the charts between linear and logarithmic"),
-    Action(name="window", keys=("w",), label="Window", group="Charts", places=BOTH,
-           description="Change between the whole run and its last 1,000 and 100 steps"),
-    Action(name="smooth", keys=("m",), label="Smooth", group="Charts", places=BOTH,
-           description="Smooth the curves less or more"),
-    Action(name="stop_run", keys=("S",), label="Stop", group="Run", places=BOTH, footer=20,
-           description="Stop this run on every machine; asks first"),
-    Action(name="stack", keys=("k",), label="Stack", group="Rank", places=RANK, footer=1,
-           description="Ask the rank's process for its Python stack"),
-    Action(name="next_rank", keys=("right", "n"), label="Next", group="Rank", places=RANK, footer=3, folds=1,
-           description="Go to the next rank"),
-    Action(name="previous_rank", keys=("left", "N"), label="Previous", group="Rank", places=RANK, footer=3, folds=1,
-           description="Go to the previous rank"),
-    # The machines
-    Action(name="toggle_gpu", keys=("space",), label="Choose", group="GPUs", places=CLUSTER, footer=2,
-           description="Choose the GPU for the next launch, or not"),
-    Action(name="choose_free", keys=("f",), label="All free", group="GPUs", places=CLUSTER, footer=3,
-           description="Choose every GPU that nobody uses; again to choose none"),
-    Action(name="use_gpus", keys=("enter",), label="Launch on them", group="GPUs", places=CLUSTER, footer=1,
-           description="Put the chosen GPUs into the recipe of the launch screen"),
-    Action(name="sample", keys=("r",), label="Look again", group="GPUs", places=CLUSTER, footer=4,
-           description="Look at the machine now"),
-    # A launch
-    Action(name="launch", keys=("L", "f5"), label="Launch", group="Launch", places=LAUNCH, footer=1,
-           description="Start the run, detached, and watch it"),
-    Action(name="app.demo", keys=("d",), label="Run the demo", group="Launch", places=LAUNCH, footer=11,
-           description="Train a small model on this machine, about half a minute"),
-    Action(name="edit", keys=("enter",), label="Edit", group="Form", places=LAUNCH, footer=2,
-           description="Change the field, or open the recipe under the cursor"),
-    Action(name="cycle(1)", keys=("space", "right"), label="Next value", group="Form", places=LAUNCH, footer=5,
-           description="Change a switch or a choice to its next value"),
-    Action(name="cycle(-1)", keys=("left",), label="Previous value", group="Form", places=LAUNCH,
-           description="Change a choice to its value before"),
-    Action(name="reset", keys=("backspace", "u"), label="Reset", group="Form", places=LAUNCH, footer=6,
-           description="Take back what was changed in the field; again for its default"),
-    Action(name="find", keys=("slash",), label="Find", group="Form", places=LAUNCH, footer=7,
-           description="Find a field by its name or help"),
-    Action(name="add_node", keys=("a",), label="Add node", group="Form", places=LAUNCH, footer=12,
-           description="Add a node to the cluster"),
-    Action(name="remove_node", keys=("x",), label="Remove node", group="Form", places=LAUNCH,
-           description="Remove the node under the cursor"),
-    Action(name="save", keys=("s",), label="Save", group="Recipe", places=LAUNCH, footer=3,
-           description="Save the recipe; its comments stay"),
-    Action(name="save_as", keys=("A",), label="Save as", group="Recipe", places=LAUNCH, footer=4,
-           description="Save the recipe under another name"),
-    Action(name="copy_commands", keys=("c",), label="Copy commands", group="Plan", places=LAUNCH, footer=8,
-           description="Copy the command of every node to the clipboard"),
-    Action(name="write_commands", keys=("C",), label="Commands to a file", group="Plan", places=LAUNCH,
-           description="Write the command of every node into a file beside the recipe"),
-    Action(name="back", keys=("escape",), label="Back", group="Form", places=LAUNCH,
-           description="Leave the editor without a change; then go back to the recipes"),
-    # The runs
-    Action(name="open", keys=("enter",), label="Open", group="Runs", places=HISTORY, footer=2,
-           description="Watch the run, or look at how it went"),
-    Action(name="mark", keys=("space",), label="Mark", group="Runs", places=HISTORY, footer=3,
-           description="Mark the run for a comparison, or not"),
-    Action(name="compare", keys=("c",), label="Compare", group="Runs", places=HISTORY, footer=4,
-           description="Compare two to six marked runs: curves, and how their recipes differ"),
-    Action(name="resume", keys=("r",), label="Resume", group="Runs", places=HISTORY, footer=5,
-           description="Go on from the run's last checkpoint, as a new run"),
-    Action(name="relaunch", keys=("e",), label="Edit and launch", group="Runs", places=HISTORY, footer=6,
-           description="Open the run's recipe on the launch screen"),
-    Action(name="stop_marked", keys=("S",), label="Stop", group="Runs", places=HISTORY, footer=8,
-           description="Stop the run on every machine; asks first"),
-    Action(name="app.demo", keys=("d",), label="Run the demo", group="Runs", places=HISTORY, footer=9,
-           description="Train a small model on this machine, about half a minute"),
-    Action(name="delete", keys=("delete", "x"), label="Delete", group="Runs", places=HISTORY, footer=7,
-           description="Delete the run's directory; asks first, and refuses while it is running"),
-    # A comparison
-    Action(name="axis", keys=("t",), label="Steps or time", group="Comparison", places=COMPARE, footer=1,
-           description="Draw the curves over optimizer steps, or over time since the start"),
-    Action(name="scale", keys=("y",), label="Log scale", group="Comparison", places=COMPARE, footer=2,
-           description="Change the chart between linear and logarithmic"),
-    Action(name="smooth", keys=("m",), label="Smooth", group="Comparison", places=COMPARE, footer=3,
-           description="Smooth the curves less or more"),
-    Action(name="back", keys=("escape",), label="Back", group="Comparison", places=COMPARE, footer=4,
-           description="Back to the runs"),
-    # The log, while it has the focus
-    Action(name="scroll_lines(-1)", keys=("up", "k"), label="Up", group="Log", places=LOG,
-           description="Scroll back; the end is no longer followed"),
-    Action(name="scroll_lines(1)", keys=("down", "j"), label="Down", group="Log", places=LOG,
-           description="Scroll on"),
-    Action(name="scroll_pages(-1)", keys=("pageup",), label="Page up", group="Log", places=LOG,
-           description="Scroll back by a page"),
-    Action(name="scroll_pages(1)", keys=("pagedown", "space"), label="Page down", group="Log", places=LOG,
-           description="Scroll on by a page"),
-    Action(name="oldest", keys=("home",), label="Oldest", group="Log", places=LOG,
-           description="Go to the oldest line that is kept"),
-    Action(name="follow", keys=("end", "F"), label="Follow", group="Log", places=LOG, footer=4,
-           description="Go to the end and follow it"),
-    Action(name="shift(-1)", keys=("left",), label="Left", group="Log", places=LOG,
-           description="Move long lines back"),
-    Action(name="shift(1)", keys=("right",), label="Right", group="Log", places=LOG,
-           description="Move long lines sideways"),
-    Action(name="search", keys=("slash",), label="Search", group="Log", places=LOG, footer=1,
-           description="Search the log"),
-    Action(name="next_match", keys=("n",), label="Next match", group="Log", places=LOG, footer=2,
-           description="Go to the next line that was searched for"),
-    Action(name="previous_match", keys=("N",), label="Previous match", group="Log", places=LOG,
-           description="Go to the line before that was searched for"),
-    Action(name="level", keys=("L",), label="Level", group="Log", places=LOG, footer=3,
-           description="Show all lines, warnings and errors, or errors only"),
-    Action(name="clear_search", keys=("escape",), label="Clear", group="Log", places=LOG,
-           description="Forget the search"),
+    *_group("Screens", (EVERYWHERE,),
+        ("go('cluster')", "1", "Cluster", 20, "Show the machines and their GPUs"),
+        ("go('launch')", "2", "Launch", 20, "Choose a recipe, see its plan, launch it"),
+        ("go('run')", "3", "Run", 20, "Watch the run that was opened last"),
+        ("go('history')", "4", "History", 20, "List all runs, open and compare them"), folds=1, footers=BOTH),
+    *_group("Screens", (EVERYWHERE,),
+        ("help", "question_mark f1", "Help", 90, "Show every key of this screen"),
+        ("command_palette", "ctrl+p", "Palette", 95, "Find any action by its name"),
+        ("next_theme", "T", "Theme", 0, "Change between dark, light and the terminal's own colours"),
+        ("quit", "q", "Quit", 99, "Leave the console; every run goes on")),
+    *_group("Start", WELCOME,
+        ("app.demo", "d", "Run the demo", 1, "Train a small model on this machine, about half a minute")),
+    *_group("Ranks", RUN,
+        ("open_rank", "enter", "Rank", 1, "Open the selected rank"),
+        ("sort", "s", "Sort", 22, "Sort the ranks by the next column"),
+        ("reverse", "r", "Reverse", 0, "Turn the order of the ranks around"),
+        ("filter", "slash", "Filter", 21, "Show only the ranks that match, such as host:node3 or step<100")),
+    *_group("Panels", BOTH,
+        ("show('loss')", "l", "Loss", 10, "Show the loss of all ranks; again to enlarge it"),
+        ("show('sync')", "g", "Sync", 11, "Show the wait for gradient synchronisation; again to enlarge it"), folds=2),
+    *_group("Panels", RUN,
+        ("show('bars')", "b", "Bars", 12, "Show what a step is made of, rank by rank; again to enlarge it"),
+        ("show('late')", "h", "Late", 13, "Show which ranks were late, over time; again to enlarge it"),
+        ("show('findings')", "f", "Findings", 14, "Show what was diagnosed; enter shows evidence and advice"), folds=2),
+    *_group("Panels", BOTH,
+        ("show('log')", "o", "Log", 15, "Show what the ranks printed; again to enlarge it"), folds=2),
+    *_group("Panels", RANK, ("show('step')", "t", "Step", 12, "Show how long its steps took"), folds=2),
+    *_group("Panels", RUN,
+        ("show('ranks')", "t", "Table", 0, "Show the table of ranks; again to enlarge it"),
+        ("next_panel", "p", "Panel", 0, "Show the next panel"),
+        ("zoom", "z", "Zoom", 23, "Give the whole screen to one panel, and back")),
+    *_group("Panels", BOTH,
+        ("back", "escape", "Back", 2, "One step back: filter, zoom, selection, screen"), footers=RANK),
+    *_group("Charts", BOTH,
+        ("scale", "y", "Log scale", 0, "Change the charts between linear and logarithmic"),
+        ("window", "w", "Window", 0, "Change between the whole run and its last 1,000 and 100 steps"),
+        ("smooth", "m", "Smooth", 0, "Smooth the curves less or more")),
+    *_group("Run", BOTH, ("stop_run", "S", "Stop", 20, "Stop this run on every machine; asks first")),
+    *_group("Rank", RANK, ("stack", "k", "Stack", 1, "Ask the rank's process for its Python stack")),
+    *_group("Rank", RANK,
+        ("next_rank", "right n", "Next", 3, "Go to the next rank"),
+        ("previous_rank", "left N", "Previous", 3, "Go to the previous rank"), folds=1),
+    *_group("GPUs", CLUSTER,
+        ("toggle_gpu", "space", "Choose", 2, "Choose the GPU for the next launch, or not"),
+        ("choose_free", "f", "All free", 3, "Choose every GPU that nobody uses; again to choose none"),
+        ("use_gpus", "enter", "Launch on them", 1, "Put the chosen GPUs into the recipe of the launch screen"),
+        ("sample", "r", "Look again", 4, "Look at the machine now")),
+    *_group("Launch", LAUNCH,
+        ("launch", "L f5", "Launch", 1, "Start the run, detached, and watch it"),
+        ("app.demo", "d", "Run the demo", 11, "Train a small model on this machine, about half a minute")),
+    *_group("Form", LAUNCH,
+        ("edit", "enter", "Edit", 2, "Change the field, or open the recipe under the cursor"),
+        ("cycle(1)", "space right", "Next value", 5, "Change a switch or a choice to its next value"),
+        ("cycle(-1)", "left", "Previous value", 0, "Change a choice to its value before"),
+        ("reset", "backspace u", "Reset", 6, "Take back what was changed in the field; again for its default"),
+        ("find", "slash", "Find", 7, "Find a field by its name or help"),
+        ("add_node", "a", "Add node", 12, "Add a node to the cluster"),
+        ("remove_node", "x", "Remove node", 0, "Remove the node under the cursor")),
+    *_group("Recipe", LAUNCH,
+        ("save", "s", "Save", 3, "Save the recipe; its comments stay"),
+        ("save_as", "A", "Save as", 4, "Save the recipe under another name")),
+    *_group("Plan", LAUNCH,
+        ("copy_commands", "c", "Copy commands", 8, "Copy the command of every node to the clipboard"),
+        ("write_commands", "C", "Commands to a file", 0,
+         "Write the command of every node into a file beside the recipe")),
+    *_group("Form", LAUNCH,
+        ("back", "escape", "Back", 0, "Leave the editor without a change; then go back to the recipes")),
+    *_group("Runs", HISTORY,
+        ("open", "enter", "Open", 2, "Watch the run, or look at how it went"),
+        ("mark", "space", "Mark", 3, "Mark the run for a comparison, or not"),
+        ("compare", "c", "Compare", 4, "Compare two to six marked runs: curves, and how their recipes differ"),
+        ("resume", "r", "Resume", 5, "Go on from the run's last checkpoint, as a new run"),
+        ("relaunch", "e", "Edit and launch", 6, "Open the run's recipe on the launch screen"),
+        ("stop_marked", "S", "Stop", 8, "Stop the run on every machine; asks first"),
+        ("app.demo", "d", "Run the demo", 9, "Train a small model on this machine, about half a minute"),
+        ("delete", "delete x", "Delete", 7, "Delete the run's directory; asks first, and refuses while it is running")),
+    *_group("Comparison", COMPARE,
+        ("axis", "t", "Steps or time", 1, "Draw the curves over optimizer steps, or over time since the start"),
+        ("scale", "y", "Log scale", 2, "Change the chart between linear and logarithmic"),
+        ("smooth", "m", "Smooth", 3, "Smooth the curves less or more"),
+        ("back", "escape", "Back", 4, "Back to the runs")),
+    *_group("Log", LOG,
+        ("scroll_lines(-1)", "up k", "Up", 0, "Scroll back; the end is no longer followed"),
+        ("scroll_lines(1)", "down j", "Down", 0, "Scroll on"),
+        ("scroll_pages(-1)", "pageup", "Page up", 0, "Scroll back by a page"),
+        ("scroll_pages(1)", "pagedown space", "Page down", 0, "Scroll on by a page"),
+        ("oldest", "home", "Oldest", 0, "Go to the oldest line that is kept"),
+        ("follow", "end F", "Follow", 4, "Go to the end and follow it"),
+        ("shift(-1)", "left", "Left", 0, "Move long lines back"),
+        ("shift(1)", "right", "Right", 0, "Move long lines sideways"),
+        ("search", "slash", "Search", 1, "Search the log"),
+        ("next_match", "n", "Next match", 2, "Go to the next line that was searched for"),
+        ("previous_match", "N", "Previous match", 0, "Go to the line before that was searched for"),
+        ("level", "L", "Level", 3, "Show all lines, warnings and errors, or errors only"),
+        ("clear_search", "escape", "Clear", 0, "Forget the search")),
 )  # fmt: skip
 """Every action of the console. A screen's module takes its own rows with ``bindings``."""
 

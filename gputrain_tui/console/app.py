@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.console import RenderableType
-from textual import events
+from textual import events, work
 from textual.app import App, SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
@@ -31,7 +31,7 @@ from textual.widget import AwaitMount
 from gputrain_tui.console import settings, stderr_guard
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.launch_session import LaunchSession
-from gputrain_tui.console.live import LiveRun
+from gputrain_tui.console.live import BACKLOG_PAUSE_S, LiveRun
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.history.runs import ENDED, Run, list_runs
@@ -45,12 +45,10 @@ if TYPE_CHECKING:
 
 FPS = 10
 """Repaints per second without ``--fps``."""
-BACKLOG_PAUSE_S = 0.004
-"""Seconds between two reads of a backlog, in which keys are handled."""
 IDLE_AFTER_S = 2.0
-"""After this many seconds without an event, screens repaint every ``IDLE_TICK_S``: only their clocks move."""
+"""After this many seconds without an event, the record is read and painted every ``IDLE_TICK_S`` only."""
 IDLE_TICK_S = 0.5
-"""Seconds between two repaints of an idle run, enough for clocks in seconds."""
+"""Seconds between two readings of an idle run, enough for clocks in seconds."""
 TOAST_READ_S = 2.0
 """Seconds a notification stays before a key removes it."""
 STDERR_TRIM_S = 60.0
@@ -88,24 +86,24 @@ class GputrainApp(App[int]):
         """Make the console.
 
         Args:
-            run: to open at once; without one the runs are looked through.
-            fps: paints a second at most.
+            run: the run to open at once.
+            fps: maximum repaints per second.
             runs: lists the runs, newest first.
             follow: opens a run's record.
             clocked: whether time moves the screens; a test calls ``beat`` itself.
-            warm: what a run starts from at once when a launch was near before.
+            warm: processes that have torch loaded.
             hosts: machines to show besides this one; they are shown first.
-            hostfile: where they are named.
+            hostfile: the file that names them.
         """
         super().__init__()
         self.live: LiveRun | None = None
         """The run that was opened last."""
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
-        """What the screens hand to each other."""
+        """State that the screens share."""
         self.warm = warm
         """Processes that have torch loaded; None: without them."""
         self.quiet_s = math.inf
-        """How long there was no key before the last one, s; a click has no such key before it."""
+        """Seconds without a key before the last one; infinite before a click."""
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
@@ -172,18 +170,19 @@ class GputrainApp(App[int]):
             loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
 
     def beat(self) -> None:
-        """Read appended events and repaint the screen."""
-        live = self.live
+        """Read appended events and repaint the screen; less often while there are none."""
+        self._still += 1
+        if self._still > IDLE_AFTER_S * self._fps and self._still % max(int(self._fps * IDLE_TICK_S), 1):
+            return
         if not self._catching_up:
             self._read_on()
-        version = live.version if live is not None else None
-        self._still = self._still + 1 if version == self._seen else 0
-        self._seen = version
-        if self._still < IDLE_AFTER_S * self._fps or self._still % max(int(self._fps * IDLE_TICK_S), 1) == 0:
-            if self._clocked:
-                self.call_later(self.tick)  # after a key that was pressed meanwhile
-            else:
-                self.tick()
+        version = self.live.version if self.live is not None else None
+        if version != self._seen:
+            self._seen, self._still = version, 0
+        if self._clocked:
+            self.call_later(self.tick)  # after a key that was pressed meanwhile
+        else:
+            self.tick()
 
     def tick(self) -> None:
         """Repaint the active screen where the run changed."""
@@ -320,43 +319,39 @@ class GputrainApp(App[int]):
         self._reported_at = time.monotonic()
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
-    def action_demo(self) -> None:
-        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; who has runs already is asked first."""
-        if not self._runs():
-            self._start_demo()
-            return
+    def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
+        """Act once the person has confirmed it."""
         from gputrain_tui.console.screens.confirm import Confirm
 
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._start_demo()
+        def answered(agreed: bool | None) -> None:
+            if agreed:
+                act()
 
-        what = "Two processes train a small model on this machine's CPU, about half a minute."
-        self.push_screen(Confirm("Run the demo?", what, yes="Run it"), answered)
+        self.push_screen(Confirm(question, consequence, yes=yes), answered)
 
-    def _start_demo(self) -> None:
-        self.run_worker(self._prepare_demo, thread=True, exclusive=True, group="launch")
+    def action_demo(self) -> None:
+        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; who has runs already is asked first."""
+        if self._runs():
+            what = "Two processes train a small model on this machine's CPU, about half a minute."
+            self.confirm("Run the demo?", what, yes="Run it", act=self._start_demo)
+        else:
+            self._start_demo()
+
+    @work(exclusive=True, group="launch")
+    async def _start_demo(self) -> None:
         self.report("preparing the demo")
-
-    def _prepare_demo(self) -> None:
-        from gputrain_tui.lifecycle import start
-        from gputrain_tui.recipe import demo
-
         try:
-            prepared = start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
+            prepared = await asyncio.to_thread(_prepared_demo)
         except RequestError as error:
-            self.call_from_thread(self.report, str(error), alarm=True)
-            return
-        self.call_from_thread(self._launch_soon, prepared)
-
-    def _launch_soon(self, prepared: Prepared) -> None:
-        self.call_next(self.launch, prepared)
+            self.report(str(error), alarm=True)
+        else:
+            await self.launch(prepared)
 
     async def launch(self, prepared: Prepared) -> None:
         """Start a prepared run, detached, and show it.
 
-        It is started here and not by a worker: what a process is told of its parent's death comes when the thread
-        that started it ends.
+        It is started here and not by a worker: the signal of a parent's death comes when the thread that
+        started the process ends.
         """
         from gputrain_tui.lifecycle import start
 
@@ -367,44 +362,47 @@ class GputrainApp(App[int]):
             return
         self._supervisors = [started for started in self._supervisors if started.poll() is None]
         self._supervisors.append(supervisor)
-        self.run_worker(partial(self._await_supervisor, run, supervisor), thread=True, group="supervisor")
+        self._await_supervisor(run, supervisor)
         await self.open_run(run)
 
-    def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
+    @work(group="supervisor")
+    async def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
         from gputrain_tui.lifecycle import start
 
         try:
-            start.await_supervisor(run, supervisor, was=run.status.supervisor)
+            await asyncio.to_thread(start.await_supervisor, run, supervisor, was=run.status.supervisor)
         except RequestError as error:
-            self.call_from_thread(self.report, str(error), alarm=True)
+            self.report(str(error), alarm=True)
 
     def ask_to_stop(self, run: Run) -> None:
         """Stop a run everywhere, once the person has confirmed it."""
-        from gputrain_tui.console.screens.confirm import Confirm
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.report(f"stopping {run.id}")
-                self.run_worker(partial(self._stop, run), thread=True, group="stop")
-
         ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-        question = Confirm(f"Stop {run.id}?", f"Its {ranks} end on every machine. Checkpoints are kept.", yes="Stop it")
-        self.push_screen(question, answered)
+        what = f"Its {ranks} end on every machine. Checkpoints are kept."
+        self.confirm(f"Stop {run.id}?", what, yes="Stop it", act=partial(self._stop, run))
 
-    def _stop(self, run: Run) -> None:
+    @work(group="stop")
+    async def _stop(self, run: Run) -> None:
         from gputrain_tui.lifecycle.stop import stop_by_name
 
+        self.report(f"stopping {run.id}")
         try:
-            report, left = stop_by_name(run.id)
+            report, left = await asyncio.to_thread(stop_by_name, run.id)
         except RequestError as error:
-            self.call_from_thread(self.report, str(error), alarm=True)
-            return
-        self.call_from_thread(self.report, report, alarm=bool(left))
+            self.report(str(error), alarm=True)
+        else:
+            self.report(report, alarm=bool(left))
 
 
 if TYPE_CHECKING:
     PROTOCOL_CHECK: type[AppProtocol] = GputrainApp
     """The checker proves that the console is what its screens take it for."""
+
+
+def _prepared_demo() -> Prepared:
+    from gputrain_tui.lifecycle import start
+    from gputrain_tui.recipe import demo
+
+    return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
 
 
 def _screen(path: str) -> Screen[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +65,10 @@ class Host:
         """Indices of its free GPUs."""
         return tuple(gpu.index for gpu in self.gpus if is_free(gpu))
 
+    def is_due(self, now: float, *, again_s: float, failed_s: float) -> bool:
+        """Return whether its last survey is old enough for another one."""
+        return not self.asking and (self.tried is None or now - self.tried >= (failed_s if self.problem else again_s))
+
 
 def remote_hosts(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> tuple[str, ...]:
     """Return the remote hosts of nodes, each once."""
@@ -84,13 +88,7 @@ def active_plans(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
 def ranks_by_gpu(
     inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_it: Callable[[str], bool]
 ) -> dict[int, GpuRank]:
-    """Return the ranks of active runs by the index of their GPU.
-
-    Args:
-        inventory: of the machine.
-        plans: of the runs that are going, by id.
-        is_it: whether a host of a plan is this machine.
-    """
+    """Return the ranks of active runs by the index of their GPU; ``is_it`` knows this machine's names."""
     by_name = {str(gpu.index): gpu.index for gpu in inventory.gpus} | {gpu.uuid: gpu.index for gpu in inventory.gpus}
     found: dict[int, GpuRank] = {}
     for run, plan in plans:
@@ -101,26 +99,6 @@ def ranks_by_gpu(
                     if index is not None:
                         found.setdefault(index, GpuRank(run=run, rank=rank))
     return found
-
-
-def hosts_due(hosts: Collection[Host], now: float, *, again_s: float, failed_s: float, at_once: int) -> list[str]:
-    """Return the hosts to survey now: those whose last survey is old enough, the oldest first.
-
-    Args:
-        hosts: all of them.
-        now: on the clock of the hosts' times.
-        again_s: between a host's answer and the next question.
-        failed_s: the same after a failure, so that nobody is knocked at all the time.
-        at_once: how many may be asked at the same time.
-    """
-    room = at_once - sum(host.asking for host in hosts)
-    waiting = [
-        host
-        for host in hosts
-        if not host.asking and (host.tried is None or now - host.tried >= (failed_s if host.problem else again_s))
-    ]
-    waiting.sort(key=lambda host: -1.0 if host.tried is None else host.tried)
-    return [host.name for host in waiting[: max(room, 0)]]
 
 
 def wanted_devices(node: Node) -> str:
@@ -167,10 +145,7 @@ def nodes_on_gpus(
 ) -> list[dict[str, Any]]:
     """Return the nodes for chosen GPUs: in the order of the recipe's nodes, new hosts after them.
 
-    Args:
-        chosen: indices of GPUs by host; ``localhost`` for this machine.
-        nodes: of the recipe, as they are written.
-        address: under which the others reach this machine; it stays unnamed where it is alone or has none.
+    This machine is named by ``address``; not where it is alone or has none.
     """
     alone = len(chosen) == 1
 

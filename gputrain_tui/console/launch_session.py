@@ -29,4 +29,4 @@ class LaunchSession:
     hosts: tuple[HostEntry, ...] = ()
     """Machines that are shown also without a recipe."""
     hostfile: str = ""
-    """Where they are named."""
+    """The file that names them."""

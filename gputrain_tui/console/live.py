@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
@@ -20,30 +19,12 @@ from trainer.contract.record.regular_file import size_of
 
 POLL_BUDGET_S = 0.02
 """Seconds one poll may take, so that keys are handled."""
+BACKLOG_PAUSE_S = 0.004
+"""Seconds between two polls of a backlog, in which keys are handled."""
 PORTION_BYTES = 256 << 10
 """Bytes per read, small against the budget."""
 STATUS_INTERVAL_S = 1.0
 """Seconds between two reads of ``status.json``, which alone shows a killed supervisor."""
-IDLE_AFTER_S = 3.0
-"""After this many seconds without an event, polls are ``IDLE_POLL_S`` apart."""
-IDLE_POLL_S = 0.3
-"""Seconds between two polls of a run without recent events."""
-ENDED_POLL_S = 2.0
-"""Seconds between two polls of an ended run, which may be resumed in place."""
-
-
-class EventSource(Protocol):
-    """Source of appended events."""
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that the last poll left unread."""
-
-    def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
-        """Return the new events in the order of their times."""
-
-    def close(self) -> None:
-        """Let go of the files."""
 
 
 class LiveRun:
@@ -53,18 +34,11 @@ class LiveRun:
         self,
         run: Run,
         *,
-        source: EventSource | None = None,
+        source: RunReader | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Follow a run.
-
-        Args:
-            run: as it was found.
-            source: of its events; by default its run directory.
-            now: Unix seconds.
-            clock: seconds, for the budget.
-        """
+        """Follow a run from its directory, or from a ``source`` of events; ``clock`` measures the budget."""
         self.run = run
         self.now = now
         self.plan = _plan(run)
@@ -74,14 +48,12 @@ class LiveRun:
         """Whether the whole record was read once; before, what is shown is the past."""
         known = replay(run.dir, self.state.world_size) if source is None else None
         begin = known.begin if known is not None else None
-        self._source: EventSource = RunReader(run.dir, begin=begin) if source is None else source
+        self._source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
         self._total_bytes = 0
         self._read_bytes = 0
         self._status: Status = run.status
         self._status_at = float("-inf")
-        self._next_poll = float("-inf")
-        self._last_event_at = float("-inf")
         self._revision = 0
         if known is not None:
             self.series.coarsen(known.steps)
@@ -139,8 +111,6 @@ class LiveRun:
     def poll(self, budget_s: float = POLL_BUDGET_S) -> bool:
         """Read appended events for about ``budget_s``; return whether there is a backlog."""
         now = self._clock()
-        if now < self._next_poll:
-            return False
         self._check_status(now)
         deadline = now + budget_s
         if not self.caught_up and not self._total_bytes:
@@ -150,8 +120,6 @@ class LiveRun:
             self._apply(events)
             backlog = self._source.backlog_bytes
             self._read_bytes = max(self._total_bytes - backlog, self._read_bytes)
-            if events:
-                self._last_event_at = now
             if not backlog:
                 break
             if self._clock() >= deadline:
@@ -160,14 +128,10 @@ class LiveRun:
         if not self.caught_up:
             self.caught_up = True
             self._revision += 1
-        if self.over:
-            self._next_poll = now + ENDED_POLL_S
-        elif now - self._last_event_at > IDLE_AFTER_S:
-            self._next_poll = now + IDLE_POLL_S
         return False
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._source.close()
 
     def _apply(self, events: Sequence[AnyEvent | DownsampledBlock]) -> None:

@@ -10,13 +10,12 @@ from textual.layout import ArrangeResult, Layout, WidgetPlacement
 from textual.widget import Widget
 
 from gputrain_tui.console.widgets.lateness_map import heat_lines
+from gputrain_tui.console.widgets.rank_table import HEAD_LINES
 from gputrain_tui.console.widgets.step_bars import bar_lines
 
 PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
 """The panels in the order of the key for the next panel."""
-TABLE_HEAD_LINES = 2
-"""Lines of the rank table besides the ranks."""
 RENDEZVOUS_HEAD_LINES = 8
 """Lines of the rendezvous view besides the hosts."""
 LEAST_LIST_LINES = 5
@@ -62,8 +61,8 @@ def arrange(width: int, height: int, choice: PanelChoice) -> dict[str, Region]:
     if choice.root_cause_lines:
         root_cause_lines = min(choice.root_cause_lines, max(height // 2, 3))
         placed["root_cause"], area = area.split_horizontal(root_cause_lines)
-    layout = {"narrow": _narrow, "medium": _medium, "wide": _wide}[layout_size(width, height)]
-    placed |= layout(area, choice)
+    size = layout_size(width, height)
+    placed |= _narrow(area, choice) if size == "narrow" else _large(area, choice, wide=size == "wide")
     return {name: region for name, region in placed.items() if region.width > 0 and region.height > 0}
 
 
@@ -81,24 +80,16 @@ def _lower_panel(choice: PanelChoice) -> str:
     return choice.panel
 
 
-def _medium(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return table and charts, and findings or log where both do not fit."""
-    return _table_above_charts(area, choice) or _table_beside_charts(
-        area, choice, max(area.height // 4, 6), (choice.right,)
-    )
-
-
-def _wide(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return all panels."""
-    return _table_above_charts(area, choice) or _table_beside_charts(
-        area, choice, max(area.height // 4, 8), ("findings", "log")
-    )
+def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region]:
+    """Return table and charts, and findings or log, or in a wide terminal both."""
+    if _fits_above_charts(area, choice):
+        return _table_above_charts(area, choice)
+    lists: tuple[PanelName, ...] = ("findings", "log") if wide else (choice.right,)
+    return _table_beside_charts(area, choice, max(area.height // 4, 8 if wide else 6), lists)
 
 
 def _table_above_charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return the whole table above everything else; nothing where it does not fit there."""
-    if not _fits_above_charts(area, choice):
-        return {}
+    """Return the whole table above everything else."""
     top, rest = area.split_horizontal(_table_height(area, choice, share=0.34))
     if not choice.rendezvous:
         return {"ranks": top, **_panels_below_table(rest, choice)}
@@ -114,7 +105,7 @@ def _table_beside_charts(
     left, right = _columns(upper, 2)
     if choice.rendezvous:
         return _before_first_step(area, choice)
-    if _fits_beside_charts(upper, choice):
+    if choice.ranks + HEAD_LINES + 4 <= upper.height:  # the table leaves lines below it
         return _charts_beside_table(area, choice, bottom, lists)
     names: tuple[PanelName, ...] = ("bars", *lists)
     return {"ranks": left, **_charts(right, choice), **dict(zip(names, _columns(bottom, len(names)), strict=True))}
@@ -125,13 +116,11 @@ def _panels_below_table(area: Region, choice: PanelChoice) -> dict[str, Region]:
     charts, bottom = area.split_horizontal((area.height + 1) // 2)
     loss, sync = _columns(charts, 2)
     left, right = _columns(bottom, 2)
-    bars, rest = left.split_horizontal(
-        min(choice.ranks + TABLE_HEAD_LINES, max((left.height + 1) // 2, left.height - 9))
-    )
+    bars, rest = left.split_horizontal(min(choice.ranks + HEAD_LINES, max((left.height + 1) // 2, left.height - 9)))
     placed = {"loss": loss, "sync": sync, "bars": bars}
     if choice.ranks < 2 and choice.panel != "late":  # lateness compares ranks
         return placed | {"findings": rest, "log": right}
-    lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + TABLE_HEAD_LINES)
+    lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + HEAD_LINES)
     if rest.height - lines < LEAST_LIST_LINES:
         findings, log = right.split_horizontal(max(right.height // 3, LEAST_LIST_LINES))
         return placed | {"late": rest, "findings": findings, "log": log}
@@ -139,17 +128,12 @@ def _panels_below_table(area: Region, choice: PanelChoice) -> dict[str, Region]:
     return placed | {"late": late, "findings": findings, "log": right}
 
 
-def _fits_beside_charts(area: Region, choice: PanelChoice) -> bool:
-    """Return whether a table beside the charts leaves lines below it."""
-    return choice.ranks + TABLE_HEAD_LINES + 4 <= area.height
-
-
 def _charts_beside_table(
     area: Region, choice: PanelChoice, bottom: Region, lists: tuple[PanelName, ...]
 ) -> dict[str, Region]:
     """Return table and step bars at the left, charts and ``lists`` at the right, the log where it fits."""
     left, right = _columns(area, 2)
-    ranks, low = left.split_horizontal(choice.ranks + TABLE_HEAD_LINES + 1)
+    ranks, low = left.split_horizontal(choice.ranks + HEAD_LINES + 1)
     lines = bar_lines(choice.ranks, low.height)
     placed = {"ranks": ranks, "bars": low}
     if low.height - lines >= LEAST_LIST_LINES:
@@ -164,7 +148,7 @@ def _charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
     """Return two curves and the lateness map below each other; the curves take the lines that it cannot use."""
     late = heat_lines(choice.ranks, area.height // 3)
     curves, below = area.split_horizontal(area.height - late)
-    loss, sync = _rows(curves, 2)
+    loss, sync = curves.split_horizontal(round(curves.height / 2))
     return {"loss": loss, "sync": sync, "late": below}
 
 
@@ -177,12 +161,12 @@ def _before_first_step(area: Region, choice: PanelChoice) -> dict[str, Region]:
 
 def _fits_above_charts(area: Region, choice: PanelChoice) -> bool:
     """Return whether the whole table fits above the charts."""
-    return choice.ranks + TABLE_HEAD_LINES <= max(area.height * 0.34, 6)
+    return choice.ranks + HEAD_LINES <= max(area.height * 0.34, 6)
 
 
 def _table_height(area: Region, choice: PanelChoice, *, share: float) -> int:
     """Return the lines of a table above other panels: its ranks, a head and a blank line, within ``share``."""
-    return min(choice.ranks + TABLE_HEAD_LINES + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
+    return min(choice.ranks + HEAD_LINES + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
 
 
 def _columns(area: Region, count: int) -> list[Region]:
@@ -192,12 +176,6 @@ def _columns(area: Region, count: int) -> list[Region]:
     return [
         Region(area.x + edges[i] + GAP_CELLS * i, area.y, edges[i + 1] - edges[i], area.height) for i in range(count)
     ]
-
-
-def _rows(area: Region, count: int) -> list[Region]:
-    """Cut an area into rows of about equal height."""
-    edges = [round(area.height * index / count) for index in range(count + 1)]
-    return [Region(area.x, area.y + edges[i], area.width, edges[i + 1] - edges[i]) for i in range(count)]
 
 
 class PlacedLayout(Layout):

@@ -1,14 +1,14 @@
 """Validates a recipe while it is edited: its values, its plan and the preflight.
 
-The same functions as ``gputrain plan`` and ``gputrain run``; it may look at the driver and ask a user's task, so it
+The same functions as ``gputrain plan`` and ``gputrain run``; it queries the driver and a user's task, so it
 belongs into a thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gputrain_tui.lifecycle import start
 from gputrain_tui.plan.planner import Plan
@@ -19,9 +19,6 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError
-
-if TYPE_CHECKING:
-    from gputrain_tui.preflight import CheckResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,47 +50,28 @@ HOSTS_MAX_AGE_S = 20.0
 def validate_recipe(
     text: str, *, name: str, settings: Sequence[str], task: str = "", hosts_max_age_s: float = HOSTS_MAX_AGE_S
 ) -> ValidatedRecipe:
-    """Build and plan a recipe, and run the preflight.
+    """Build and plan a recipe with changes as ``--set`` takes them, and run the preflight.
 
-    Args:
-        text: of the recipe.
-        name: what messages call it.
-        settings: changes, as ``--set`` takes them.
-        task: its task, whose options are asked for when it is not built in.
-        hosts_max_age_s: how old the answers of other hosts may be.
+    ``name`` stands in messages; the options of a ``task`` that is not built in are asked for. The answers of other
+    hosts may be ``hosts_max_age_s`` old.
     """
-    told = tuple(settings)
-    schema: type[Any] | None = None
-    if task and task not in BUILT_IN:
-        try:
-            schema = task_schema(task)
-        except RequestError as error:
-            return ValidatedRecipe(settings=told, problem=f"{name}: train.task is {task!r}: {error}", key="train.task")
-    recipe: Recipe | None = None
-    plan: Plan | None = None
+    found = ValidatedRecipe(settings=tuple(settings), task=task)
     try:
-        recipe = recipes.build(text, name=name, overrides=told)
+        if task and task not in BUILT_IN:
+            found = replace(found, schema=task_schema(task))
+    except RequestError as error:
+        return replace(found, problem=f"{name}: train.task is {task!r}: {error}", key="train.task")
+    try:
+        recipe = recipes.build(text, name=name, overrides=found.settings)
+        found = replace(found, recipe=recipe)
         planned = start.planned(recipe)
-        plan = planned.plan
+        found = replace(found, plan=planned.plan)
         prepared = start.checked(recipe, planned, max_age_s=hosts_max_age_s)
     except NotReadyError as refused:
-        return ValidatedRecipe(
-            settings=told, recipe=recipe, plan=refused.plan, results=refused.results, task=task, schema=schema
-        )
+        return replace(found, plan=refused.plan, results=refused.results)
     except RequestError as error:
-        message = str(error)
-        return ValidatedRecipe(
-            settings=told, recipe=recipe, plan=plan, problem=message, key=message_key(message), task=task, schema=schema
-        )
-    return ValidatedRecipe(
-        settings=told,
-        recipe=recipe,
-        plan=plan,
-        prepared=prepared,
-        results=prepared.results,
-        task=task,
-        schema=schema,
-    )
+        return replace(found, problem=str(error), key=message_key(str(error)))
+    return replace(found, prepared=prepared, results=prepared.results)
 
 
 def remarks_by_field(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, FieldMessage]:

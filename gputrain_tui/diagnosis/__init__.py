@@ -39,12 +39,7 @@ class Diagnosis:
         self._adopted = False
 
     def update(self, state: RunState, now: float) -> list[Finding]:
-        """Return the findings raised or cleared since the last update.
-
-        Args:
-            state: a run state that keeps ``HISTORY`` step events.
-            now: Unix seconds.
-        """
+        """Return the findings raised or cleared since the last update of a state that keeps ``HISTORY`` step events."""
         if not self._adopted:
             self._adopt_raised(state)
         self._activity.update(state, now)
@@ -77,11 +72,11 @@ class Diagnosis:
             *bounds(state, timeline),
             *losses(state, timeline),
             *self._memory.symptoms(state),
-            *([] if self._ranks_told_desync(state) else desync(state)),
+            *([] if self._ranks_reported_desync(state) else desync(state)),
             *stalls(state, self._activity, now),
         ]
 
-    def _ranks_told_desync(self, state: RunState) -> bool:
+    def _ranks_reported_desync(self, state: RunState) -> bool:
         """Whether the ranks themselves have raised a desync finding, which has more detail."""
         return any(key[0] == "desync" and key not in self._raised for key in state.findings)
 

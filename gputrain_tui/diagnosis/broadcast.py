@@ -1,4 +1,4 @@
-"""Detects ranks that wait for another one in their forward pass, and so look slow in its place.
+"""Detects ranks that wait for another one in their forward pass, and so seem slow in its place.
 
 With ``broadcast_buffers`` (DDP's own default) buffers are copied along a tree of ranks before each forward pass.
 Whoever is late for that lengthens the forward pass of its neighbours there, who then are as late for the gradients as
@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 
 from gputrain_tui.diagnosis.row import StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import median
-from gputrain_tui.diagnosis.symptom import Symptom
+from gputrain_tui.diagnosis.symptom import MIN_AGREEING_SHARE, Symptom
 
 MIN_LEAD_SHARE = 0.05
 """Of a step, by which the leader begins its forward pass later than the first rank."""
 MAX_DEVIATION_SHARE = 0.20
 """Of the follower's lead, by which its longer forward pass may differ from it, median over the steps."""
-MIN_AGREEING_SHARE = 0.75
-"""Of the steps, in which the forward pass is longer by at least half of the lead."""
 
 
 @dataclass(frozen=True, kw_only=True)

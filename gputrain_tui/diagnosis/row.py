@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
+from statistics import fmean
 from typing import NamedTuple
 
 from gputrain_tui.diagnosis.statistics import excess, median, median_low, median_without
@@ -52,13 +53,17 @@ class StepPhases(NamedTuple):
 class StepRow:
     """The phases of all ranks at one step, or their means over the steps of one event."""
 
-    def __init__(self, step: int, all_phases: Sequence[StepPhases], steps: int = 1) -> None:
+    def __init__(
+        self, step: int, all_phases: Sequence[StepPhases], waits: Sequence[tuple[float, ...]], steps: int = 1
+    ) -> None:
         self.step = step
         """Number of the step; of the last one where the row covers several."""
         self.steps = steps
         """Number of steps that it covers."""
         self.phases = all_phases
         """In the order of the ranks."""
+        self.waits = waits
+        """Per step the ranks' waits for the synchronisation, ms; one mean where the record has no single values."""
         self.straggling = False
         """Whether a straggler was known at this step: then the row is no sample of the usual noise."""
         self._sorted: dict[str, list[float]] = {}
@@ -76,12 +81,11 @@ class StepRow:
 
     @cached_property
     def wire_ms(self) -> float | None:
-        """Bare transfer: the wait of the last rank to arrive."""
-        return (
-            min(rank_phases.wire for rank_phases in self.phases if rank_phases.wire is not None)
-            if self.synced
-            else None
-        )
+        """Bare transfer: in each step the wait of the last rank to arrive; the rest of the waits is imbalance."""
+        if not self.synced:
+            return None
+        mean = min(rank_phases.wire for rank_phases in self.phases if rank_phases.wire is not None)
+        return min(mean, fmean(map(min, self.waits)))
 
     @cached_property
     def step_ms(self) -> float:
@@ -122,15 +126,10 @@ class StepRow:
 
     def late_ms(self, index: int) -> float:
         """Return a rank's lateness for the synchronisation: the longest wait of any rank less its own, ms."""
-        return max(rank_phases.exposed or 0.0 for rank_phases in self.phases) - (self.phases[index].exposed or 0.0)
+        return fmean(max(waits) - waits[index] for waits in self.waits)
 
     def without_broadcast_wait(self, leader: int, followers: frozenset[int]) -> StepRow:
-        """Return the row without the waits of some ranks for another one in their forward pass.
-
-        Args:
-            leader: index of the rank that the others wait for.
-            followers: indices of those that wait.
-        """
+        """Return the row without the waits of followers for a leader in their forward pass, all by index."""
         about = leader, followers
         if self._relieved is None or self._relieved[0] != about:
             first = self.phases[leader]
@@ -140,7 +139,7 @@ class StepRow:
                 lead = first.before_forward - rank_phases.before_forward
                 wait = max(0.0, min(rank_phases.forward - first.forward, lead))
                 all_phases[index] = rank_phases._replace(forward=rank_phases.forward - wait, own=rank_phases.own - wait)
-            without_broadcast_wait = StepRow(self.step, all_phases, self.steps)
+            without_broadcast_wait = StepRow(self.step, all_phases, self.waits, self.steps)
             without_broadcast_wait.straggling = self.straggling
             self._relieved = about, without_broadcast_wait
         return self._relieved[1]

@@ -7,7 +7,7 @@ stalled if the others wait for it; the run is stalled if no rank makes progress.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from gputrain_tui.diagnosis.advice import ADVICE
@@ -89,13 +89,7 @@ class RankActivity:
 
 
 def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]:
-    """Return the stalled ranks, or the stall of the whole run.
-
-    Args:
-        state: the run.
-        activity: of all ranks.
-        now: seconds on the clock of ``activity``.
-    """
+    """Return the stalled ranks, or the stall of the whole run; ``now`` is on the clock of ``activity``."""
     running = [view for view in state.ranks.values() if view.state != "finished"]
     if not running or any(view.state in (None, "failed") for view in running):
         return []
@@ -209,35 +203,19 @@ def _behind_symptom(
     where = f" on {host}" if host else ""
     after = f", after step {view.step}" if view.step else ""
     wait = f"wait at step {ahead}" if view.step < ahead else "wait for it" if alone else "wait for them"
-    return Symptom(
-        kind="stalled",
-        rank=view.rank,
-        value=silence_s,
-        threshold=threshold_s,
-        severity="critical",
-        cause=_phase(view) or _busy_or_idle(view),
-        step=view.step,
-        message=f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for {silence_s:.0f} s{after}, and the "
-        f"others {wait}{_position_text(view)}",
-        evidence=_evidence(view, silence_s),
-        advice=ADVICE["stalled_behind"],
+    message = (
+        f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for {silence_s:.0f} s{after}, and the others {wait}"
+        f"{_position_text(view)}"
     )
+    return _stall(view, silence_s, threshold_s, message, ADVICE["stalled_behind"])
 
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
-    return Symptom(
-        kind="stalled",
-        rank=view.rank,
-        value=silence_s,
-        threshold=threshold_s,
-        severity="critical",
-        cause="left",
-        step=view.step,
-        message=f"rank {view.rank} has ended after step {view.step}, and for {silence_s:.0f} s the others have done no "
-        f"step, after step {ahead}",
-        evidence=_evidence(view, silence_s),
-        advice=ADVICE["stalled_left"],
+    message = (
+        f"rank {view.rank} has ended after step {view.step}, and for {silence_s:.0f} s the others have done no step, "
+        f"after step {ahead}"
     )
+    return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_left"]), cause="left")
 
 
 def _common_symptom(views: Sequence[RankView], one: RankView | None, silence_s: float, threshold_s: float) -> Symptom:
@@ -248,17 +226,26 @@ def _common_symptom(views: Sequence[RankView], one: RankView | None, silence_s: 
         message = f"no rank has done a step for {silence_s:.0f} s{after}"
     else:
         message = f"every rank {STAGE_TEXT[stage]} for {silence_s:.0f} s{after}"
+    if one is None:
+        symptom = _stall(views[0], silence_s, threshold_s, message, ADVICE["stalled_together"])
+        return replace(symptom, rank=None, step=step)
+    message += f"{_position_text(one)}, unlike the others"
+    return replace(_stall(one, silence_s, threshold_s, message, ADVICE["stalled_behind"]), step=step)
+
+
+def _stall(view: RankView, silence_s: float, threshold_s: float, message: str, advice: str) -> Symptom:
+    """Return the symptom of a stall with the position and the activity of one rank."""
     return Symptom(
         kind="stalled",
-        rank=one.rank if one is not None else None,
+        rank=view.rank,
         value=silence_s,
         threshold=threshold_s,
         severity="critical",
-        cause=_phase(one or views[0]) or _busy_or_idle(one or views[0]),
-        step=step,
-        message=message + (f"{_position_text(one)}, unlike the others" if one is not None else ""),
-        evidence=_evidence(one or views[0], silence_s),
-        advice=ADVICE["stalled_together" if one is None else "stalled_behind"],
+        cause=_phase(view) or _busy_or_idle(view),
+        step=view.step,
+        message=message,
+        evidence=_evidence(view, silence_s),
+        advice=advice,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, islice
 
 from gputrain_tui.diagnosis.advice import ADVICE, CAUSE_NAMES
@@ -12,7 +13,7 @@ from gputrain_tui.diagnosis.broadcast import BroadcastWait
 from gputrain_tui.diagnosis.causes import cause_of
 from gputrain_tui.diagnosis.row import PHASES, StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
-from gputrain_tui.diagnosis.symptom import Severity, Symptom, percent
+from gputrain_tui.diagnosis.symptom import MIN_AGREEING_SHARE, Symptom, percent
 from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
 
@@ -37,8 +38,6 @@ UNEXPLAINED_WINDOWS, UNEXPLAINED_S = 2, 5.0
 When all work of a CPU rank takes longer, its core is slower: other processes or guests of the host cause that for a
 second or two now and then, for however many steps.
 """
-MIN_AGREEING_SHARE = 0.75
-"""Of the window's rows, in which the rank must be late by at least half of the median."""
 STEP_SIGMAS = 6.0
 """Standard errors of the window's median, estimated from successive differences."""
 BLOCK_SIGMAS = 4.0
@@ -139,29 +138,15 @@ def _own_work_symptom(
     if cause.name == "unattributed":
         windows = max(windows, UNEXPLAINED_WINDOWS if _on_gpu(state, rank) else _windows_of(window, UNEXPLAINED_S))
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])
-    share = late_ms / step_ms
-    return Symptom(
-        kind="straggler",
-        rank=rank,
-        value=late_ms,
-        threshold=threshold,
-        confirmed=lasting and len(agreeing) >= MIN_AGREEING_SHARE * len(recent),
-        severity=_severity(share),
-        cause=cause.name,
-        step=window[-1].step,
-        message=f"rank {rank} is {late_ms:.1f} ms late in each step ({percent(share)} of a step), {cause.because}",
-        evidence={
-            "late_ms": late_ms,
-            "step_ms": step_ms,
-            "late_share": share,
-            "threshold_ms": threshold,
-            "noise_ms": noise,
-            "sync_late_ms": median([row.late_ms(index) for row in agreeing]),
-            **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
-            **cause.evidence,
-        },
-        advice=ADVICE[cause.name],
-    )
+    evidence = {
+        "noise_ms": noise,
+        "sync_late_ms": median([row.late_ms(index) for row in agreeing]),
+        **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
+        **cause.evidence,
+    }
+    confirmed = lasting and len(agreeing) >= MIN_AGREEING_SHARE * len(recent)
+    symptom = _straggler(rank, late_ms, step_ms, threshold, cause.because, evidence)
+    return replace(symptom, confirmed=confirmed, cause=cause.name, step=window[-1].step, advice=ADVICE[cause.name])
 
 
 def _on_gpu(state: RunState, rank: int) -> bool:
@@ -198,41 +183,33 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
         min(blocks) >= gate
         and sum(value >= late_ms / 2 for value in waits) >= CORE_WAIT_AGREEING_SHARE * CORE_WAIT_ROWS
     )
+    evidence = {
+        "core_wait_excess_ms": late_ms,
+        "sync_late_ms": median([row.late_ms(index) for row in recent]),
+    }
+    symptom = _straggler(rank, late_ms, step_ms, threshold, f"because of {CAUSE_NAMES['core_wait']}", evidence)
+    return replace(symptom, confirmed=steady, cause="core_wait", step=recent[-1].step, advice=ADVICE["core_wait"])
+
+
+def _straggler(
+    rank: int, late_ms: float, step_ms: float, threshold: float, because: str, evidence: dict[str, float]
+) -> Symptom:
     share = late_ms / step_ms
     return Symptom(
         kind="straggler",
         rank=rank,
         value=late_ms,
         threshold=threshold,
-        confirmed=steady,
-        severity=_severity(share),
-        cause="core_wait",
-        step=recent[-1].step,
-        message=f"rank {rank} is {late_ms:.1f} ms late in each step ({percent(share)} of a step), "
-        f"because of {CAUSE_NAMES['core_wait']}",
+        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        message=f"rank {rank} is {late_ms:.1f} ms late in each step ({percent(share)} of a step), {because}",
         evidence={
-            "late_ms": late_ms,
-            "step_ms": step_ms,
-            "late_share": share,
-            "threshold_ms": threshold,
-            "core_wait_excess_ms": late_ms,
-            "sync_late_ms": median([row.late_ms(index) for row in recent]),
+            "late_ms": late_ms, "step_ms": step_ms, "late_share": share, "threshold_ms": threshold, **evidence,
         },
-        advice=ADVICE["core_wait"],
-    )
-
-
-def _severity(share: float) -> Severity:
-    return "critical" if share >= CRITICAL_SHARE else "warning"
+    )  # fmt: skip
 
 
 def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
-    """Return the lateness over a window that noise may reach, ms.
-
-    Args:
-        late: the rank's lateness by row.
-        straggling: whether a straggler was known at each row: such rows are no sample of noise.
-    """
+    """Return the lateness over a window that noise may reach, ms; rows with a known straggler are no sample of it."""
     step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW_ROWS)  # 1.2533: a median's against a mean's
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     starts = range(len(earlier) % WINDOW_ROWS, len(earlier), WINDOW_ROWS)

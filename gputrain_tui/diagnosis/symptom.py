@@ -10,6 +10,8 @@ from gputrain_tui.state import RunState
 Severity = Literal["info", "warning", "critical"]
 CLEAR_SHARE = 0.5
 """Of the threshold: a finding is cleared below it, so that it does not flicker around its threshold."""
+MIN_AGREEING_SHARE = 0.75
+"""Of a window's steps, in which a delay must be at least half of its median."""
 
 
 @dataclass(frozen=True, kw_only=True)

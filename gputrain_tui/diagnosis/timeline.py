@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from gputrain_tui.diagnosis.row import StepPhases, StepRow
 from gputrain_tui.state import RankView, RunState
@@ -31,6 +31,8 @@ class StepRange(NamedTuple):
     rank_phases: StepPhases | None
     """None where its phases were not measured."""
     loss: float | None
+    waits: Sequence[float | None]
+    """Its wait for the synchronisation in each step, ms."""
 
 
 class RankSteps:
@@ -65,10 +67,13 @@ class RankSteps:
         if first > self.last_reported + 1:
             self._step_end = None
         loss = event.loss if event.loss is not None and math.isfinite(event.loss) else None
+        waits = event.sync_exposed_ms_each
+        if waits is None or len(waits) != event.steps:
+            waits = [event.sync_exposed_ms] * event.steps
         rank_phases, end_wait = _step_phases(event)
         if rank_phases is None:
             self._step_end = None
-            self.ranges.append(StepRange(first, event.step, event.step, None, loss))
+            self.ranges.append(StepRange(first, event.step, event.step, None, loss, waits))
         else:
             tail, end = self._step_end, (rank_phases.optimizer, rank_phases.other, end_wait)
             # An unmeasured wait is part of ``other``, which must not count as work of the next step.
@@ -79,10 +84,12 @@ class RankSteps:
                 own = rank_phases.own - rank_phases.optimizer - rank_phases.other + optimizer + other
                 before = rank_phases.core_wait_before - end_wait + waited
                 start = rank_phases._replace(optimizer=optimizer, other=other, own=own, core_wait_before=before)
-                self.ranges.append(StepRange(first, first, event.step, start, loss))
+                self.ranges.append(StepRange(first, first, event.step, start, loss, waits[:1]))
                 begins = first + 1
             if begins <= event.step:
-                self.ranges.append(StepRange(begins, event.step, event.step, rank_phases, loss))
+                self.ranges.append(
+                    StepRange(begins, event.step, event.step, rank_phases, loss, waits[begins - first :])
+                )
         self.last_reported = event.step
 
 
@@ -150,23 +157,19 @@ class Timeline:
             if first <= self._last_warm_up < last:  # the warm-up ends within
                 last = self._last_warm_up
             self._last_row = last
-            if first == last:
-                heads = [steps.ranges[0] for steps in self._rank_steps]
-                self._add(last, 1, [head.rank_phases for head in heads], [head.loss for head in heads])
-            else:
-                phases = [list(_within(steps, first, last)) for steps in self._rank_steps]
-                all_phases = [_mean_phases(each) for each in phases]
-                self._add(last, last - first + 1, all_phases, [_mean_loss(each) for each in phases])
+            self._add(first, last, [list(_within(steps, first, last)) for steps in self._rank_steps])
 
-    def _add(
-        self, step: int, steps: int, all_phases: Sequence[StepPhases | None], losses: Sequence[float | None]
-    ) -> None:
-        known = [loss for loss in losses if loss is not None]
+    def _add(self, first: int, last: int, parts: Sequence[Sequence[tuple[int, StepRange]]]) -> None:
+        """Add the row of some steps, from the ranges of each rank."""
+        known = [loss for loss in map(_mean_loss, parts) if loss is not None]
         if known:
             self.losses.append(sum(known) / len(known))
-        measured = [rank_phases for rank_phases in all_phases if rank_phases is not None]
-        if step > self._last_warm_up and len(measured) == len(all_phases):
-            self.rows.append(StepRow(step, measured, steps))
+        measured = [phases for phases in map(_mean_phases, parts) if phases is not None]
+        if last > self._last_warm_up and len(measured) == len(parts):
+            means = tuple(phases.exposed or 0.0 for phases in measured)
+            singles = zip(*(_waits(each, first, last) for each in parts), strict=True)
+            waits = [cast(tuple[float, ...], each) for each in singles if None not in each]
+            self.rows.append(StepRow(last, measured, waits or [means], last - first + 1))
 
 
 def _within(steps: RankSteps, first: int, last: int) -> Iterator[tuple[int, StepRange]]:
@@ -191,6 +194,15 @@ def _mean_phases(phases: Sequence[tuple[int, StepRange]]) -> StepPhases | None:
         None if None in column else sum(value * steps for value, steps in zip(column, weights, strict=True)) / total
         for column in columns
     )
+
+
+def _waits(parts: Sequence[tuple[int, StepRange]], first: int, last: int) -> list[float | None]:
+    """Return a rank's wait for the synchronisation in each of some steps."""
+    return [
+        wait
+        for _, part in parts
+        for wait in part.waits[max(first - part.first, 0) : min(last, part.last) - part.first + 1]
+    ]
 
 
 def _mean_loss(phases: Sequence[tuple[int, StepRange]]) -> float | None:

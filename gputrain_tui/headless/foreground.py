@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from gputrain_tui.headless import progress
 from gputrain_tui.headless.safe_stream import SafeStream
-from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, planned_world_size, read_status
+from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.remote_nodes import shown
 from gputrain_tui.output import json_line
@@ -33,59 +31,34 @@ from trainer.host.process_identity import HELD_S
 from trainer.host.processes import is_held
 from trainer.host.stop_request import StopRequest
 
-POLL_MS = 100
-"""Poll interval of the record, milliseconds: the progress line is redrawn as often."""
 GIVEN_UP_S = 30.0
-"""For a supervisor to kill all processes of the run after its lease ended; then it is killed."""
-LOG_LINES = 12
-"""Last lines shown of the failed rank's output: the end of most tracebacks."""
-
-
+"""Seconds that a supervisor has to kill all processes of the run after its lease ended; then it is killed."""
 STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
 NOT_WAITING = "not waiting"
 
 
-class EventReader(Protocol):
-    """Reads the events of a run as they are appended."""
+class RecordReader(RunReader):
+    """A ``RunReader`` that may copy what it reads to a stream."""
 
-    def poll(self) -> list[AnyEvent]:
-        """Return the events appended since the last poll, by time."""
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that the last poll left for the next."""
-
-    @property
-    def out(self) -> SafeStream | None:
-        """Stream to which events are copied; None for none."""
+    out: SafeStream | None = None
 
     @property
     def refused(self) -> OSError | None:
-        """Error of that stream; None while it works."""
-
-    def close(self) -> None:
-        """Let go of the files."""
+        """Error of the stream; None while it works, and without one."""
+        return self.out.error if self.out is not None else None
 
 
-class RecordReader(RunReader):
-    """A ``RunReader`` that copies nothing."""
-
-    out = None
-    refused = None
-
-
-class JsonStream:
-    """A ``RunReader`` that copies every line to a stream, at the speed of the stream's reader."""
+class JsonStream(RecordReader):
+    """Copies every line to a stream, at the speed of the stream's reader."""
 
     budget_bytes = 1 << 20
 
     def __init__(self, run: Run, out: SafeStream) -> None:
-        self.out = out
-        self._follower = Follower(run.dir.events, ".ndjson")
-        self._world_size = planned_world_size(run.dir)
+        super().__init__(run.dir)
+        self.out: SafeStream = out
         self._last: tuple[bytes, AnyEvent] | None = None
 
-    def poll(self) -> list[AnyEvent]:
+    def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         """Copy the new lines, by time; ``run_ended`` comes last of all."""
         if not self.out.has_room:
             return []
@@ -107,41 +80,20 @@ class JsonStream:
         self.out.write_bytes(b"".join(json_line(line) + b"\n" for line in lines_out))
         return events
 
-    @property
-    def refused(self) -> OSError | None:
-        """Error of the stream; None while it works."""
-        return self.out.error
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that the last poll left for the next."""
-        return self._follower.backlog_bytes
-
-    def close(self) -> None:
-        """Let go of the files."""
-        self._follower.close()
-
 
 def follow(
     supervisor: subprocess.Popen[bytes],
     *,
     state: RunState,
     view: progress.ProgressView | None,
-    reader: EventReader,
+    reader: RecordReader,
     stop_request: StopRequest,
     say: Callable[[str], None],
 ) -> int:
     """Show a run until its supervisor has ended; return the supervisor's exit code.
 
-    However this ends, also by an error, the lease is given up and nothing of the run is left.
-
-    Args:
-        supervisor: who answers for the run.
-        state: takes in what is read.
-        view: shows it.
-        reader: reads the record.
-        stop_request: what this command is asked; it is passed on.
-        say: writes a line that a person is to see.
+    However this ends, also by an error, the lease is given up and nothing of the run is left. The stop request is
+    forwarded to the supervisor; ``say`` writes a line that a person is to see.
     """
     poll = select.poll()
     ended = os.pidfd_open(supervisor.pid)
@@ -180,7 +132,7 @@ def follow(
                     continue
                 if over and taken and not reader.backlog_bytes:
                     return supervisor.returncode
-                poll.poll(POLL_MS)
+                poll.poll(1e3 * progress.REDRAW_S)
                 stop_request.drain()
     finally:
         give_up(supervisor)
@@ -194,7 +146,7 @@ def follow(
             view.erase()
 
 
-def catch_up(reader: EventReader, state: RunState) -> None:
+def catch_up(reader: RecordReader, state: RunState) -> None:
     """Read the rest of the record."""
     while True:
         state.apply_all(reader.poll())
@@ -222,17 +174,9 @@ def conclude(
     err: SafeStream,
     hurried: Callable[[], bool],
 ) -> int:
-    """Say how the run ended; return the command's exit code, which no unwritten word of this changes.
+    """Report how the run ended; return the command's exit code.
 
-    Args:
-        run: the run.
-        returncode: of its supervisor.
-        state: what its record says.
-        narrate: whether standard output is for people.
-        environ: says whether to colour.
-        out: standard output.
-        err: standard error.
-        hurried: whether somebody asked this command to end, so that it waits for nobody who does not read.
+    ``narrate``: standard output is for people. ``hurried``: the command was interrupted and waits for no reader.
 
     Raises:
         NotReadyError: a host refused the run before it trained; the run directory is removed again.
@@ -290,7 +234,7 @@ def _log_tail(run: Run, status: Status, state: RunState) -> list[list[progress.P
     if status.status == "failed" and failure is not None:
         node = next((view.node for view in state.ranks.values() if view.host == failure.host), None) or 0
         log = run.dir.rank_log(failure.rank) if failure.rank is not None else run.dir.node_log(node)
-        lines += progress.failure_block(failure, attempt_outcome.last_lines(log, LOG_LINES), str(log))
+        lines += progress.failure_block(failure, attempt_outcome.last_lines(log, progress.LOG_LINES), str(log))
     if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
         # What ended the last attempt, where it is not what ended the first; what the record could not take.
         lines.append([(status.message, "alarm")])
@@ -322,6 +266,6 @@ def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> progre
     )
 
 
-def reader_of(run: Run, *, out: SafeStream, json: bool) -> EventReader:
+def reader_of(run: Run, *, out: SafeStream, json: bool) -> RecordReader:
     """Return what reads the run's record, and passes it on where that is asked for."""
     return JsonStream(run, out) if json else RecordReader(run.dir)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.tables import TableColumn, duration, evaluation, of_weights, printable, size, table
-from gputrain_tui.tables import width as cells
+from gputrain_tui.state.figures import run_figures
+from gputrain_tui.tables import TableColumn, duration, evaluation, of_weights, printable, size, table, width as cells
 from trainer.contract.outcome import EVALUATED_CHECKPOINT, NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Queued, Step, Validation
 
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from gputrain_tui.plan.planner import Plan
 
 REDRAW_S = 0.1
-"""Between two drawings of the progress line: faster changes cannot be read."""
+"""Between two readings of the record and drawings of the progress line: faster changes cannot be read."""
 PLAIN_S = 5.0
 """Between two plain lines: a log of an hour has 720."""
 PLAIN_START_S = 15.0
 """Time without plain lines at the start: a refusal by the ranks then stands alone."""
 MAX_TABLE_RANKS = 32
 """More would scroll the run's result away; those that the others waited for most are listed."""
+LOG_LINES = 12
+"""Last lines shown of the failed rank's output: the end of most tracebacks."""
 MAX_FINDINGS = 10
 """More would scroll the run's result away."""
 BAR_COLUMNS = (10, 40)
@@ -85,13 +87,7 @@ def percent(share: float | None) -> str:
 
 
 def progress_line(state: RunState, width: int, *, now: float) -> list[Piece]:
-    """Return one line of at most ``width`` columns; the least important measures are omitted first.
-
-    Args:
-        state: the run.
-        width: columns.
-        now: Unix seconds, for the time that passed.
-    """
+    """Return one line of at most ``width`` columns; the least important measures are omitted first."""
     if state.step == 0:
         return clip(_starting(state, now), width)
     progress = state.progress
@@ -134,22 +130,25 @@ def clip(pieces: Sequence[Piece], width: int) -> list[Piece]:
 
 def _measures(state: RunState, *, compact: bool = False) -> list[tuple[str, list[Piece]]]:
     """Return name and text of each measure in the order of the line."""
-    total = state.updates_total
+    total, figures = state.updates_total, run_figures(state.ranks.values())
     epochs = f"/{state.max_epochs}" if state.max_epochs else ""
     steps = f"{state.step}/{total}" if total else f"{state.step}"
     measures: list[tuple[str, list[Piece]]] = [
-        ("epoch", [("ep " if compact else "epoch ", "dim"), (f"{state.epoch}{epochs}", "")]),
+        ("epoch", [("ep " if compact else "epoch ", "dim"), (f"{figures.epoch}{epochs}", "")]),
         ("step", [("" if compact else "step ", "dim"), (steps, "")]),
-        ("loss", [("loss ", "dim"), (loss_text(state.loss), "bold")]),
-        ("rate", [(number(state.samples_per_s, 0 if compact else 1), ""), ("/s" if compact else " samples/s", "dim")]),
+        ("loss", [("loss ", "dim"), (loss_text(figures.loss), "bold")]),
+        (
+            "rate",
+            [(number(figures.samples_per_s, 0 if compact else 1), ""), ("/s" if compact else " samples/s", "dim")],
+        ),
     ]
     slowest = state.slowest()
     if slowest is not None:
         rank, late_ms = slowest
         late = f"r{rank} +{late_ms:.0f} ms" if compact else f"r{rank} +{late_ms:.1f} ms"
         measures.append(("slowest", [("slow " if compact else "slowest ", "dim"), (late, "")]))
-    if state.sync_share is not None and state.world_size > 1:
-        share = f"{state.sync_share:.0%}" if compact else percent(state.sync_share)
+    if figures.sync_share is not None and state.world_size > 1:
+        share = f"{figures.sync_share:.0%}" if compact else percent(figures.sync_share)
         measures.append(("sync", [("sync ", "dim"), (share, "")]))
     if state.eta_s is not None:
         measures.append(("eta", [("eta ", "dim"), (duration(state.eta_s), "")]))
@@ -331,13 +330,7 @@ def ending(state: RunState) -> list[Piece]:
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
-    """Return the rank that failed, the reason, and its last output.
-
-    Args:
-        failure: the root cause.
-        log: last lines of its output.
-        path: of the whole output.
-    """
+    """Return the rank that failed, the reason, and the end of its output."""
     who = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {failure.host}" if failure.host else ""
     when = f" at step {failure.step}" if failure.step is not None else ""
@@ -386,7 +379,7 @@ class ProgressView:
             stream: output.
             live: whether to update a line in place.
             colour: whether to colour.
-            width: columns.
+            width: returns the columns.
             keeps_up: whether the stream's reader keeps up; otherwise the progress line is not redrawn.
             now: Unix seconds.
         """

@@ -20,7 +20,7 @@ CLOSED_ERRORS = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF})
 MAX_BACKLOG_BYTES = 64 << 10
 """Backlog above which narration is dropped: as much again as a pipe holds."""
 STALL_S = 2.0
-"""Time without progress after which a command that was interrupted no longer waits for its reader."""
+"""Seconds without progress after which an interrupted command no longer waits for its reader."""
 WRITE_BYTES = 4 << 10
 """Bytes per write: the progress of a slow reader is seen in such steps."""
 
@@ -96,11 +96,7 @@ class SafeStream:
             self._waiting.clear()
 
     def settle(self, *, hurried: Callable[[], bool]) -> None:
-        """Wait until everything is written.
-
-        Args:
-            hurried: whether the command was interrupted, so that it does not wait for a stalled reader.
-        """
+        """Wait until everything is written; ``hurried`` commands do not wait for a stalled reader."""
         with self._changed:
             while self.backlog_bytes and not (hurried() and self.is_stalled()):
                 self._changed.wait(0.1)  # in short waits, so that signals are handled

@@ -20,7 +20,7 @@ from trainer.contract.record import AnyEvent, RunStarted, Step, Validation
 from trainer.contract.schema import describe
 
 MIN_RUNS, MAX_RUNS = 2, 6
-"""Runs that can be compared at once: a terminal has six colours for curves that can be told apart."""
+"""Runs that can be compared at once: a terminal can show six distinct colours."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,12 +73,7 @@ class LogBuffer:
     """The newest lines of all files; those of at least ``level`` are visible. ``version`` grows with every change."""
 
     def __init__(self, *, lines: int = 50_000, size_bytes: int = 16 << 20) -> None:
-        """Start empty.
-
-        Args:
-            lines: how many are kept.
-            size_bytes: how many bytes they may have together.
-        """
+        """Keep at most so many lines and bytes."""
         self.version = 0
         self.level = Level.ALL
         self.names: set[str] = set()

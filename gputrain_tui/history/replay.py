@@ -12,15 +12,13 @@ import msgspec
 from gputrain_tui.history.follow import by_rank
 from trainer.contract.record import AnyEvent, RunDir, decode_events
 from trainer.contract.record.downsampled import LEVELS, DownsampledBlock, DownsampledNote, block_file, note_file
-from trainer.contract.record.events import DECODE_ERRORS, MAX_RANKS, is_within_world
+from trainer.contract.record.events import MAX_RANKS, decode_lines, is_within_world
 from trainer.contract.record.regular_file import read_part, read_whole, size_of
 
 READ_WHOLE_BYTES = 40 << 20
 """A shorter record is read whole, in less than a second."""
-MAX_BLOCKS = 40_000
-"""Of all ranks together; the finest level that keeps within it is read."""
-STEP_EVENT_BYTES = 370
-"""Mean length of a step event's line, measured."""
+MAX_BYTES_PER_BLOCK_EVENT = 15 << 20
+"""Of the record, per event of a block: 40,000 blocks of events of 370 bytes; the finest level within it is read."""
 TAIL_BYTES = 4 << 20
 """Newest events of all ranks together, which are read singly: recent means are taken over them."""
 MIN_TAIL_BYTES = 32 << 10
@@ -45,12 +43,7 @@ class Replay:
 
 
 def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
-    """Return the replay of a run; None where its record is short or was not downsampled.
-
-    Args:
-        run: its directory.
-        world_size: number of its ranks; events of others are skipped.
-    """
+    """Return the replay of a run; None where its record is short or was not downsampled."""
     try:
         with os.scandir(run.events) as entries:
             sizes = {entry.name.removesuffix(".ndjson"): size_of(entry.path) for entry in entries}
@@ -61,7 +54,7 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
         return None
     ranks = sorted((name for name in sizes if name.isdecimal() and int(name) < world_size), key=by_rank)
     tail = max(MIN_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
-    level = next((level for level in LEVELS if total / STEP_EVENT_BYTES / level <= MAX_BLOCKS), LEVELS[-1])
+    level = next((level for level in LEVELS if total / level <= MAX_BYTES_PER_BLOCK_EVENT), LEVELS[-1])
     found = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
     ends = [blocks[-1].step for blocks in found.values() if blocks]
     if not ends or len(ends) < len(ranks):
@@ -100,30 +93,14 @@ def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Downsampled
         data = read_whole(block_file(run.digest, name, level))
     except OSError:
         return []
-    data = data[: data.rfind(b"\n") + 1]
-    try:
-        blocks = _decode_blocks.decode_lines(data)
-    except DECODE_ERRORS:
-        blocks = list(_decodable_blocks(data))
     trusted: list[DownsampledBlock] = []
-    for block in blocks:
+    for block in decode_lines(_decode_blocks, data[: data.rfind(b"\n") + 1]):
         if not (trusted[-1].end if trusted else 0) <= block.begin <= block.end <= before or block.rank != int(name):
             break
         trusted.append(block)
     while trusted and not _ends_line(run.events / f"{name}.ndjson", trusted[-1].end):
         trusted.pop()
     return trusted
-
-
-def _decodable_blocks(lines: bytes) -> list[DownsampledBlock]:
-    """Return the blocks of the lines that can be decoded: a crash may leave a torn one."""
-    found = []
-    for line in lines.splitlines():
-        try:
-            found.append(_decode_blocks.decode(line))
-        except DECODE_ERRORS:
-            continue
-    return found
 
 
 def _ends_line(path: Path, end: int) -> bool:
@@ -162,15 +139,7 @@ def _notes(run: RunDir, name: str, world_size: int) -> list[DownsampledNote]:
         data = read_whole(note_file(run.digest, name))
     except OSError:
         return []
-    found = []
-    for line in data.splitlines():
-        try:
-            note = _decode_notes.decode(line)
-        except DECODE_ERRORS:
-            continue
-        if is_within_world(note.event, world_size):
-            found.append(note)
-    return found
+    return [note for note in decode_lines(_decode_notes, data) if is_within_world(note.event, world_size)]
 
 
 def _line_after(run: RunDir, name: str, byte: int) -> int:

@@ -141,53 +141,38 @@ def create(
     """
     folder = paths.runs_folder() if root is None else root
     started = now()
-    hidden = folder / f".new-{os.urandom(8).hex()}"
+    draft = RunDir(folder / f".new-{os.urandom(8).hex()}")
+    base, number = run_id(recipe, started), 1
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            return _create(folder, hidden, recipe, world_size, recipe_toml, plan, started)
+            for part in (draft.path, draft.events, draft.logs, draft.checkpoints, draft.nodes):
+                part.mkdir(mode=0o700)
+            draft.lock.touch(mode=0o600)  # now, because the disk may be full later
+            draft.recipe.write_text(recipe_toml, encoding="utf-8")
+            while True:
+                name = base if number == 1 else f"{base}-{number}"
+                final = RunDir(folder / name)
+                status = Status(run=name, recipe=recipe, world_size=world_size, supervisor=identify(), started=started)
+                draft.plan.write_bytes(plan(final))
+                write_status(draft, status)
+                try:
+                    # Renaming onto a non-empty directory fails, which makes the id unique.
+                    draft.path.rename(final.path)
+                except OSError:
+                    if not final.path.exists():
+                        raise
+                    number += 1
+                else:
+                    return Run(dir=final, status=status, state=status.status)
         except BaseException:  # also Ctrl-C: no incomplete run is left behind
-            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(draft.path, ignore_errors=True)
             raise
     except OSError as error:
         raise RequestError(
             f"cannot make a run directory in {folder}: {error.strerror}; "
             "choose another folder with GPUTRAIN_HOME=FOLDER"
         ) from None
-
-
-def _create(
-    folder: Path,
-    hidden: Path,
-    recipe: str,
-    world_size: int,
-    recipe_toml: str,
-    plan: Callable[[RunDir], bytes],
-    started: float,
-) -> Run:
-    hidden.mkdir(mode=0o700)
-    draft = RunDir(hidden)
-    for part in (draft.events, draft.logs, draft.checkpoints, draft.nodes):
-        part.mkdir(mode=0o700)
-    draft.lock.touch(mode=0o600)  # now, because the disk may be full later
-    draft.recipe.write_text(recipe_toml, encoding="utf-8")
-    base = run_id(recipe, started)
-    number = 1
-    while True:
-        name = base if number == 1 else f"{base}-{number}"
-        final = RunDir(folder / name)
-        status = Status(run=name, recipe=recipe, world_size=world_size, supervisor=identify(), started=started)
-        draft.plan.write_bytes(plan(final))
-        write_status(draft, status)
-        try:
-            # Renaming onto a non-empty directory fails, which makes the id unique.
-            hidden.rename(final.path)
-        except OSError:
-            if not final.path.exists():
-                raise
-            number += 1
-            continue
-        return Run(dir=final, status=status, state=status.status)
 
 
 def run_id(recipe: str, started: float) -> str:
@@ -200,8 +185,7 @@ _encode = msgspec.json.Encoder()
 _status = msgspec.json.Decoder(Status)
 _plan = msgspec.json.Decoder(Plan)
 _job = msgspec.json.Decoder(SlurmJob)
-MAX_STATUS_BYTES = 1 << 20
-"""``status.json`` has a few hundred bytes and a message; a larger file is damaged."""
+
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
 
 
@@ -231,7 +215,7 @@ def read_status(run: RunDir) -> Status | None:
 
 
 def _read_status(run: RunDir) -> Status:
-    status = read_json(run.status, _status, MAX_STATUS_BYTES)
+    status = read_json(run.status, _status)
     return _as_recorded(run, status) if status.by_hand else status
 
 
@@ -264,7 +248,7 @@ def _as_recorded(run: RunDir, status: Status) -> Status:
 def read_job(run: RunDir) -> SlurmJob | None:
     """Read the job of Slurm that a run is in; None where it is in none."""
     try:
-        return read_json(run.slurm, _job, MAX_STATUS_BYTES)
+        return read_json(run.slurm, _job)
     except RecordError:
         return None
 
@@ -463,13 +447,7 @@ class RunReader:
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Follow a run; events of ranks that its plan does not have are skipped.
-
-        Args:
-            run: its directory.
-            begin: bytes of the files at which to begin, by their names without suffix.
-            now: Unix seconds.
-        """
+        """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that its plan does not have."""
         self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
         self._world_size = planned_world_size(run)
         self._ended: RunEnded | None = None

@@ -280,12 +280,7 @@ class Series:
 
 
 def smooth(values: list[float], amount: float) -> list[float]:
-    """Return the exponential moving mean, unbiased at the start; gaps stay gaps.
-
-    Args:
-        values: One per column.
-        amount: Share of what came before, 0 (as it is) to below 1.
-    """
+    """Return the exponential moving mean with a weight of earlier values, unbiased at the start; gaps stay gaps."""
     if not amount:
         return values
     total = weight = 0.0

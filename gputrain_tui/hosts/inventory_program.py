@@ -9,6 +9,7 @@ import gputrain_tui
 import trainer
 
 MODULES = (
+    "trainer.host.proc_files",
     "trainer.host.addresses",
     "trainer.host.boot",
     "trainer.host.cores",

@@ -30,7 +30,7 @@ from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
-from trainer.host.cores import read_usable_cores
+from trainer.host.cores import usable_cores
 from trainer.host.memory import read_memory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def collect_facts(
         shm_free_bytes=free_bytes(SHM) if SHM.is_dir() else None,
         memory_total_bytes=memory.total_bytes,
         memory_available_bytes=memory.available_bytes,
-        cores=read_usable_cores(),
+        cores=usable_cores(),
         open_files=limits.files,
         torch=torch_here() if any("cpu" not in node.devices for node in here) else None,
         inventories=inventories,

@@ -25,8 +25,7 @@ import msgspec
 
 from gputrain_tui.hosts import environment_facts
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.inventory_program import MODULES as INVENTORY_MODULES
-from gputrain_tui.hosts.inventory_program import packed_program
+from gputrain_tui.hosts.inventory_program import MODULES as INVENTORY_MODULES, packed_program
 from gputrain_tui.hosts.ssh import Ssh, kill_session
 from gputrain_tui.hosts.ssh_failure import explain_failure
 from gputrain_tui.hosts.survey import is_bounded

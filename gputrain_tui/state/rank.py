@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
@@ -14,88 +15,63 @@ MEMORY_SAMPLES = 600
 """Machine samples, one a second, over which a rank's memory is followed for the diagnosis."""
 
 
+@dataclass(slots=True, eq=False)
 class RankView:
     """Latest known state of one rank."""
 
-    __slots__ = (
-        "bucket_step",
-        "device",
-        "doing",
-        "entered",
-        "events",
-        "failure",
-        "first_step_time",
-        "gpu",
-        "gpu_bytes",
-        "host",
-        "last",
-        "lateness",
-        "local_rank",
-        "message",
-        "node",
-        "outcome",
-        "pid",
-        "process",
-        "rank",
-        "rss_bytes",
-        "started_at",
-        "state",
-        "steps",
-        "time",
-        "totals",
-        "totals_window",
-        "validation_turns",
-    )
+    rank: int
+    history: InitVar[int] = 0
+    """Step events to keep."""
+    state: str | None = None
+    """State of its last ``rank_state``; None before it was spawned."""
+    node: int | None = None
+    host: str | None = None
+    local_rank: int | None = None
+    device: str | None = None
+    pid: int | None = None
+    message: str | None = None
+    failure: Failure | None = None
+    """Reported by the rank or its node agent."""
+    outcome: str | None = None
+    """How it ended because of another rank or the run, as ``rank_outcome`` returns it."""
+    time: float | None = None
+    """Time of its newest event, Unix seconds."""
+    first_step_time: float | None = None
+    """Time of its first step event, Unix seconds."""
+    last: Step | None = None
+    """Its newest step event."""
+    doing: Doing | None = None
+    """Its position within a step that takes unusually long, or outside of steps while it waits for others."""
+    entered: float | None = None
+    """When it ended its last step or entered its stage, Unix seconds by its own clock."""
+    validation_turns: int = 0
+    """Begins and ends of validations since it was last started; odd during a validation."""
+    events: int = 0
+    """Step events seen."""
+    totals: Totals = ZERO_TOTALS
+    """Over the whole run."""
+    totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))
+    """Totals after each of the last events; the first is the state before the window."""
+    lateness: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """How much later than the first rank it was ready to synchronise, ms, per step that all ranks reported."""
+    steps: deque[Step] = field(init=False)
+    """Its last ``history`` step events since it was last started."""
+    started_at: int = 0
+    """Optimizer steps done when it was last started."""
+    bucket_step: Step | None = None
+    """Its newest step event with the time of each bucket."""
+    rss_bytes: deque[tuple[float, int]] = field(init=False)
+    """Its process's memory since its first step, with the time, where the run keeps a history."""
+    gpu_bytes: deque[tuple[float, int]] = field(init=False)
+    """Likewise its GPU's."""
+    process: Any = None
+    """Newest ``RankSample`` of its process."""
+    gpu: Any = None
+    """Newest ``GpuSample`` of its device."""
 
-    def __init__(self, rank: int, history: int = 0) -> None:
-        self.rank = rank
-        self.state: str | None = None
-        """State of its last ``rank_state``; None before it was spawned."""
-        self.node: int | None = None
-        self.host: str | None = None
-        self.local_rank: int | None = None
-        self.device: str | None = None
-        self.pid: int | None = None
-        self.message: str | None = None
-        self.failure: Failure | None = None
-        """Reported by the rank or its node agent."""
-        self.outcome: str | None = None
-        """How it ended because of another rank or the run, as ``rank_outcome`` returns it."""
-        self.time: float | None = None
-        """Time of its newest event, Unix seconds."""
-        self.first_step_time: float | None = None
-        """Time of its first step event, Unix seconds."""
-        self.last: Step | None = None
-        """Its newest step event."""
-        self.doing: Doing | None = None
-        """Its position within a step that takes unusually long, or outside of steps while it waits for others."""
-        self.entered: float | None = None
-        """When it ended its last step or entered its stage, Unix seconds by its own clock."""
-        self.validation_turns = 0
-        """Begins and ends of validations since it was last started; odd during a validation."""
-        self.events = 0
-        """Step events seen."""
-        self.totals = ZERO_TOTALS
-        """Over the whole run."""
-        self.totals_window: deque[Totals] = deque([ZERO_TOTALS], maxlen=WINDOW + 1)
-        """Totals after each of the last events; the first is the state before the window."""
-        self.lateness: deque[float] = deque(maxlen=WINDOW)
-        """How much later than the first rank it was ready to synchronise, ms, per step that all ranks reported."""
-        self.steps: deque[Step] = deque(maxlen=history)
-        """Its last ``history`` step events since it was last started."""
-        self.started_at = 0
-        """Optimizer steps done when it was last started."""
-        self.bucket_step: Step | None = None
-        """Its newest step event with the time of each bucket."""
-        watched = MEMORY_SAMPLES if history else 0
-        self.rss_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
-        """Its process's memory since its first step, with the time, where the run keeps a history."""
-        self.gpu_bytes: deque[tuple[float, int]] = deque(maxlen=watched)
-        """Likewise its GPU's."""
-        self.process: Any = None
-        """Newest ``RankSample`` of its process."""
-        self.gpu: Any = None
-        """Newest ``GpuSample`` of its device."""
+    def __post_init__(self, history: int) -> None:
+        self.steps = deque(maxlen=history)
+        self.rss_bytes, self.gpu_bytes = (deque(maxlen=MEMORY_SAMPLES if history else 0) for _ in range(2))
 
     @property
     def step(self) -> int:

@@ -18,10 +18,10 @@ def rank_outcome(
 
     Args:
         rank: the rank.
-        state: its last state; None before it was spawned.
+        state: its last state.
         failure: its failure, as it or its node agent reported it.
-        cause: root cause of the run's failure; None while nothing has failed.
-        ended: how the run ended; None while it goes on.
+        cause: root cause of the run's failure.
+        ended: how the run ended.
     """
     if state == "failed":
         if cause is None or cause.rank == rank:

@@ -10,12 +10,7 @@ from gputrain_tui.state.desync import DesyncState
 from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
 from gputrain_tui.state.rank_outcome import rank_outcome
-from gputrain_tui.state.synchronisation import (
-    Lateness,
-    bus_bytes_per_s,
-    sync_share,
-    wire_ms,
-)
+from gputrain_tui.state.synchronisation import Lateness, bus_bytes_per_s
 from trainer.contract.outcome import root_cause
 from trainer.contract.record import (
     AnyEvent,
@@ -50,13 +45,9 @@ class RunState:
     """
 
     def __init__(self, *, world_size: int = 0, max_updates: int = 0, max_epochs: int = 0, history: int = 0) -> None:
-        """Start without events.
+        """Start without events; limits are 0 where there is none.
 
-        Args:
-            world_size: number of ranks, 0 while it is not known.
-            max_updates: optimizer steps after which the training ends, 0: no limit.
-            max_epochs: epochs after which it ends, 0: no limit.
-            history: step events kept per rank: the diagnosis needs them, views do not.
+        The diagnosis needs the last ``history`` step events of each rank, views do not.
         """
         self.version = 0
         self._history = history
@@ -147,28 +138,6 @@ class RunState:
         return min((view.step for view in self.ranks.values() if view.last is not None), default=0)
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the rank that is furthest behind, from 1; 0 before the first step."""
-        return min((view.last.epoch for view in self.ranks.values() if view.last is not None), default=0)
-
-    @property
-    def loss(self) -> float | None:
-        """Mean over the ranks of the newest loss, nats."""
-        losses = [v.last.loss for v in self.ranks.values() if v.last is not None and v.last.loss is not None]
-        return sum(losses) / len(losses) if losses else None
-
-    @property
-    def lr(self) -> float | None:
-        """Learning rate of the newest step."""
-        return next((v.last.lr for v in self.ranks.values() if v.last is not None), None)
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples per second of all ranks together, over their last events."""
-        rates = [rate for view in self.ranks.values() if (rate := view.recent.samples_per_s) is not None]
-        return sum(rates) if rates else None
-
-    @property
     def updates_total(self) -> int | None:
         """Optimizer steps after which the training ends by its own limits, where that is known."""
         limits = [self.max_updates] if self.max_updates else []
@@ -220,19 +189,10 @@ class RunState:
         rank = max(late, key=lambda r: (late[r], -r))
         return rank, late[rank]
 
-    def wire_ms(self) -> list[float]:
-        """Return the bare transfer time of each gradient bucket, ms: the last rank to arrive waits for no other."""
-        return wire_ms(self.ranks.values(), self.world_size)
-
     @property
     def bus_bytes_per_s(self) -> float | None:
         """Lower bound of the slowest link's bandwidth while gradients are reduced."""
         return bus_bytes_per_s(self.ranks.values(), self.world_size)
-
-    @property
-    def sync_share(self) -> float | None:
-        """Share of recent step time spent waiting for the gradient synchronisation, all ranks, 0 to 1."""
-        return sync_share(self.ranks.values())
 
     def last_validation(self, split: str = "valid") -> Validation | None:
         """Return the newest evaluation of a split."""

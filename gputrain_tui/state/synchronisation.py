@@ -14,7 +14,7 @@ OPEN_STEPS = 64
 
 
 class Lateness:
-    """How much later than the first rank each was ready to synchronise.
+    """Lateness of each rank: how much later than the first one it was ready to synchronise.
 
     An all-reduce ends everywhere at about the same moment, so ``late_r = max_k E_k - E_r`` of the exposed waits E needs
     no common clock. Steps that every rank reported alone are compared one by one; where events cover several steps, the
@@ -81,10 +81,3 @@ def bus_bytes_per_s(views: Iterable[RankView], world_size: int) -> float | None:
     spans = [step.sync_ms for step in steps if step.sync_ms is not None]
     t_ms = min([sum(wire), *spans])
     return steps[0].sync_bytes / (t_ms / 1e3) * 2 * (world_size - 1) / world_size if t_ms > 0 else None
-
-
-def sync_share(views: Iterable[RankView]) -> float | None:
-    """Return the share of recent step time spent waiting for the gradient synchronisation, all ranks, 0 to 1."""
-    recent = [view.recent for view in views]
-    synced = sum(totals.synced_ms for totals in recent)
-    return sum(totals.exposed_ms for totals in recent) / synced if synced > 0 else None

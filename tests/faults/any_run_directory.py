@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gputrain_tui.history.runs import Status, create, open_run
 from gputrain_tui.lifecycle import start

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from examples import examples
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from test_loop import TASK, Trained, train
 from tiny_task import TinyOptions, TinyTask
 from torch import Tensor

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 from examples import examples
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gputrain_tui import cli
 from gputrain_tui.history.runs import create, write_status

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from textual.events import Click, Key
 
 from gputrain_tui.commands import attach
 from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run import RunScreen
-from gputrain_tui.history.runs import list_runs
+from gputrain_tui.history.runs import RunReader, list_runs
 from gputrain_tui.lifecycle.stop import stop
 from gputrain_tui.recipe.demo import recipe_path
 from gputrain_tui.recipe.model import load
+from trainer.contract.record import AnyEvent
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,39 @@ async def test_the_demo_starts_with_one_key_and_outlives_the_console() -> None:
     assert run.state in ("starting", "running")
     _, left = stop(run)
     assert left == []
+
+
+class CountingReader(RunReader):
+    """Counts how often it is asked."""
+
+    polls = 0
+
+    def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
+        self.polls += 1
+        return super().poll(budget_bytes)
+
+
+@played
+async def test_a_run_at_rest_is_read_less_often_until_something_comes(home: Path) -> None:
+    run = synthetic.run(home / "runs", steps=5)
+    reader = CountingReader(run.dir)
+    app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, source=reader), runs=list)
+
+    def polls(beats: int) -> int:
+        before = reader.polls
+        for _ in range(beats):
+            app.beat()
+        return reader.polls - before
+
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        assert polls(20) == 20
+        polls(5)
+        assert polls(50) == 10
+        for rank in (0, 1):
+            synthetic.write(run.dir.rank_events(rank), synthetic.step_of(rank, 6, random.Random(1)))
+        polls(5)
+        assert polls(10) == 10
 
 
 @played
@@ -168,7 +204,7 @@ async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.Monke
         panels = app.screen.query("Panel")
         assert panels
         for panel in panels:  # red without its colour is a grey that says less than the text beside it
-            styles = [panel.get_component_rich_style(f"panel--{name}", partial=True) for name in ("error", "bright")]
+            styles = [panel.get_component_rich_style(f"canvas--{name}", partial=True) for name in ("error", "bright")]
             assert styles[0].bold
             assert styles[0].color == styles[1].color
 

@@ -19,7 +19,6 @@ from gputrain_tui.console.host_choice import (
     Host,
     active_plans,
     availability,
-    hosts_due,
     nodes_on_gpus,
     ranks_by_gpu,
     remote_hosts,
@@ -126,16 +125,19 @@ def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
     assert remote_hosts(nodes, lambda host: is_local(host, facts)) == ("b", "a")
 
 
-def test_hosts_are_asked_when_their_time_has_come_and_only_so_many_at_once() -> None:
-    def asked(*hosts: Host, at_once: int = 16) -> list[str]:
-        return hosts_due(hosts, 100.0, again_s=4.0, failed_s=20.0, at_once=at_once)
-
-    new, old = Host(name="new"), Host(name="old", tried=96.0)
-    assert asked(old, new) == ["new", "old"]
-    assert asked(Host(name="fresh", tried=96.5), Host(name="out", tried=90.0, problem="no")) == []
-    assert asked(Host(name="out", tried=80.0, problem="no")) == ["out"]
-    assert asked(new, old, Host(name="busy", asking=True), at_once=2) == ["new"]
-    assert asked(new, Host(name="busy", asking=True), at_once=1) == []
+@pytest.mark.parametrize(
+    ("host", "due"),
+    [
+        (Host(name="new"), True),
+        (Host(name="old", tried=96.0), True),
+        (Host(name="fresh", tried=96.5), False),
+        (Host(name="out", tried=90.0, problem="no"), False),
+        (Host(name="out", tried=80.0, problem="no"), True),
+        (Host(name="busy", asking=True), False),
+    ],
+)
+def test_hosts_are_asked_when_their_time_has_come(host: Host, due: bool) -> None:
+    assert host.is_due(100.0, again_s=4.0, failed_s=20.0) is due
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 import torch
 from loop_on_ranks import train_on
 from rank_group import Gang
-from test_loop import TASK as TINY
-from test_loop import train
+from test_loop import TASK as TINY, train
 from torch.utils.data import IterableDataset
 
 from trainer.contract.errors import RequestError, TrainingError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.host.usable_cores import cpu_quota, share_of_cores
+from trainer.host.cores import cpu_quota, share_of_cores
 
 TASK = """
 import torch
@@ -23,7 +23,7 @@ class Counting(TinyTask):
 
 
 @pytest.mark.parametrize(
-    ("own", "around", "quota", "local_ranks", "cores"),
+    ("own", "parent", "quota", "local_ranks", "cores"),
     [
         (64, 64, None, 1, 64),
         (64, 64, None, 8, 8),
@@ -36,9 +36,9 @@ class Counting(TinyTask):
     ],
 )
 def test_ranks_share_the_cores_that_they_may_use(
-    own: int, around: int, quota: float | None, local_ranks: int, cores: int
+    own: int, parent: int, quota: float | None, local_ranks: int, cores: int
 ) -> None:
-    assert share_of_cores(own=own, around=around, quota=quota, local_ranks=local_ranks) == cores
+    assert share_of_cores(own=own, parent=parent, quota=quota, local_ranks=local_ranks) == cores
 
 
 @pytest.mark.parametrize(

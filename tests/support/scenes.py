@@ -17,8 +17,7 @@ from launch_screens import NOT_READY, TEXT, two_recipes, validated
 from machines import ANSWERS, NO_DRIVER, TWO_NODES, gpu, machine, several
 from run_dirs import run_dir
 from screen_frames import NOW, console, press, settle
-from screens_at_rest import settle as rest
-from screens_at_rest import show
+from screens_at_rest import settle as rest, show
 from textual.pilot import Pilot
 
 from gputrain_tui import paths

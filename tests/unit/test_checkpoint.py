@@ -28,8 +28,8 @@ from trainer.checkpoint import (
     newest,
     restore_rng,
     write_file,
+    writer as writing,
 )
-from trainer.checkpoint import writer as writing
 from trainer.checkpoint.folder_lock import LOCK
 from trainer.contract.errors import RequestError
 from trainer.distributed.encoding import encode

@@ -407,6 +407,7 @@ def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[F
             run.step += 1
             rows.append(run.one_step(slow, 2.0))
         for last, *before in zip(*reversed(rows), strict=True):
+            last.sync_exposed_ms_each = [event.sync_exposed_ms for event in (*reversed(before), last)]
             for name in [name for name in last.__struct_fields__ if name.endswith("_ms")]:
                 values = [getattr(event, name) for event in (last, *before)]
                 if all(isinstance(value, float) for value in values):
@@ -469,6 +470,17 @@ def test_a_rank_whose_parts_are_all_longer_for_a_moment_is_no_straggler() -> Non
 @pytest.mark.parametrize("steps", [2, 17])
 def test_events_that_cover_several_noisy_balanced_steps_are_no_finding(steps: int) -> None:
     assert covering(Run(2, noise=0.5), 400, steps) == []
+
+
+def test_ranks_that_are_late_in_turns_within_an_event_are_not_taken_for_a_slow_network() -> None:
+    found = covering(Run(2), 80, 6, lambda step, rank: {"forward": 400.0} if step % 2 == rank else {})
+    assert told(found) == []
+
+
+def test_a_slow_network_is_found_step_by_step_within_events() -> None:
+    found = covering(Run(2, wire_ms=50.0), 80, 6)
+    assert told(found) == [("communication_bound", "raised", None, "communication")]
+    assert found[0].evidence["wire_exposed_ms"] == pytest.approx(50.0, rel=0.1)
 
 
 def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one() -> None:

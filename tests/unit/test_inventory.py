@@ -18,7 +18,7 @@ from gputrain_tui.hosts.inventory import (
     why_busy,
 )
 from trainer.host.addresses import Network, ipv6_addresses
-from trainer.host.cores import Cpus, usable_cores
+from trainer.host.cores import Cpus
 from trainer.host.memory import Memory, memory_from
 from trainer.host.nvml import RawGpu, RawProcess
 
@@ -110,14 +110,6 @@ def test_a_gpu_is_free_when_nobody_computes_on_it(change: dict[str, object], rea
     gpu = replace(IDLE, **change)  # type: ignore[arg-type]
     assert why_busy(gpu) == reason
     assert is_free(gpu) is (reason == "")
-
-
-@pytest.mark.parametrize(
-    ("affinity", "cpu_max", "cores"),
-    [(8, "", 8), (8, "max 100000\n", 8), (8, "250000 100000\n", 3), (8, "5000 100000", 1), (2, "800000 100000", 2)],
-)
-def test_a_container_s_quota_limits_the_usable_cores(affinity: int, cpu_max: str, cores: int) -> None:
-    assert usable_cores(affinity, cpu_max) == cores
 
 
 def test_memory_is_read_without_psutil_too() -> None:

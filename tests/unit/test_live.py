@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from gputrain_tui.console.live import IDLE_AFTER_S, LiveRun
+from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.runs import write_status
-from trainer.contract.record import AnyEvent, RunEnded, Step
+from trainer.contract.record import AnyEvent, Step
 from trainer.host.process_identity import identify
 
 
@@ -103,30 +103,6 @@ def test_the_share_that_was_read_is_told_until_all_of_it_is(tmp_path: Path) -> N
     live.poll()
     assert live.reading is None
     assert live.caught_up
-
-
-def test_a_quiet_run_is_looked_at_less_often(tmp_path: Path) -> None:
-    clock, source = Clock(), Portions(steps(1, 3))
-    live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=clock)
-    for _ in range(3):
-        clock.time += 0.1
-        live.poll()
-    assert source.polls == 3
-    clock.time += IDLE_AFTER_S
-    for _ in range(10):
-        clock.time += 0.1
-        live.poll()
-    assert source.polls < 8
-
-
-def test_an_ended_run_is_hardly_looked_at(tmp_path: Path) -> None:
-    clock, source = Clock(), Portions([*steps(1, 3), RunEnded(time=9.0, status="finished", exit_code=0)])
-    live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=clock)
-    for _ in range(19):
-        live.poll()
-        clock.time += 0.1
-    assert live.over
-    assert source.polls == 1
 
 
 def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:

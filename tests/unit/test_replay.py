@@ -22,7 +22,7 @@ STEPS = 1500
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """These records are long ones."""
     monkeypatch.setattr(pasts, "READ_WHOLE_BYTES", 0)
-    monkeypatch.setattr(pasts, "MAX_BLOCKS", 400)
+    monkeypatch.setattr(pasts, "MAX_BYTES_PER_BLOCK_EVENT", 148_000)
     monkeypatch.setattr(pasts, "TAIL_BYTES", 0)
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from gputrain_tui.state import OPEN_STEPS, WINDOW, RunState
 from gputrain_tui.state.desync import OPEN_CHECKS
+from gputrain_tui.state.figures import run_figures
+from gputrain_tui.state.synchronisation import wire_ms
 from trainer.contract.record import (
     AnyEvent,
     Checksum,
@@ -99,7 +101,7 @@ def test_recent_means_forget_what_is_older_than_the_window() -> None:
 
 
 def test_all_ranks_together_process_the_sum_of_their_rates() -> None:
-    assert fold(step(0), step(1)).samples_per_s == pytest.approx(160.0)
+    assert run_figures(fold(step(0), step(1)).ranks.values()).samples_per_s == pytest.approx(160.0)
 
 
 def test_progress_is_that_of_the_rank_furthest_behind() -> None:
@@ -340,7 +342,7 @@ def test_the_bare_transfer_of_a_bucket_is_what_the_last_rank_to_arrive_sees() ->
         step(0, 10, sync_ms=40.0, bucket_ms=[30.0, 20.0], **sampled),
         step(1, 10, sync_ms=12.0, bucket_ms=[5.0, 15.0], **sampled),
     )
-    assert state.wire_ms() == [5.0, 15.0]
+    assert wire_ms(state.ranks.values(), state.world_size) == [5.0, 15.0]
     # The span of the last rank, 12 ms, is shorter than 5 + 15 ms one after the other; two ranks: 2 (n - 1) / n = 1.
     assert state.bus_bytes_per_s == pytest.approx(30_000_000 / 0.012)
 
@@ -356,7 +358,7 @@ def test_the_bare_transfer_of_a_bucket_is_what_the_last_rank_to_arrive_sees() ->
 )
 def test_without_every_ranks_buckets_there_is_no_bandwidth(events: list[AnyEvent]) -> None:
     state = fold(*events)
-    assert state.wire_ms() == []
+    assert wire_ms(state.ranks.values(), state.world_size) == []
     assert state.bus_bytes_per_s is None
 
 

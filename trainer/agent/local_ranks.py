@@ -11,7 +11,8 @@ from pathlib import Path
 from trainer.contract.record import RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import MAX_FILE_BYTES, read_part
 from trainer.host.boot import boot_time_s
-from trainer.host.processes import CLOCK_TICKS_HZ, PROC, read_stat
+from trainer.host.proc_files import PROC
+from trainer.host.processes import CLOCK_TICKS_HZ, read_stat
 
 CLOCK_SLACK_S = 1.0
 """How much later than its word a process may seem to have started: the kernel counts in ticks since boot."""

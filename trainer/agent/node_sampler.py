@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample
 from trainer.host.cores import CoreTimes, read_core_times
 from trainer.host.memory import read_memory
-from trainer.host.processes import CLOCK_TICKS_HZ, PROC, ProcessUsage, read_usage, sleeps_in
+from trainer.host.proc_files import PROC
+from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, read_usage, sleeps_in
 
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml

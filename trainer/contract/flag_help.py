@@ -35,13 +35,7 @@ COLUMN = 34
 
 
 def render(task: str, task_options: Sequence[Option] | None, width: int) -> str:
-    """Return the whole help.
-
-    Args:
-        task: name of the task, or an empty string.
-        task_options: options of the task; None without one.
-        width: columns of the terminal.
-    """
+    """Return the whole help for a terminal of ``width`` columns; task and its options may be absent."""
     parts = [USAGE]
     script = [msgspec.structs.replace(option, required=False) for option in describe(Script) if option.name == "script"]
     parts.append(_group("Ranks", [*describe(Distributed), *script], width))

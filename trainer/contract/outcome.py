@@ -31,7 +31,7 @@ STOP_STEPS = 3
 """Steps that ranks may take to answer a stop request: the one under way, the next, after which all know of it, and
 one more, as none is exactly as long as those before."""
 SAVE_TIMEOUT_S = 60.0
-"""How long ranks that have agreed to stop may take to save."""
+"""Seconds that ranks have to save once they have agreed to stop."""
 
 
 LOST_PEER_KINDS = ("lost_peer", "stalled", "left_early", "silent")
@@ -50,7 +50,7 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     stoppable: bool = False
     """From here on the rank answers a stop request, and saves its work first."""
     step_s: float | None = None
-    """How long the longer of the last two steps took, where that has changed much; else None."""
+    """Duration of the longer of the last two steps, where that has changed much; else None."""
     stopping: bool = False
     """It is about to save, because of a stop request or because training is complete."""
     stopped: bool = False
@@ -60,11 +60,11 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     saved: str | None = None
     """The checkpoint of that step."""
     not_kept: str = ""
-    """What could not be saved, in one line."""
+    """Unsaved work, in one line."""
     time_ns: int = 0
     """When it happened, nanoseconds of the Unix clock."""
     not_recorded: str = ""
-    """Why the end of the rank's record is not on disk; empty when it is."""
+    """Reason why the end of the rank's record is not on disk; empty when it is."""
 
 
 class RankOutcome(msgspec.Struct, kw_only=True):
@@ -94,20 +94,15 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     saved: str | None = None
     """The checkpoint of that step, where it was written by a rank of this node."""
     not_kept: str = ""
-    """What could not be saved by a rank of this node, in one line."""
+    """Unsaved work of a rank of this node, in one line."""
     unanswered: list[Rank] = []
     """Ranks that were asked to stop and did not answer in time."""
     not_recorded: str = ""
-    """Why the end of a rank's record is not on disk; empty when all are."""
+    """Reason why the end of a rank's record is not on disk; empty when all are."""
 
     @staticmethod
     def reserve(path: Path, *, ranks: int) -> None:
-        """Fill the file with blanks, so that ``write`` has space even on a full disk; readers skip a blank file.
-
-        Args:
-            path: the file; an earlier outcome in it is removed.
-            ranks: number of ranks of the node.
-        """
+        """Fill the file with blanks, so that ``write`` has space even on a full disk; readers skip a blank file."""
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # where there is no room any more, there is none to reserve
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,8 +165,7 @@ def is_lost_peer(message: str) -> bool:
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
     """Return the earliest failure that does not follow from another; a consequence only where there is no other.
 
-    Args:
-        failures: nanoseconds of the Unix clock, and the failure at that time.
+    Each comes with its time in nanoseconds of the Unix clock.
     """
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
     ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
@@ -184,7 +178,7 @@ def answer_s(stop_grace_s: float, step_s: float) -> float:
 
 
 def describe_stop(update: int | None, saved: str | None, not_kept: str = "") -> str:
-    """Say where a training stopped, what was kept of it and what was not."""
+    """Return where a training stopped, what was saved and what was not."""
     where = "" if update is None else f" at update {update}"
     return f"stopped{where}" + (f", saved {saved}" if saved else "") + (f", but {not_kept}" if not_kept else "")
 

@@ -1,4 +1,4 @@
-"""Reads and writes init methods, the URLs that say where ranks meet: ``tcp://HOST:PORT``, ``file:///PATH``, ``env://``."""
+"""Reads and writes init methods, the URLs of a rendezvous: ``tcp://HOST:PORT``, ``file:///PATH``, ``env://``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from urllib.parse import unquote
 Scheme = Literal["tcp", "file", "env"]
 SCHEMES: tuple[Scheme, ...] = ("tcp", "file", "env")
 LAST_PORT = 65_535
+"""Greatest port of TCP."""
 
 _TCP = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)(%[\w.-]+)?\]|([\w.%-]+)):([0-9]{1,9})/?")
 _FILE = re.compile(r"file://(/[^?#\r\n\t]*[^/?#\r\n\t])(?:[?#].*)?")
@@ -19,7 +20,7 @@ _FILE = re.compile(r"file://(/[^?#\r\n\t]*[^/?#\r\n\t])(?:[?#].*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousUrl:
-    """Where ranks meet."""
+    """A parsed init method."""
 
     scheme: Scheme
     host: str = ""
@@ -41,7 +42,7 @@ def scheme_of(url: str) -> Scheme | None:
 
 
 def parse_rendezvous_url(url: str) -> RendezvousUrl | None:
-    """Return where an init method says that ranks meet; None when it is malformed. The port may be out of range."""
+    """Return a parsed init method; None when it is malformed. The port may be out of range."""
     scheme = scheme_of(url)
     if scheme == "env":
         return RendezvousUrl(scheme="env")

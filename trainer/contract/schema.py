@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import Meta
-from msgspec import inspect as mi
+from msgspec import Meta, inspect as mi
 
 from trainer.contract.errors import RequestError, nearest, quoted
 
@@ -25,6 +24,11 @@ MAX_INT_BITS = 63
 
 NONE = "none"
 """Text for None, for an optional option whose default is a value."""
+
+
+def option_meta(group: str, description: str, *, per_rank: bool = False, **bounds: Any) -> Meta:
+    """Return the annotation of an option: heading and help, and bounds as ``Meta`` takes them."""
+    return Meta(description=description, extra={"group": group, "per_rank": per_rank}, **bounds)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,12 +152,8 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         required=field.required,
         optional=optional,
         choices=tuple(_choices(node)),
-        minimum=low
-        if low is not None
-        else (above if above is not None else meta.ge if meta.ge is not None else meta.gt),
-        maximum=high
-        if high is not None
-        else (below if below is not None else meta.le if meta.le is not None else meta.lt),
+        minimum=next((bound for bound in (low, above, meta.ge, meta.gt) if bound is not None), None),
+        maximum=next((bound for bound in (high, below, meta.le, meta.lt) if bound is not None), None),
         exclusive_minimum=above is not None or meta.gt is not None,
         exclusive_maximum=below is not None or meta.lt is not None,
         min_items=getattr(node, "min_length", None) or 0 if item is not None else 0,
@@ -270,19 +270,9 @@ def _coerce_scalar(kind: str, value: Any) -> Any:
 
 
 def _boolean(text: str) -> bool:
-    words = {
-        "true": True,
-        "yes": True,
-        "1": True,
-        "on": True,
-        "false": False,
-        "no": False,
-        "0": False,
-        "off": False,
-    }
-    if text.lower() not in words:
+    if text.lower() not in ("true", "yes", "1", "on", "false", "no", "0", "off"):
         raise ValueError(text)
-    return words[text.lower()]
+    return text.lower() in ("true", "yes", "1", "on")
 
 
 def to_flags(options: Any) -> list[str]:

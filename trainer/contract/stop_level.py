@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class StopLevel(IntEnum):
-    """What a stop request asks for; a higher level replaces a lower one."""
+    """Level of a stop request; a higher one replaces a lower one."""
 
     NONE = 0
     """Nobody has asked for a stop."""

@@ -13,37 +13,26 @@ import msgspec
 from msgspec import Meta
 
 from trainer.contract.errors import RequestError
+from trainer.contract.schema import option_meta
 from trainer.contract.task_files import idx_file, require_file, text_files
 
 Text = Annotated[
     str,
-    Meta(
-        description="text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
+    option_meta(
+        "Data",
+        "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
         "source of Python's own standard library; bytes are bytes, no encoding is assumed",
-        extra={"group": "Data", "per_rank": True},
+        per_rank=True,
     ),
 ]
 ValidText = Annotated[
-    str,
-    Meta(
-        description="text to validate on, named like data; default: the end of data",
-        extra={"group": "Data", "per_rank": True},
-    ),
+    str, option_meta("Data", "text to validate on, named like data; default: the end of data", per_rank=True)
 ]
-Pattern = Annotated[
-    tuple[str, ...],
-    Meta(description="which files of a folder are read, at any depth", extra={"group": "Data"}),
-]
+Pattern = Annotated[tuple[str, ...], option_meta("Data", "which files of a folder are read, at any depth")]
 ValidFraction = Annotated[
-    float,
-    Meta(
-        ge=0,
-        lt=1,
-        description="share of data, from its end, that is held out for validation; 0: none",
-        extra={"group": "Data"},
-    ),
+    float, option_meta("Data", "share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
 ]
-Dropout = Annotated[float, Meta(ge=0, lt=1, description="dropout probability", extra={"group": "Model"})]
+Dropout = Annotated[float, option_meta("Model", "dropout probability", ge=0, lt=1)]
 
 TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
@@ -70,20 +59,15 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     """A byte-level Transformer decoder."""
 
-    context: Annotated[
-        int, Meta(ge=1, description="bytes that a prediction may look back on", extra={"group": "Model"})
-    ] = 128
-    dim: Annotated[int, Meta(ge=1, description="width of the model", extra={"group": "Model"})] = 128
-    layers: Annotated[int, Meta(ge=1, description="Transformer blocks", extra={"group": "Model"})] = 4
-    heads: Annotated[int, Meta(ge=1, description="attention heads; divides dim", extra={"group": "Model"})] = 4
+    context: Annotated[int, option_meta("Model", "bytes that a prediction may look back on", ge=1)] = 128
+    dim: Annotated[int, option_meta("Model", "width of the model", ge=1)] = 128
+    layers: Annotated[int, option_meta("Model", "Transformer blocks", ge=1)] = 4
+    heads: Annotated[int, option_meta("Model", "attention heads; divides dim", ge=1)] = 4
     dropout: Dropout = 0.0
-    prompt: Annotated[str, Meta(description="what the sample at the end starts with", extra={"group": "Sample"})] = "\n"
-    sample_bytes: Annotated[
-        int, Meta(ge=0, description="length of the sample at the end, bytes; 0: none", extra={"group": "Sample"})
-    ] = 240
+    prompt: Annotated[str, option_meta("Sample", "what the sample at the end starts with")] = "\n"
+    sample_bytes: Annotated[int, option_meta("Sample", "length of the sample at the end, bytes; 0: none", ge=0)] = 240
     temperature: Annotated[
-        float,
-        Meta(gt=0, description="how adventurous the sample is; below 1 is more careful", extra={"group": "Sample"}),
+        float, option_meta("Sample", "how adventurous the sample is; below 1 is more careful", gt=0)
     ] = 0.7
 
     def __post_init__(self) -> None:
@@ -97,41 +81,22 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """PyText's DocNN: convolutions over word embeddings classify a sentence."""
 
     train_path: Annotated[
-        str,
-        Meta(
-            description="TSV file to train on; it gives the words and the labels",
-            extra={"group": "Data", "per_rank": True},
-        ),
+        str, option_meta("Data", "TSV file to train on; it gives the words and the labels", per_rank=True)
     ]
-    eval_path: (
-        Annotated[
-            str, Meta(description="TSV file to validate on; default: none", extra={"group": "Data", "per_rank": True})
-        ]
-        | None
-    ) = None
+    eval_path: Annotated[str, option_meta("Data", "TSV file to validate on; default: none", per_rank=True)] | None = (
+        None
+    )
     test_path: (
-        Annotated[
-            str,
-            Meta(
-                description="TSV file to test on at the end; default: none", extra={"group": "Data", "per_rank": True}
-            ),
-        ]
-        | None
+        Annotated[str, option_meta("Data", "TSV file to test on at the end; default: none", per_rank=True)] | None
     ) = None
     format: Annotated[
         Literal["auto", "text_label", "label_text", "glue"],
-        Meta(
-            description="columns of the TSV files: glue has a header with sentence and label; auto looks",
-            extra={"group": "Data"},
-        ),
+        option_meta("Data", "columns of the TSV files: glue has a header with sentence and label; auto looks"),
     ] = "auto"
-    embedding_dim: Annotated[int, Meta(ge=1, description="width of a word's embedding", extra={"group": "Model"})] = 100
-    kernel_num: Annotated[
-        int, Meta(ge=1, description="convolution filters per kernel size", extra={"group": "Model"})
-    ] = 100
+    embedding_dim: Annotated[int, option_meta("Model", "width of a word's embedding", ge=1)] = 100
+    kernel_num: Annotated[int, option_meta("Model", "convolution filters per kernel size", ge=1)] = 100
     kernel_sizes: Annotated[
-        tuple[Annotated[int, Meta(ge=1)], ...],
-        Meta(min_length=1, description="words that a filter sees at once", extra={"group": "Model"}),
+        tuple[Annotated[int, Meta(ge=1)], ...], option_meta("Model", "words that a filter sees at once", min_length=1)
     ] = (3, 4)
     dropout: Dropout = 0.4
 
@@ -150,15 +115,10 @@ class MnistOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """HetSeq's digit recognition."""
 
     data: Annotated[
-        str,
-        Meta(
-            description="folder of MNIST's four IDX files, compressed (.gz) or not",
-            extra={"group": "Data", "per_rank": True},
-        ),
+        str, option_meta("Data", "folder of MNIST's four IDX files, compressed (.gz) or not", per_rank=True)
     ]
     valid_subset: Annotated[
-        Literal["test", "none"],
-        Meta(description="validate on the test images, as HetSeq does, or not at all", extra={"group": "Data"}),
+        Literal["test", "none"], option_meta("Data", "validate on the test images, as HetSeq does, or not at all")
     ] = "test"
 
     def check_data(self) -> None:
@@ -178,36 +138,26 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     vocab: (
         Annotated[
             str,
-            Meta(
-                description="WordPiece to use: a tokenizer.json or BERT's vocab.txt; default: train one on data",
-                extra={"group": "Data", "per_rank": True},
+            option_meta(
+                "Data",
+                "WordPiece to use: a tokenizer.json or BERT's vocab.txt; default: train one on data",
+                per_rank=True,
             ),
         ]
         | None
     ) = None
-    vocab_size: Annotated[
-        int, Meta(ge=64, description="size of the vocabulary that is trained", extra={"group": "Data"})
-    ] = 8192
+    vocab_size: Annotated[int, option_meta("Data", "size of the vocabulary that is trained", ge=64)] = 8192
     lowercase: Annotated[
-        bool,
-        Meta(
-            description="lower-case the text and drop accents; a tokenizer.json decides itself", extra={"group": "Data"}
-        ),
+        bool, option_meta("Data", "lower-case the text and drop accents; a tokenizer.json decides itself")
     ] = True
     preset: Annotated[
         Literal["tiny", "base"],
-        Meta(
-            description="tiny: 2 layers of 128 with 2 heads; base: BERT-base, 12 layers of 768 with 12 heads",
-            extra={"group": "Model"},
-        ),
+        option_meta("Model", "tiny: 2 layers of 128 with 2 heads; base: BERT-base, 12 layers of 768 with 12 heads"),
     ] = "tiny"
-    sequence_length: Annotated[
-        int,
-        Meta(ge=8, le=512, description="tokens of a sample, with [CLS] and [SEP]", extra={"group": "Model"}),
-    ] = 128
-    mask_fraction: Annotated[
-        float, Meta(gt=0, lt=1, description="share of the tokens that is predicted", extra={"group": "Model"})
-    ] = 0.15
+    sequence_length: Annotated[int, option_meta("Model", "tokens of a sample, with [CLS] and [SEP]", ge=8, le=512)] = (
+        128
+    )
+    mask_fraction: Annotated[float, option_meta("Model", "share of the tokens that is predicted", gt=0, lt=1)] = 0.15
     dropout: Dropout = 0.1
 
     def check_data(self) -> None:

@@ -34,7 +34,7 @@ from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.engine.request import task_request, training_request
 from trainer.engine.worker_context import WorkerContext
 from trainer.host.allocator import keep_freed_memory
-from trainer.host.usable_cores import cores_per_rank
+from trainer.host.cores import usable_cores
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -116,7 +116,7 @@ class _Rank:
         self.set_state("joining")
         keep_freed_memory()
         options, words = _training_options(assignment.words)
-        torch.set_num_threads(options.threads or cores_per_rank(assignment.local_world_size))
+        torch.set_num_threads(options.threads or usable_cores(assignment.local_world_size))
         prepare_environment(options)  # before anything touches CUDA
         device = distributed.bind_device(assignment.device_id)
         tf32 = set_numerics(options, device)

@@ -12,20 +12,23 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.host.proc_files import read_text
+
 IF_INET6 = Path("/proc/net/if_inet6")
 SYS_NET = Path("/sys/class/net")
 
 SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
-"""The kernel's codes for asking about interfaces, from ``linux/sockios.h``."""
+"""Ioctl numbers of interfaces, from ``linux/sockios.h``."""
 IFF_RUNNING = 0x40
 """The flag of an interface that is up and has its cable, from ``linux/if.h``."""
 IFREQ_BYTES = 40
 """Size of ``struct ifreq``: a name of 16 bytes, then what was asked for, an IPv4 address at byte 20."""
 MOST_ADDRESSES = 1024
+"""IPv4 addresses for which the kernel gets space; container hosts have some hundred."""
 LINK_SCOPE = "20"
 """How ``/proc/net/if_inet6`` marks an address that holds on its link only."""
 OUTSIDE = "192.0.2.1"
-"""An address of nobody (RFC 5737): which way leads to it is asked, and nothing is sent."""
+"""An unused address (RFC 5737): only the route to it is asked; nothing is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ def is_loopback(host: str) -> bool:
 
 def interface_addresses() -> list[InterfaceAddress]:
     """Return every address of every interface, the loopback's too; IPv4 before IPv6."""
-    return [*_ipv4_addresses(), *ipv6_addresses(_read(IF_INET6))]
+    return [*_ipv4_addresses(), *ipv6_addresses(read_text(IF_INET6))]
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -87,7 +90,7 @@ def plain(address: str) -> str:
 
 
 def is_interface_up(name: str) -> bool:
-    """Whether the kernel says that something can be sent over an interface."""
+    """Whether an interface is up and has a carrier."""
     request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -106,7 +109,7 @@ def networks() -> tuple[Network, ...]:
         up = is_interface_up(name)
         if name == "lo" or not (own or up):
             continue
-        speed = _read(SYS_NET / name / "speed").strip()  # -1, or no answer at all, where there is no cable
+        speed = read_text(SYS_NET / name / "speed").strip()  # -1, or no answer at all, where there is no cable
         found.append(Network(name=name, addresses=own, up=up, speed_mbits=int(speed) if speed.isdigit() else None))
     return tuple(found)
 
@@ -151,10 +154,3 @@ def ipv6_addresses(if_inet6: str) -> list[InterfaceAddress]:
         for words in entries
         if len(words) == 6
     ]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

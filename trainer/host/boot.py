@@ -1,31 +1,24 @@
-"""Says which start of this machine it is, and when that was."""
+"""Reads the boot id and the boot time of this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PROC = Path("/proc")
+from trainer.host.proc_files import PROC, read_text
 
 
 def boot_id(proc: Path = PROC) -> str:
-    """Return the kernel's name for this start of the machine; empty where it is not told."""
-    return _read(proc / "sys/kernel/random/boot_id").strip()
+    """Return the kernel's name for this start of the machine; empty where that is unknown."""
+    return read_text(proc / "sys/kernel/random/boot_id").strip()
 
 
 def boot_time_s(proc: Path = PROC) -> float:
-    """Return when the machine started, Unix seconds; 0 where it is not told."""
-    lines = _read(proc / "stat").splitlines()
+    """Return when the machine started, Unix seconds; 0 where that is unknown."""
+    lines = read_text(proc / "stat").splitlines()
     return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)
 
 
-def uptime_s(proc: Path = PROC) -> float | None:
-    """Return for how long the machine has been running; None where it is not told."""
-    words = _read(proc / "uptime").split()
+def uptime_s() -> float | None:
+    """Return for how long the machine has been running; None where that is unknown."""
+    words = read_text(PROC / "uptime").split()
     return float(words[0]) if words else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""

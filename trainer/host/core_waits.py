@@ -1,4 +1,4 @@
-"""Counts how long a thread has been waiting for a core."""
+"""Counts a thread's waits for a core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.host.processes import parse_wait_ns
 
 
 class CoreWaits:
-    """How long the thread that made this has been waiting for a core, by the kernel's count.
+    """Waits for a core of the thread that made this, by the kernel's count.
 
     On a busy machine most of what makes one step longer than the next is this, and it says nothing about the code.
     Reading it takes 1.3 µs in a loop and more between the phases of a step, where nothing of it is in the caches.

@@ -10,8 +10,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
+from trainer.host.proc_files import CGROUP, PROC, read_text
+
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -39,32 +39,71 @@ class CoreTimes:
 def read_cpus() -> Cpus:
     """Return the cores of this machine."""
     # Threads of one core name each other.
-    siblings = {_read(path) for path in TOPOLOGY.glob("cpu[0-9]*/topology/thread_siblings_list")}
+    siblings = {read_text(path) for path in TOPOLOGY.glob("cpu[0-9]*/topology/thread_siblings_list")}
     return Cpus(
-        model=_model(_read(PROC / "cpuinfo")) or platform.processor() or platform.machine(),
+        model=_model(read_text(PROC / "cpuinfo")) or platform.processor() or platform.machine(),
         physical=len(siblings) or None,
         logical=os.cpu_count() or 1,
-        usable=read_usable_cores(),
+        usable=usable_cores(),
     )
 
 
-def read_usable_cores() -> int:
-    """Return how many logical cores this process may use."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return usable_cores(affinity, _read(CGROUP / "cpu.max"))
+def usable_cores(local_ranks: int = 1) -> int:
+    """Return the cores that each of so many ranks on this node may use.
+
+    More threads than that take turns on a core, or are all held back for the rest of a quota's period.
+    """
+    try:
+        own = len(os.sched_getaffinity(0))
+        parent = len(os.sched_getaffinity(os.getppid()))
+    except (AttributeError, OSError):  # not Linux, or a parent that has ended
+        own = parent = os.cpu_count() or 1
+    return share_of_cores(own=own, parent=parent, quota=cpu_quota(), local_ranks=local_ranks)
 
 
-def usable_cores(affinity: int, cpu_max: str) -> int:
-    """Cores that this process gets: its affinity, cut by a container's quota (``cpu.max``: quota and period in µs)."""
-    quota, _, period = cpu_max.strip().partition(" ")
-    if quota.isdigit() and period.isdigit() and int(period) > 0:
-        return max(1, min(affinity, -(-int(quota) // int(period))))
-    return affinity
+def share_of_cores(*, own: int, parent: int, quota: float | None, local_ranks: int) -> int:
+    """Divide a node's cores among its ranks; each gets one at least.
+
+    Args:
+        own: cores of this process's affinity mask.
+        parent: those of its parent's. A launcher that binds each rank, as ``srun`` and ``mpirun`` do, has a larger
+            mask itself, and the rank's own is not shared with others.
+        quota: cores that the ranks of the node may use together, at any time; None without a limit.
+        local_ranks: ranks on this node.
+    """
+    cores = own if own < parent else own // local_ranks
+    if quota is not None:
+        cores = min(cores, int(quota / local_ranks))
+    return max(1, cores)
+
+
+def cpu_quota(proc: Path = PROC, cgroup: Path = CGROUP) -> float | None:
+    """Return the cores that this process's cgroup, or one around it, may use at most; None without a limit."""
+    limits: list[float] = []
+    for line in read_text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount = cgroup
+        elif "cpu" in controllers.split(","):
+            mount = cgroup / "cpu"
+        else:
+            continue
+        # In a container the path may be the host's, of which only the mount's root is to be seen.
+        folder = mount / path.strip("/")
+        limits += [limit for place in (folder, *folder.parents) if (limit := _limit(place)) is not None]
+    return min(limits, default=None)
+
+
+def _limit(folder: Path) -> float | None:
+    """Read the quota of one cgroup, of version 2 or 1; both are microseconds of every period's."""
+    words = read_text(folder / "cpu.max").split()
+    quota, period = words or [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # "max", -1: no limit
 
 
 def read_core_times(proc: Path = PROC) -> CoreTimes | None:
-    """Return what the cores have done since boot; None where it is not told."""
-    return parse_core_times(_read(proc / "stat"))
+    """Return what the cores have done since boot; None where that is unknown."""
+    return parse_core_times(read_text(proc / "stat"))
 
 
 def parse_core_times(stat: str) -> CoreTimes | None:
@@ -78,7 +117,7 @@ def parse_core_times(stat: str) -> CoreTimes | None:
 
 
 def load_average() -> tuple[float, float, float] | None:
-    """Return the runnable processes on average over 1, 5 and 15 minutes; None where it is not told."""
+    """Return the runnable processes on average over 1, 5 and 15 minutes; None where that is unknown."""
     try:
         return os.getloadavg()
     except OSError:
@@ -91,10 +130,3 @@ def _model(cpuinfo: str) -> str:
         if key.strip() in ("model name", "Model", "cpu model"):
             return " ".join(value.split())
     return ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

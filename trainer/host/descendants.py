@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from trainer.host.processes import descendants
 
 POLL_S = 0.005
-"""How long a killed process may take to disappear before it is looked for again."""
+"""Seconds between two checks whether killed processes are gone."""
 
 
 def kill_descendants(

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
+from trainer.host.proc_files import CGROUP, PROC, read_number, read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +17,11 @@ class Memory:
 
     total_bytes: int | None = None
     available_bytes: int | None = None
-    """What could be allocated without swapping."""
+    """Allocatable without swapping."""
 
     @property
     def used_bytes(self) -> int | None:
-        """What the kernel cannot give back at once."""
+        """Memory that the kernel cannot reclaim at once."""
         if self.total_bytes is None or self.available_bytes is None:
             return None
         return self.total_bytes - self.available_bytes
@@ -30,18 +29,17 @@ class Memory:
 
 def read_memory(proc: Path = PROC) -> Memory:
     """Return the memory of this machine."""
-    return memory_from(_read(proc / "meminfo"))
+    return memory_from(read_text(proc / "meminfo"))
 
 
 def read_swap_bytes(proc: Path = PROC) -> int | None:
-    """Return the size of the swap space of this machine, used or not; None where it is not told."""
-    return _bytes_of(_read(proc / "meminfo"), "SwapTotal")
+    """Return the size of the swap space of this machine, used or not; None where that is unknown."""
+    return _bytes_of(read_text(proc / "meminfo"), "SwapTotal")
 
 
 def read_container_limit_bytes(cgroup: Path = CGROUP) -> int | None:
     """Return what this container may take of the machine's memory; None without a limit."""
-    text = _read(cgroup / "memory.max").strip()
-    return int(text) if text.isdecimal() else None
+    return read_number(cgroup / "memory.max")
 
 
 def memory_from(meminfo: str) -> Memory:
@@ -52,9 +50,9 @@ def memory_from(meminfo: str) -> Memory:
     )
 
 
-def oom_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+def oom_kills() -> int:
     """Return how many processes the kernel has killed for want of memory, on the machine and in this container."""
-    lines = f"{_read(proc / 'vmstat')}\n{_read(cgroup / 'memory.events')}".splitlines()
+    lines = f"{read_text(PROC / 'vmstat')}\n{read_text(CGROUP / 'memory.events')}".splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
@@ -65,10 +63,3 @@ def _bytes_of(meminfo: str, name: str) -> int | None:
         if key == name and words.split():
             return int(words.split()[0]) * 1024
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""

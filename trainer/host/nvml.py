@@ -1,7 +1,7 @@
 """Reads the NVIDIA driver through ctypes, so that no package is needed where it runs.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``. Each GPU and each driver supports
-other queries, so a refusal is None. Layouts and codes are those of ``nvml.h``, which NVIDIA keeps for old programs.
+other queries, so a refusal is None. Layouts and codes are those of ``nvml.h``, which NVIDIA keeps compatible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 LIBRARY = "libnvidia-ml.so.1"
 DONE, INSUFFICIENT_SIZE = 0, 7
 NOT_AVAILABLE = (1 << 64) - 1
-"""What stands for the memory of a process that the driver does not know."""
+"""Memory of a process that the driver does not know."""
 TEMPERATURE_GPU, CLOCK_SM = 0, 1
 
 NO_LIBRARY = "no NVIDIA driver on this machine; CPU ranks work"
@@ -24,7 +24,7 @@ REFUSALS = {
     9: "the NVIDIA driver is installed but not loaded: try `nvidia-smi`, then dmesg",
     18: "the NVIDIA driver was updated while loaded: reboot or reload it",
 }
-"""Why the driver could not be asked at all, by NVML's code."""
+"""Reasons why the driver cannot be queried at all, by NVML's code."""
 
 THROTTLE_REASONS = (
     (0x002, "application_clocks"),
@@ -82,7 +82,7 @@ class RawProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReadings:
-    """What changes while a GPU works, in NVML's own units; None where it refused."""
+    """Readings that change while a GPU works, in NVML's own units; None where it refused."""
 
     memory_used: int | None = None
     memory_total: int | None = None
@@ -111,7 +111,7 @@ class RawGpu(GpuReadings):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What the driver of this machine says."""
+    """Answers of the driver of this machine."""
 
     driver: str | None = None
     cuda: str | None = None
@@ -123,7 +123,7 @@ class Answers:
 
 
 def ask_driver() -> Answers:
-    """Ask the driver for everything about every GPU."""
+    """Query the driver for all facts of all GPUs."""
     nvml = load_driver()
     if nvml is None:
         return Answers(refusal=NO_LIBRARY)
@@ -175,22 +175,22 @@ def load_driver() -> Nvml | None:
 
 
 class Nvml:
-    """The library, asked so that a refusal is a value."""
+    """The library, with refusals as values."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def start(self) -> str:
-        """Begin to ask; return in one line why the driver cannot be asked, else an empty string."""
+        """Initialize NVML; return in one line why that failed, else an empty string."""
         code = self.call("nvmlInitWithFlags", c_uint(0))
         if code is None:
             code = self.call("nvmlInit_v2")
         if code == DONE:
             return ""
-        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self.says(code)}"
+        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self.error_text(code)}"
 
     def stop(self) -> None:
-        """Let go of the driver."""
+        """Shut NVML down."""
         self.call("nvmlShutdown")
 
     def count(self) -> int:
@@ -198,12 +198,12 @@ class Nvml:
         return self.number("nvmlDeviceGetCount_v2") or 0
 
     def handle(self, index: int) -> Any:
-        """Return what stands for a GPU in questions; None when it has fallen off the bus."""
+        """Return the handle of a GPU; None when it has fallen off the bus."""
         device = c_void_p()
         return device if self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device)) == DONE else None
 
     def handle_of(self, uuid: str) -> Any:
-        """Return what stands for the GPU of a UUID in questions; None when there is none."""
+        """Return the handle of the GPU of a UUID; None when there is none."""
         device = c_void_p()
         return device if self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), byref(device)) == DONE else None
 
@@ -219,8 +219,8 @@ class Nvml:
             return None
         return cast(int, function(*args))
 
-    def says(self, code: int | None) -> str:
-        """Return NVML's words for a code."""
+    def error_text(self, code: int | None) -> str:
+        """Return NVML's text for an error code."""
         try:
             function = self._library.nvmlErrorString
         except AttributeError:
@@ -246,11 +246,11 @@ class Nvml:
         return found if self.call(name, device, byref(found)) == DONE else None
 
     def readings(self, device: Any) -> GpuReadings:
-        """Ask for what changes while a GPU works."""
+        """Query the readings of a GPU."""
         return GpuReadings(**self._readings(device))
 
     def gpu(self, index: int) -> RawGpu | None:
-        """Ask for everything about one GPU; None when it has fallen off the bus."""
+        """Query all facts of one GPU; None when it has fallen off the bus."""
         device = self.handle(index)
         if device is None:
             return None

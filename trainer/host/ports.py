@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from pathlib import Path
+
+from trainer.host.proc_files import PROC, read_text
 
 FIRST_PORT, LAST_PORT = 20_000, 32_767
-"""Where free ports are looked for: below those that Linux gives to outgoing connections, so that none of these takes
+"""Range of free ports: below those that Linux gives to outgoing connections, so that none of these takes
 the port between the test and the ranks' listening."""
 ATTEMPTS = 200
 """Ports that are tried before the kernel chooses; with so many, nearly all of them are taken."""
@@ -49,13 +50,10 @@ def free_port(draw: random.Random | None = None) -> int:
         return int(probe.getsockname()[1])
 
 
-def outgoing_ports(proc: Path = Path("/proc")) -> tuple[int, int]:
+def outgoing_ports() -> tuple[int, int]:
     """Return the lowest and the highest port that the kernel gives to who asks for none."""
-    try:
-        low, high = map(int, (proc / "sys/net/ipv4/ip_local_port_range").read_text().split())
-    except (OSError, ValueError):
-        return 1024, 65535
-    return low, high
+    low, high = read_text(PROC / "sys/net/ipv4/ip_local_port_range").split() or (1024, 65535)
+    return int(low), int(high)
 
 
 def port_holder(port: int) -> str:

@@ -1,4 +1,4 @@
-"""Names a process's run in ``/proc/PID/environ``, also of one that was started before its run was known.
+"""Writes a process's run into ``/proc/PID/environ``, also where it was started before its run was known.
 
 ``/proc`` shows the environment that a process was started with, whatever it sets later. A process that waits for a
 run is therefore started with room for the name, and writes it there.
@@ -14,7 +14,7 @@ from trainer.host.processes import read_environ, read_stat
 RUN = "GPUTRAIN_RUN"
 """Environment variable of every process of a run that the console started: its run directory."""
 ROOM = " " * 4096
-"""The value of a variable that is to be written later: the longest path, and nobody's name."""
+"""Placeholder value of a variable that is written later; as long as the longest path."""
 
 
 def show_in_proc(name: str, value: str) -> None:

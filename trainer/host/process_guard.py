@@ -22,16 +22,16 @@ from trainer.host.processes import exists
 from trainer.host.stop_request import NOW_SIGNAL, SAVE_SIGNALS, STACK_SIGNAL
 
 PARENT_POLL_S = 0.2
-"""How often the parent is looked for on kernels before 5.3, which have no pidfd."""
+"""Seconds between two checks of the parent on kernels before 5.3, which have no pidfd."""
 
 
 def die_with_parent_process() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends; survives exec, not fork."""
+    """Have the kernel kill this process when the thread that started it ends; survives exec, not fork."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def signal_on_parent_death(number: int) -> None:
-    """Ask the kernel for a signal when the thread that started this process ends; 0 asks for none any more."""
+    """Have the kernel send a signal when the thread that started this process ends; 0: none any more."""
     prctl(PR_SET_PDEATHSIG, number)
 
 

@@ -1,4 +1,4 @@
-"""Identifies a process beyond its pid, which somebody else gets sooner or later."""
+"""Identifies a process beyond its pid, which the kernel reuses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 
 from trainer.host.boot import boot_id
-from trainer.host.processes import PROC, read_stat
+from trainer.host.proc_files import PROC
+from trainer.host.processes import read_stat
 
 HELD_S = 5.0
-"""A process that is still held so long after SIGCONT is not going to run."""
+"""Seconds after SIGCONT from which a process that is still stopped counts as stuck."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,19 +35,19 @@ def identify(pid: int | None = None, *, proc: Path = PROC) -> ProcessIdentity:
     return ProcessIdentity(pid=chosen, start_ticks=started or 0, boot_id=boot_id(proc), host=socket.gethostname())
 
 
-def is_alive(process: ProcessIdentity, *, proc: Path = PROC, host: str | None = None) -> bool | None:
+def is_alive(process: ProcessIdentity) -> bool | None:
     """Whether that very process still runs; None when this machine cannot tell.
 
     A zombie counts as ended: it does nothing any more, its parent just has not asked yet.
     """
-    if process.host != (socket.gethostname() if host is None else host) or not process.boot_id:
+    if process.host != socket.gethostname() or not process.boot_id:
         return None
-    if process.boot_id != boot_id(proc):
+    if process.boot_id != boot_id():
         return False
-    return _started(process.pid, proc) == process.start_ticks
+    return _started(process.pid) == process.start_ticks
 
 
-def _started(pid: int, proc: Path) -> int | None:
+def _started(pid: int, proc: Path = PROC) -> int | None:
     """Start time of a running process in ticks, or None when there is none of that number."""
     stat = read_stat(pid, proc)
     return stat.start_ticks if stat is not None and stat.alive else None

@@ -1,4 +1,4 @@
-"""Reads what the kernel tells of a process in ``/proc/PID``: state, parent, start, use of core and memory, environment.
+"""Reads the facts of a process in ``/proc/PID``: state, parent, start, use of core and memory, environment.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``. psutil, which reads the same
 files, takes longer to import than all of these questions take, and does not know the waits for a core.
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PROC = Path("/proc")
+from trainer.host.proc_files import PROC, read_bytes
+
 CLOCK_TICKS_HZ = os.sysconf("SC_CLK_TCK")
 """Clock ticks per second in ``/proc``."""
 
@@ -51,7 +52,7 @@ class ProcessStat:
 
     @property
     def environ_address(self) -> int:
-        """Where its environment lies in its memory; 0 for whom the kernel does not tell."""
+        """Address of its environment; 0 where the kernel hides it."""
         return int(self.fields[47])
 
 
@@ -64,42 +65,42 @@ def parse_stat(line: bytes) -> ProcessStat | None:
 
 def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
     """Return the state of a process; None when there is none of that number."""
-    return parse_stat(_read(proc / str(pid) / "stat"))
+    return parse_stat(read_bytes(proc / str(pid) / "stat"))
 
 
 def pids(proc: Path = PROC) -> Iterator[int]:
     """Yield the number of every process."""
-    for name in os.listdir(proc):  # noqa: PTH208 - thousands of names, of which few are looked at
+    for name in os.listdir(proc):  # noqa: PTH208 - thousands of names, of which few are read
         if name.isdecimal():
             yield int(name)
 
 
-def exists(pid: int, proc: Path = PROC) -> bool:
+def exists(pid: int) -> bool:
     """Whether there is a process of that number, be it a zombie."""
-    return (proc / str(pid)).exists()
+    return (PROC / str(pid)).exists()
 
 
-def is_held(pid: int, *, proc: Path = PROC) -> bool:
+def is_held(pid: int) -> bool:
     """Whether a process is kept from running, by SIGSTOP or by a debugger, so that it hears no signal but SIGKILL."""
-    stat = read_stat(pid, proc)
+    stat = read_stat(pid)
     return stat is not None and stat.state in "Tt"
 
 
-def ancestors(pid: int | None = None, *, proc: Path = PROC) -> list[int]:
-    """Return the parent of a process, its parent, and so on; by default of this one."""
+def ancestors() -> list[int]:
+    """Return the parent of this process, its parent, and so on."""
     found: list[int] = []
-    stat = read_stat(os.getpid() if pid is None else pid, proc)
+    stat = read_stat(os.getpid())
     while stat is not None and stat.parent_pid > 0:
         found.append(stat.parent_pid)
-        stat = read_stat(stat.parent_pid, proc)
+        stat = read_stat(stat.parent_pid)
     return found
 
 
-def descendants(pid: int, *, proc: Path = PROC) -> set[int]:
+def descendants(pid: int) -> set[int]:
     """Return the living processes below ``pid``; zombies are dead, whoever has yet to reap them."""
     children: dict[int, list[int]] = {}
-    for each in pids(proc):
-        stat = read_stat(each, proc)
+    for each in pids():
+        stat = read_stat(each)
         if stat is not None and stat.alive:
             children.setdefault(stat.parent_pid, []).append(each)
     found: set[int] = set()
@@ -111,10 +112,10 @@ def descendants(pid: int, *, proc: Path = PROC) -> set[int]:
     return found
 
 
-def namespace(kind: str, proc: Path = PROC) -> int | None:
+def namespace(kind: str) -> int | None:
     """Return the number of a namespace (``net``, ``pid``) of this process; None where the kernel has none."""
     try:
-        return (proc / "self/ns" / kind).stat().st_ino
+        return (PROC / "self/ns" / kind).stat().st_ino
     except OSError:
         return None
 
@@ -122,23 +123,23 @@ def namespace(kind: str, proc: Path = PROC) -> int | None:
 # --- environment and owner ------------------------------------------------------------------------------------------
 
 
-def read_environ(pid: int, proc: Path = PROC) -> bytes:
+def read_environ(pid: int) -> bytes:
     """Return the environment that a process was started with; empty of a zombie, and of another user's process."""
-    return _read(proc / str(pid) / "environ")
+    return read_bytes(PROC / str(pid) / "environ")
 
 
-def environ_value(pid: int, name: str, proc: Path = PROC) -> bytes | None:
+def environ_value(pid: int, name: str) -> bytes | None:
     """Return the value of a variable that a process was started with; None where there is none."""
-    environ = read_environ(pid, proc)
+    environ = read_environ(pid)
     prefix = f"{name}=".encode()
     if prefix not in environ:
         return None
     return next((entry[len(prefix) :] for entry in environ.split(b"\0") if entry.startswith(prefix)), None)
 
 
-def owner_and_name(pid: int, proc: Path = PROC) -> tuple[str, str] | None:
+def owner_and_name(pid: int) -> tuple[str, str] | None:
     """Return the user and the program's name of a process; None of one that this machine cannot see."""
-    folder = proc / str(pid)
+    folder = PROC / str(pid)
     try:
         uid = folder.stat().st_uid
         name = (folder / "comm").read_text(errors="replace").strip()
@@ -155,7 +156,7 @@ def owner_and_name(pid: int, proc: Path = PROC) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessUsage:
-    """What one process has used since it began."""
+    """Resource usage of one process since it began."""
 
     ticks: int | None
     """Processor time of all its threads, user and system."""
@@ -165,13 +166,13 @@ class ProcessUsage:
 
 
 def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
-    """Return what a process has used; None when there is none of that number."""
+    """Return the resource usage of a process; None when there is none of that number."""
     folder = proc / str(pid)
-    stat = _read(folder / "stat")
+    stat = read_bytes(folder / "stat")
     if not stat:
         return None
     return parse_usage(
-        stat, _read(folder / "statm"), _read(folder / "schedstat"), page_bytes=os.sysconf("SC_PAGE_SIZE")
+        stat, read_bytes(folder / "statm"), read_bytes(folder / "schedstat"), page_bytes=os.sysconf("SC_PAGE_SIZE")
     )
 
 
@@ -192,13 +193,6 @@ def parse_wait_ns(schedstat: bytes) -> int | None:
 
 
 def sleeps_in(pid: int, *, proc: Path = PROC) -> str | None:
-    """Return the function of the kernel in which a process sleeps; None where it runs, or the kernel does not tell."""
-    wchan = _read(proc / str(pid) / "wchan").decode("ascii", "replace")
+    """Return the function of the kernel in which a process sleeps; None where it runs, or the kernel hides it."""
+    wchan = read_bytes(proc / str(pid) / "wchan").decode("ascii", "replace")
     return None if wchan in ("", "0") else wchan
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

@@ -1,6 +1,6 @@
 """Resource limits of this machine: refuses a number of ranks that it could never hold.
 
-Starting them one by one would end in the middle, with ten thousand processes and whatever the kernel then says.
+Starting them one by one would end in the middle, with ten thousand processes and an obscure error.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
-from trainer.host.memory import CGROUP, PROC, read_container_limit_bytes, read_memory, read_swap_bytes
+from trainer.host.memory import read_container_limit_bytes, read_memory, read_swap_bytes
+from trainer.host.proc_files import CGROUP, PROC, read_number
 
 RANK_BYTES = 20 << 20
-"""What a rank has for itself at least: one on the CPU that shares torch's code with the others was measured to write
+"""Least private memory of a rank: one on the CPU that shares torch's code with the others was measured to write
 24 MiB before its model."""
 SCRIPT_BYTES = 5 << 20
 """The same of a script, which may be without torch: a Python process alone."""
 FILES_PER_RANK = 2
-"""What the node agent holds open for each: the pipe to it and what tells its end."""
+"""Descriptors that the node agent holds open for each rank: the pipe to it and its pidfd or sentinel."""
 OTHER_FILES = 16
-"""What the parent holds open besides."""
+"""Descriptors that it holds open besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
-    """What the machine and this process's limits allow; None is without a limit."""
+    """Limits of the machine and of this process; None is without a limit."""
 
     processes: int | None
     """Of this user, of the machine and of the container, the least."""
@@ -35,7 +36,7 @@ class ResourceLimits:
     """Memory and swap, used or not, of the machine or of the container."""
 
     def refusal(self, ranks: int, *, rank_bytes: int = RANK_BYTES) -> str:
-        """Say why so many ranks cannot be on this machine; empty where nothing rules it out."""
+        """Return why so many ranks cannot be on this machine; empty where nothing rules it out."""
         held: list[tuple[int, str]] = []
         if self.processes is not None:
             held.append((self.processes, f"{self.processes} processes are allowed"))
@@ -62,15 +63,15 @@ def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
 
 
 def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
-    """Ask the kernel."""
+    """Read the limits of this machine and process."""
     sizes = [size for size in (read_memory(proc).total_bytes, read_swap_bytes(proc)) if size is not None]
     machine = sum(sizes) if sizes else None
     return ResourceLimits(
         processes=_least(
             _soft(resource.RLIMIT_NPROC),
-            _number(proc / "sys/kernel/pid_max"),
-            _number(proc / "sys/kernel/threads-max"),
-            _number(cgroup / "pids.max"),
+            read_number(proc / "sys/kernel/pid_max"),
+            read_number(proc / "sys/kernel/threads-max"),
+            read_number(cgroup / "pids.max"),
         ),
         files=open_files(),
         memory_bytes=_least(machine, read_container_limit_bytes(cgroup)),
@@ -89,11 +90,3 @@ def _least(*limits: int | None) -> int | None:
 def _soft(what: int) -> int | None:
     soft, _ = resource.getrlimit(what)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _number(path: Path) -> int | None:
-    """Read a limit; ``max`` and a file that is missing are none."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

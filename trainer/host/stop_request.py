@@ -39,7 +39,7 @@ def signal_of(level: StopLevel) -> signal.Signals:
 
 
 class StopRequest:
-    """The stop that signals and the lease have asked of this process; readable as a file after each signal."""
+    """Stop request of this process, from signals and the lease; readable as a file after each signal."""
 
     def __init__(
         self, signals: Collection[int] = STOP_SIGNALS, *, lease: bool = False, main_thread_is_free: bool = True
@@ -54,7 +54,7 @@ class StopRequest:
         """
         self.level = StopLevel.NONE
         self.reason: str | None = None
-        """What asked for the stop first."""
+        """Reason of the first request."""
         self._signals = signals
         self._lease = lease
         self._main_thread_is_free = main_thread_is_free
@@ -104,7 +104,7 @@ class StopRequest:
         self._read = -1
 
     def ask(self, level: StopLevel, reason: str) -> None:
-        """Ask for a stop, unless a more urgent one has been asked for."""
+        """Request a stop, unless a more urgent one was requested."""
         self.level = max(level, self.level)
         self.reason = self.reason or reason
 

@@ -25,13 +25,9 @@ def visible_devices(environ: Mapping[str, str]) -> list[Device]:
 
 
 def select(installed: Sequence[Device], wanted: str | None) -> list[Device]:
-    """Apply CUDA_VISIBLE_DEVICES as the CUDA driver does.
+    """Apply the text of CUDA_VISIBLE_DEVICES, None being all, to GPUs in PCI order as the CUDA driver does.
 
     The list ends at its first entry that means no GPU, and a GPU that is named twice makes all of them invisible.
-
-    Args:
-        installed: the machine's GPUs in PCI order.
-        wanted: the variable's text; None is all.
     """
     if wanted is None:
         return list(installed)

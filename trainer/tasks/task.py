@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trainer.contract.errors import RequestError
-from trainer.data.dataset import AnyDataset
-from trainer.data.dataset import SizedDataset as SizedDataset  # users' tasks name it from here
+from trainer.data.dataset import (
+    AnyDataset,
+    SizedDataset as SizedDataset,  # users' tasks name it from here
+)
 
 
 class NoOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from textual.screen import Screen
@@ -40,6 +41,9 @@ class AppProtocol(Protocol):
 
     async def launch(self, prepared: Prepared) -> None:
         """Start a prepared run, detached, and show it."""
+
+    def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
+        """Act once the person has confirmed it."""
 
     def ask_to_stop(self, run: Run) -> None:
         """Stop a run everywhere, once the person has confirmed it."""

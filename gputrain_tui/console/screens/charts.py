@@ -1,15 +1,22 @@
-"""Base of the screens on a run: the chart keys, and stopping the run."""
+"""Base of the screens on a run: the clock, the chart keys, and stopping the run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
+from textual.events import Resize
+from textual.geometry import Size
 from textual.screen import Screen
 
 from gputrain_tui.console.screens.app_protocol import app_of
+from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.run_header import RunHeader
+from gputrain_tui.history.series import BandMetric
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -20,16 +27,71 @@ WINDOW_STEPS = (None, 1000, 100)
 """Steps that the charts show; None: the whole run."""
 SMOOTHING_WEIGHTS = (0.0, 0.6, 0.9, 0.97)
 """Weight of earlier values in an exponential average."""
+CHARTS: dict[BandMetric, tuple[str, str, str]] = {
+    "loss": ("loss", "nats", "no step yet"),
+    "sync_exposed_ms": ("sync wait ms", "", "no gradient synchronisation was measured yet"),
+    "step_ms": ("step ms", "", "no step was measured yet"),
+}
+"""Title and unit of each metric's chart, and its text where nothing was measured."""
 
 
-class ChartScreen(Screen[None]):
+class ChartScreen(Screen[None], metaclass=AbstractWidgetMeta):
     """A screen on a run, with charts."""
+
+    EVERY_TICK: ClassVar[str]
+    """Id of the panel that is repainted at every tick, each other one in its turn."""
 
     def __init__(self, live: LiveRun) -> None:
         super().__init__()
         self.live = live
         self._window = 0
         self._smoothing = 0
+        self._painted_at: dict[str | None, float] = {}
+        """Time of each panel's last repaint, monotonic seconds."""
+
+    @abstractmethod
+    def place_panels(self) -> None:
+        """Lay out the panels."""
+
+    @property
+    def panel_size(self) -> Size:
+        """Cells and lines of all panels together."""
+        return Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
+
+    def on_resize(self, event: Resize) -> None:
+        """Lay out again."""
+        self.place_panels()
+
+    def tick(self) -> None:
+        """Repaint what changed."""
+        now = time.monotonic()
+        for turn, panel in enumerate(self.query_one("#panels").children):
+            if panel.display and (panel.id == self.EVERY_TICK or self._is_due(panel.id, turn, now)):
+                panel.tick()  # type: ignore[attr-defined]
+        if self._is_due("header", 0, now):
+            self.query_one(RunHeader).tick()
+            self.after_events()
+
+    def after_events(self) -> None:
+        """Do what follows the repaint of the header."""
+
+    def repaint(self) -> None:
+        """Bring everything up to date at once."""
+        self._painted_at.clear()
+        self.tick()
+
+    def _is_due(self, name: str | None, turn: int, now: float) -> bool:
+        """Return whether a panel is due; the first time staggers them."""
+        before = self._painted_at.get(name)
+        if before is not None and now - before < CHART_INTERVAL_S:
+            return False
+        self._painted_at[name] = now if before is not None else now - turn % 3 * CHART_INTERVAL_S / 3
+        return True
+
+    def band_chart(self, metric: BandMetric, *, id: str) -> BandChart:
+        """Return the chart of a metric."""
+        title, unit, empty = CHARTS[metric]
+        return BandChart(self.live, metric, title, unit, empty=empty, spiky=metric != "loss", id=id)
 
     def _point_at(self, rank: int | None) -> None:
         """Highlight a rank in every panel, or none."""

@@ -20,14 +20,12 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.events import Resize
-from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.host_choice import (
     Host,
     active_plans,
     availability,
-    hosts_due,
     ranks_by_gpu,
     remote_hosts,
     wanted_devices,
@@ -89,12 +87,10 @@ def draw_nodes(
 class NodeList(Canvas):
     """The nodes of the open recipe, or of the hostfile."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.title = "hosts of the recipe"
-        self.nodes: Sequence[Node] = ()
-        self.hosts: Sequence[Host] = ()
-        self.facts = LocalFacts()
+    title = "hosts of the recipe"
+    nodes: Sequence[Node] = ()
+    hosts: Sequence[Host] = ()
+    facts = LocalFacts()
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the nodes."""
@@ -107,15 +103,6 @@ class ClusterScreen(Page):
     PLACE = "cluster"
     CSS_PATH = "cluster.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("cluster")]
-
-    class Sampled(Message):
-        """An inventory of this machine was taken."""
-
-        def __init__(self, inventory: Inventory, plans: list[tuple[str, Plan]], facts: LocalFacts) -> None:
-            super().__init__()
-            self.inventory = inventory
-            self.plans = plans
-            self.facts = facts
 
     def __init__(
         self,
@@ -171,22 +158,17 @@ class ClusterScreen(Page):
 
     def on_screen_resume(self) -> None:
         """Sample when the screen is shown."""
-        self._sample_soon()
+        self._sample()
 
     def _sample_if_current(self) -> None:
         if self.is_current:
-            self._sample_soon()
+            self._sample()
 
     def action_sample(self) -> None:
         """Sample all hosts now, also those that did not answer."""
         for name, host in self._hosts.items():
             self._hosts[name] = replace(host, tried=None)
-        self._sample_soon()
-
-    def _sample_soon(self) -> None:
-        if not self._sampling:
-            self._sampling = True
-            self._sample([node.host for node in self._wanted()])
+        self._sample()
 
     def _wanted(self) -> tuple[Node, ...]:
         """Return the nodes of the open recipe, or of the hostfile."""
@@ -195,39 +177,39 @@ class ClusterScreen(Page):
 
     # This machine
 
-    @work(thread=True, exclusive=True, group="inventory")
-    def _sample(self, hosts: list[str | None]) -> None:
-        inventory = self._take()
-        facts = local_facts([*hosts, *(entry.host for entry in self.session.hosts)])
-        runs: list[Run] = []
-        with suppress(RequestError):  # the runs cannot be read: then none of them is shown on a GPU
-            runs = self._runs()
-        self.post_message(self.Sampled(inventory, active_plans(runs), facts))
-
-    @on(Sampled)
-    def _sampled(self, event: Sampled) -> None:
-        self._sampling = False
-        facts = self._facts = event.facts
-        self._plans = event.plans
+    @work(group="inventory")
+    async def _sample(self) -> None:
+        if self._sampling:
+            return
+        self._sampling = True
+        named = [*(node.host for node in self._wanted()), *(entry.host for entry in self.session.hosts)]
+        inventory, facts, self._plans = await asyncio.to_thread(self._read_machine, named)
+        self._sampling, self._facts = False, facts
         here = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
-        run_ranks = ranks_by_gpu(event.inventory, event.plans, lambda host: is_local(host, facts))
+        run_ranks = ranks_by_gpu(inventory, self._plans, lambda host: is_local(host, facts))
         now = self._now()
-        here = replace(here, inventory=event.inventory, run_ranks=run_ranks, tried=now, seen=now)
+        here = replace(here, inventory=inventory, run_ranks=run_ranks, tried=now, seen=now)
         nodes = (*self._wanted(), *(entry.node for entry in self.session.hosts))
         away = remote_hosts(nodes, lambda host: is_local(host, facts))
         self._hosts = {here.name: here, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
         self._ask_due()
         self._show()
 
+    def _read_machine(self, named: Sequence[str | None]) -> tuple[Inventory, LocalFacts, list[tuple[str, Plan]]]:
+        """Return the inventory of this machine, which of the named hosts it is, and the plans of active runs."""
+        runs: list[Run] = []
+        with suppress(RequestError):  # the runs cannot be read: then none of them is shown on a GPU
+            runs = self._runs()
+        return self._take(), local_facts(named), active_plans(runs)
+
     # The others
 
     def _ask_due(self) -> None:
-        away = [host for host in self._hosts.values() if not host.here]
-        for name in hosts_due(
-            away, self._now(), again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S, at_once=MAX_PARALLEL_HOSTS
-        ):
-            self._hosts[name] = replace(self._hosts[name], asking=True)
-            self._ask_one(name)
+        now = self._now()
+        for name, host in list(self._hosts.items()):
+            if not host.here and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
+                self._hosts[name] = replace(host, asking=True)
+                self._ask_one(name)
 
     @work(group="hosts")
     async def _ask_one(self, name: str) -> None:
@@ -242,7 +224,6 @@ class ClusterScreen(Page):
             run_ranks = ranks_by_gpu(found.inventory, self._plans, lambda host: host == name)
             after = replace(after, inventory=found.inventory, run_ranks=run_ranks, seen=now)
         self._hosts[name] = after
-        self._ask_due()  # those that waited until there was room
         self._show()
 
     # What is seen

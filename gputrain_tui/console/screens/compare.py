@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from typing import ClassVar
 
-from textual import on, work
+from textual import work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
-from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
-from gputrain_tui.console.widgets.loss_curves import LossCurves, LossReader
+from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.history.compare import RecipeDifference, differences
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import start
@@ -25,10 +24,6 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
-READ_BUDGET_S = 0.03
-"""Seconds of reading per tick."""
-READ_PAUSE_S = 0.04
-"""Seconds between two reads of a backlog, in which keys are handled."""
 SMOOTHING_WEIGHTS = (0.0, 0.5, 0.9)
 """Weight of earlier values in an exponential average."""
 
@@ -79,7 +74,7 @@ class Differences(Listing):
         return fit_row(row, width)
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Say that there is no difference, or why it is not known."""
+        """Return the text for equal recipes, or the problem of reading them."""
         if self.problem:
             return [[], fit_row([(" ", "base"), (printable(self.problem), "warning")], width)]
         return centred_text(width, height, ["reading" if self.found is None else "The recipes say the same."])
@@ -93,26 +88,10 @@ class CompareScreen(Page):
     CSS_PATH = "compare.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("compare")]
 
-    class Read(Message):
-        """The recipes were read."""
-
-        def __init__(self, found: list[RecipeDifference], problem: str) -> None:
-            super().__init__()
-            self.found = found
-            self.problem = problem
-
-    def __init__(self, runs: Sequence[Run], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Compare runs.
-
-        Args:
-            runs: two to six.
-            clock: seconds, for the budget.
-        """
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Compare two to six runs."""
         super().__init__()
         self._runs = runs
-        self._clock = clock
-        self._readers = [LossReader(run) for run in runs]
-        self._reading_on = False
 
     def body(self) -> ComposeResult:
         """Yield chart and differences."""
@@ -122,51 +101,24 @@ class CompareScreen(Page):
 
     def on_mount(self) -> None:
         """Read the recipes, and begin with the curves."""
-        self.query_one(LossCurves).readers = self._readers
+        self.query_one(LossCurves).show(self._runs)
         self.query_one(Differences).focus()
-        self._read_recipes()
+        self._show_differences()
         self.tick()
 
-    def on_unmount(self) -> None:
-        """Close the records."""
-        for reader in self._readers:
-            reader.close()
-
-    @work(thread=True, group="recipes")
-    def _read_recipes(self) -> None:
-        """Read the recipes; a user's own task may have to be asked for its options."""
-        found: list[Recipe] = []
-        problem = ""
-        for run in self._runs:
-            try:
-                found.append(recipes.load(start.recipe_of(run)))
-            except RequestError as error:
-                problem = f"the recipe of {run.id} cannot be read: {error}"
-        complete = len(found) == len(self._runs)
-        self.post_message(self.Read(differences(found) if complete else [], problem))
-
-    @on(Read)
-    def _show(self, event: Read) -> None:
+    @work(group="recipes")
+    async def _show_differences(self) -> None:
         table = self.query_one(Differences)
-        table.found, table.problem = event.found, event.problem
-        table.styles.height = min(max(len(event.found), 1) + 3, max(self.size.height // 3, 5))
+        try:
+            table.found = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
+        except RequestError as error:
+            table.found, table.problem = [], str(error)
+        table.styles.height = min(max(len(table.found), 1) + 3, max(self.size.height // 3, 5))
         table.redraw()
 
     def tick(self) -> None:
-        """Read losses within the budget, and redraw."""
-        deadline = self._clock() + READ_BUDGET_S
-        moved = [reader.poll(lambda: self._clock() < deadline) for reader in self._readers]
-        if any(moved):
-            self.query_one(LossCurves).redraw()
-        if any(reader.behind for reader in self._readers) and not self._reading_on:
-            self._reading_on = True
-            self.set_timer(READ_PAUSE_S, self._read_on)
-
-    def _read_on(self) -> None:
-        """Read the backlog between two ticks."""
-        self._reading_on = False
-        if self.is_current:
-            self.tick()
+        """Read losses, and redraw."""
+        self.query_one(LossCurves).tick()
 
     def action_axis(self) -> None:
         """Draw over steps, or over time."""
@@ -189,3 +141,11 @@ class CompareScreen(Page):
     def action_back(self) -> None:
         """Back to the runs."""
         self.dismiss()
+
+
+def _recipe_of(run: Run) -> Recipe:
+    """Read a run's recipe; a user's own task may have to be asked for its options."""
+    try:
+        return recipes.load(start.recipe_of(run))
+    except RequestError as error:
+        raise RequestError(f"the recipe of {run.id} cannot be read: {error}") from None

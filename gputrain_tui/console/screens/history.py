@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from textual import on, work
@@ -12,15 +13,13 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.events import Resize
-from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.widgets.loss_curves import LossCurves, LossReader
+from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
-from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, list_all
+from gputrain_tui.history.runs import ENDED, Run, list_all
 from gputrain_tui.history.summary import summarize_runs
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.delete import delete_run
@@ -28,10 +27,6 @@ from trainer.contract.errors import RequestError
 
 LIST_INTERVAL_S = 2.0
 """Seconds between two listings."""
-READ_BUDGET_S = 0.02
-"""Seconds of reading losses per tick."""
-READ_PAUSE_S = 0.04
-"""Seconds between two reads of a backlog, in which keys are handled."""
 LEAST_LINES_WITH_CURVES = 30
 """Fewest lines of a screen that shows the losses of the run with the cursor."""
 
@@ -43,49 +38,18 @@ class HistoryScreen(Page):
     CSS_PATH = "history.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("history")]
 
-    class Listed(Message):
-        """The runs were listed."""
-
-        def __init__(self, runs: Sequence[Run], entries: Sequence[Mapping[str, Any]]) -> None:
-            super().__init__()
-            self.runs = runs
-            self.entries = entries
-
-    class Done(Message):
-        """A background action ended or failed."""
-
-        def __init__(self, text: str, *, alarm: bool = False, prepared: start.Prepared | None = None) -> None:
-            super().__init__()
-            self.text = text
-            self.alarm = alarm
-            self.prepared = prepared
-
     def __init__(
         self,
         *,
-        runs: Callable[[], tuple[list[Run], list[UnreadableRun]]] = list_all,
         now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.perf_counter,
         clocked: bool = True,
     ) -> None:
-        """Make the screen.
-
-        Args:
-            runs: lists the runs, newest first, and those that cannot be read.
-            now: Unix seconds.
-            clock: seconds, for the budget.
-            clocked: whether it lists on a timer.
-        """
+        """Make the screen; ``clocked``: whether it lists on a timer."""
         super().__init__()
-        self._list = runs
         self._now = now
-        self._clock = clock
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
         self._resuming = False
-        self._reading_on = False
-        self._reader: LossReader | None = None
-        """Of the run whose losses are shown."""
 
     def body(self) -> ComposeResult:
         """Yield the list, and the card and losses of one run."""
@@ -104,25 +68,19 @@ class HistoryScreen(Page):
         """List the runs when the screen is shown."""
         live = self.console.live
         self.query_one(RunList).opened = live.id if live is not None else None
-        self._list_in_thread()
+        self._list_runs()
 
     def _list_if_current(self) -> None:
         if self.is_current:
-            self._list_in_thread()
+            self._list_runs()
 
-    @work(thread=True, exclusive=True, group="history")
-    def _list_in_thread(self) -> None:
-        runs, unreadable = list[Run](), list[UnreadableRun]()
-        with suppress(RequestError):  # the folder cannot be read: said when something is started
-            runs, unreadable = self._list()
-        self.post_message(self.Listed(runs, summarize_runs(runs, unreadable, now=self._now())))
-
-    @on(Listed)
-    def _show(self, event: Listed) -> None:
-        self._runs = {run.id: run for run in event.runs}
+    @work(group="history")
+    async def _list_runs(self) -> None:
+        runs, entries = await asyncio.to_thread(_listed, self._now())
+        self._runs = {run.id: run for run in runs}
         listing = self.query_one(RunList)
-        if event.entries != listing.entries:
-            listing.show(event.entries)
+        if entries != listing.entries:
+            listing.show(entries)
             self._show_card()
 
     @on(RunList.Moved)
@@ -140,42 +98,17 @@ class HistoryScreen(Page):
         """Open the losses of a run, where they fit."""
         curves = self.query_one("#preview", LossCurves)
         curves.display = run is not None and self.size.height >= LEAST_LINES_WITH_CURVES
-        if run is None or not curves.display or (self._reader is not None and self._reader.run.id == run.id):
-            return
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = LossReader(run)
-        curves.readers = [self._reader]
-        curves.styles.height = self.size.height * 2 // 5
-        curves.redraw()
+        if run is not None and curves.display and [shown.id for shown in curves.runs] != [run.id]:
+            curves.styles.height = self.size.height * 2 // 5
+            curves.show([run])
 
     def on_resize(self, event: Resize) -> None:
         """Show the losses where there is room."""
         self._show_card()
 
     def tick(self) -> None:
-        """Read losses within the budget, and redraw."""
-        deadline = self._clock() + READ_BUDGET_S
-        curves = self.query_one("#preview", LossCurves)
-        reader = self._reader
-        if reader is None or not curves.display:
-            return
-        if reader.poll(lambda: self._clock() < deadline):
-            curves.redraw()
-        if reader.behind and not self._reading_on:
-            self._reading_on = True
-            self.set_timer(READ_PAUSE_S, self._read_on)
-
-    def _read_on(self) -> None:
-        """Read the backlog between two ticks."""
-        self._reading_on = False
-        if self.is_current:
-            self.tick()
-
-    def on_unmount(self) -> None:
-        """Close the record."""
-        if self._reader is not None:
-            self._reader.close()
+        """Read losses, and redraw."""
+        self.query_one("#preview", LossCurves).tick()
 
     @property
     def run_here(self) -> Run | None:
@@ -212,22 +145,22 @@ class HistoryScreen(Page):
 
         self.app.push_screen(CompareScreen([self._runs[run] for run in marked]))
 
-    def action_resume(self) -> None:
+    @work(group="launch")
+    async def action_resume(self) -> None:
         """Go on from the run's last checkpoint, as a new run."""
         run = self.run_here
-        if run is not None and not self._resuming:
-            self._resuming = True
-            self.console.report(f"preparing to resume {run.id}")
-            self._prepare(run)
-
-    @work(thread=True, exclusive=True, group="launch")
-    def _prepare(self, run: Run) -> None:
+        if run is None or self._resuming:
+            return
+        self._resuming = True
+        self.console.report(f"preparing to resume {run.id}")
         try:
-            prepared = start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))
+            prepared = await asyncio.to_thread(_resumed, run)
         except RequestError as error:
-            self.post_message(self.Done(str(error).removeprefix(f"--resume {run.id}: "), alarm=True))
+            self.console.report(str(error).removeprefix(f"--resume {run.id}: "), alarm=True)
         else:
-            self.post_message(self.Done("", prepared=prepared))
+            await self.console.launch(prepared)
+        finally:
+            self._resuming = False
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
@@ -259,29 +192,28 @@ class HistoryScreen(Page):
         if run.state not in (*ENDED, "lost"):
             self.console.report(f"{run.id} is {run.state}; S stops it", alarm=True)
             return
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._delete(run)
-
         what = "Its record, its logs and its checkpoints are gone then."
-        self.app.push_screen(Confirm(f"Delete {run.id}?", what, yes="Delete it"), answered)
+        self.console.confirm(f"Delete {run.id}?", what, yes="Delete it", act=partial(self._delete, run))
 
-    @work(thread=True, group="delete")
-    def _delete(self, run: Run) -> None:
+    @work(group="delete")
+    async def _delete(self, run: Run) -> None:
         try:
-            delete_run(run)
+            await asyncio.to_thread(delete_run, run)
         except RequestError as error:
-            self.post_message(self.Done(str(error), alarm=True))
+            self.console.report(str(error), alarm=True)
         else:
-            self.post_message(self.Done(f"deleted {run.id}"))
+            self.console.report(f"deleted {run.id}")
+        self._list_runs()
 
-    @on(Done)
-    async def _done(self, event: Done) -> None:
-        self._resuming = False
-        if event.text:
-            self.console.report(event.text, alarm=event.alarm)
-        if event.prepared is not None:
-            await self.console.launch(event.prepared)
-        else:
-            self._list_in_thread()
+
+def _listed(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
+    """Return the readable runs, and the entries of all."""
+    try:
+        runs, unreadable = list_all()
+    except RequestError:  # the folder cannot be read: reported when something is started
+        return [], []
+    return runs, summarize_runs(runs, unreadable, now=now)
+
+
+def _resumed(run: Run) -> start.Prepared:
+    return start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))

@@ -2,51 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 from textual import on, work
 from textual.binding import BindingType
-from textual.message import Message
+from textual.widgets import Input
 
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.editing_page import EditingPage
-from gputrain_tui.console.screens.recipe_page import DEBOUNCE_S
-from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recipe
+from gputrain_tui.console.screens.recipe_page import RecipePage
+from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.lifecycle.start import Prepared
 from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
+from gputrain_tui.recipe.draft import Field, value_text
 from gputrain_tui.recipe.files import recipe_files
 from gputrain_tui.recipe.toml_writer import dump_toml
+from trainer.contract.home_folder import expand_home
 from trainer.contract.record import write_atomically
 
 
-class LaunchScreen(EditingPage):
+class LaunchScreen(RecipePage):
     """The launch screen."""
 
     PLACE = "launch"
     CSS_PATH = "launch.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("launch")]
 
-    class Ready(Message):
-        """The recipe can be launched, or cannot."""
+    _launching = False
+    """Whether a launch is on its way: a second press of the key starts no second run."""
 
-        def __init__(self, prepared: Prepared | None, problem: str) -> None:
-            super().__init__()
-            self.prepared = prepared
-            self.problem = problem
+    # Editing
 
-    def __init__(
-        self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
-    ) -> None:
-        """Make the screen; arguments as of ``RecipePage``."""
-        super().__init__(debounce_s=debounce_s, validate=validate)
-        self._launching = False
-        """Whether a launch is on its way: a second press of the key starts no second run."""
+    @on(Form.Chosen, "#form")
+    def _field_chosen(self, event: Form.Chosen) -> None:
+        self.action_edit()
+
+    def action_edit(self) -> None:
+        """Change the field with the cursor."""
+        field = self.form.field
+        if field is None or self.draft is None:
+            return
+        if field.option.kind == "bool":
+            self.action_cycle(1)
+            return
+        default = value_text(field.option.default)
+        hint = f"empty: the default, {default}" if default else "empty: left out"
+        self._ask(field, field.text if field.written else "", hint)
+
+    @on(Input.Changed, "#editor")
+    def _typed(self, event: Input.Changed) -> None:
+        if self._asking == "find":
+            self.form.find(event.value)
+            self._show_detail()
+        elif isinstance(self._asking, Field):
+            self._show_detail(event.value)
+
+    @on(Input.Submitted, "#editor")
+    def _submitted(self, event: Input.Submitted) -> None:
+        asked, draft = self._asking, self.draft
+        if draft is None:
+            return
+        if isinstance(asked, Field):
+            if event.value and draft.problem(asked, event.value):
+                self.app.bell()
+                return  # what is wrong stands above the input
+            draft.set(asked.key, event.value)
+            self._leave_editor()
+            self._changed()
+        elif asked == "save":
+            self._leave_editor()
+            self.save_under(expand_home(event.value))
+        else:
+            self._leave_editor()
+            self._show_fields()
+
+    def action_cycle(self, step: int) -> None:
+        """Change a switch or a choice."""
+        field, draft = self.form.field, self.draft
+        if field is None or draft is None or not self.form.has_focus:
+            return
+        values = field.values
+        if not values:
+            return
+        at = values.index(field.text) if field.text in values else -1
+        draft.set(field.key, values[(at + step) % len(values)])
+        self._changed()
+
+    def action_reset(self) -> None:
+        """Reset the field to the recipe's value, or to the default."""
+        field, draft = self.form.field, self.draft
+        if field is not None and draft is not None and self.form.has_focus:
+            draft.reset(field.key)
+            self._changed()
+
+    def action_find(self) -> None:
+        """Ask which fields to show."""
+        if self.draft is not None:
+            self._ask("find", self.form.wanted, "words in a field's name or help; Enter keeps them, Esc shows all")
+
+    def action_add_node(self) -> None:
+        """Add a node."""
+        if self.draft is not None:
+            index = self.draft.add_node()
+            self._changed()
+            self.form.focus()
+            self.form.go_to(f"cluster.nodes[{index}].host")
+
+    def action_remove_node(self) -> None:
+        """Remove the node with the cursor."""
+        field, draft = self.form.field, self.draft
+        if field is None or draft is None or not field.group.startswith("Node "):
+            self.console.report("the cursor is on no node")
+        elif draft.remove_node(int(field.group.removeprefix("Node "))):
+            self._changed()
+        else:
+            self.console.report("a run needs one node")
+
+    async def action_back(self) -> None:
+        """Leave the editor; then the search; then the form."""
+        if self._asking is not None:
+            searching = self._asking == "find"
+            self._leave_editor()
+            if searching:
+                self.form.find("")
+            self._show_fields()
+        elif self.form.wanted:
+            self.form.find("")
+            self._show_fields()
+        else:
+            self.query_one(RecipeList).focus()
 
     # Saving, copying, launching
 
@@ -123,8 +210,9 @@ class LaunchScreen(EditingPage):
             return
         self.console.report(f"wrote {self._display_name(path)}")
 
-    def action_launch(self) -> None:
-        """Launch the plan, detached, and show the run."""
+    @work(group="launch")
+    async def action_launch(self) -> None:
+        """Validate again, since a port or GPU that was free may be taken; launch, detached, and show the run."""
         draft = self.draft
         if draft is None:
             self.console.report("choose a recipe first")
@@ -132,19 +220,10 @@ class LaunchScreen(EditingPage):
         if self._launching:
             return
         self._launching = True
-        self._prepare(draft.text, draft.name, draft.settings, draft.task)
-
-    @work(thread=True, exclusive=True, group="launch")
-    def _prepare(self, text: str, name: str, settings: list[str], task: str) -> None:
-        """Validate again: a port or GPU that was free may be taken."""
-        found = self._validate(text, name=name, settings=settings, task=task, hosts_max_age_s=0.0)
-        refused = errors(found.results)
-        self.post_message(self.Ready(found.prepared, refused[0].line if refused else found.problem))
-
-    @on(Ready)
-    async def _launch(self, event: Ready) -> None:
+        found = await self._validated(draft, draft.settings, hosts_max_age_s=0.0)
         self._launching = False
-        if event.prepared is None:
-            self.console.report(event.problem, alarm=True)
+        if found.prepared is not None:
+            await self.console.launch(found.prepared)
         else:
-            await self.console.launch(event.prepared)
+            refused = errors(found.results)
+            self.console.report(refused[0].line if refused else found.problem, alarm=True)

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.events import Resize
 from textual.geometry import Region
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import GAP_CELLS, PanelContainer, layout_size
-from gputrain_tui.console.screens.charts import CHART_INTERVAL_S, ChartScreen
+from gputrain_tui.console.screens.charts import ChartScreen
 from gputrain_tui.console.stack_request import StackRequest, request_stack
-from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
@@ -31,14 +29,7 @@ STACK_TIMEOUT_S = 3.0
 
 
 def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
-    """Return the visible panels and their regions.
-
-    Args:
-        width: cells.
-        height: lines.
-        facts: lines that the figures need.
-        below: the panel that was asked for last.
-    """
+    """Return the visible panels and their regions: figures in ``facts`` lines, below them the panel asked for last."""
     if width < 1 or height < 1:
         return {}
     area = Region(0, 0, width, height)
@@ -67,6 +58,7 @@ class RankScreen(ChartScreen):
 
     PLACE = "rank"
     AUTO_FOCUS = ""
+    EVERY_TICK = "log"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank")]
 
     def __init__(self, live: LiveRun, rank: int) -> None:
@@ -75,7 +67,6 @@ class RankScreen(ChartScreen):
         self._below = "loss"
         self._request: StackRequest | None = None
         self._asked_at = 0.0
-        self._charts_at = float("-inf")
 
     def compose(self) -> ComposeResult:
         """Yield the panels."""
@@ -83,49 +74,30 @@ class RankScreen(ChartScreen):
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
             yield RankFacts(live, id="facts")
-            yield BandChart(live, "loss", "loss", "nats", id="loss")
-            waits = "no gradient synchronisation was measured yet"
-            yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, spiky=True, id="sync")
-            yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", spiky=True, id="step")
+            yield self.band_chart("loss", id="loss")
+            yield self.band_chart("sync_exposed_ms", id="sync")
+            yield self.band_chart("step_ms", id="step")
             yield StackView(live, id="stack")
             yield LogView(live.run.dir, rank=self.rank, id="log")
         yield KeyBar(self.PLACE)
 
     def on_mount(self) -> None:
         """Highlight the rank in every panel."""
-        self._point()
-        self._arrange()
-
-    def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
-        self._arrange()
+        self._point_at(self.rank)
+        self.place_panels()
 
     def tick(self) -> None:
         """Repaint what changed."""
-        self._listen()
-        now = time.monotonic()
-        charts = now - self._charts_at >= CHART_INTERVAL_S
-        if charts:
-            self._charts_at = now
-            self.query_one(RunHeader).tick()
-        for child in self.query_one("#panels").children:
-            if child.display and (charts or child.id == "log"):
-                child.tick()  # type: ignore[attr-defined]
+        self._show_answer()
+        super().tick()
 
-    def repaint(self) -> None:
-        """Bring everything up to date at once."""
-        self._charts_at = float("-inf")
-        self.tick()
-
-    def _arrange(self) -> None:
-        width, height = max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0)
+    def place_panels(self) -> None:
+        """Lay out the panels."""
+        width, height = self.panel_size
         count = len(facts(self.live.state, self.rank, 0.0))
         self.query_one(PanelContainer).place(
             arrange_rank(width, height, facts=facts_height(width, count), below=self._below)
         )
-
-    def _point(self) -> None:
-        self._point_at(self.rank)
 
     # What the person does
 
@@ -135,7 +107,7 @@ class RankScreen(ChartScreen):
         if widget is None:
             return
         self._below = "loss" if self._below == name and layout_size(*self.app.size) == "narrow" else name
-        self._arrange()
+        self.place_panels()
         if widget.can_focus and widget.display:
             widget.focus()
 
@@ -152,8 +124,8 @@ class RankScreen(ChartScreen):
         self._request = None
         self.query_one(StackView).show([])
         self.query_one(LogView).show_rank(self.rank)
-        self._point()
-        self._arrange()
+        self._point_at(self.rank)
+        self.place_panels()
 
     def action_next_rank(self) -> None:
         """Go to the next rank."""
@@ -166,7 +138,7 @@ class RankScreen(ChartScreen):
     def action_stack(self) -> None:
         """Request the rank's stack."""
         self._below = "stack"
-        self._arrange()
+        self.place_panels()
         view = self.query_one(StackView)
         try:
             self._request = request_stack(self.live.run.dir, self.live.state.rank(self.rank))
@@ -177,7 +149,7 @@ class RankScreen(ChartScreen):
         self._asked_at = time.monotonic()
         view.show([], f"asked rank {self.rank}")
 
-    def _listen(self) -> None:
+    def _show_answer(self) -> None:
         """Show the stack once it has arrived."""
         if self._request is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,13 +10,12 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.events import Resize
-from textual.message import Message
 from textual.widgets import Input
 
 from gputrain_tui import paths
 from gputrain_tui.console.host_choice import nodes_on_gpus
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.validate_recipe import ValidatedRecipe, remarks_by_field, validate_recipe
+from gputrain_tui.console.validate_recipe import HOSTS_MAX_AGE_S, ValidatedRecipe, remarks_by_field, validate_recipe
 from gputrain_tui.console.widgets.form import FieldDetail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
@@ -37,23 +37,10 @@ UNTRIED_FIELDS = ("task", "host")
 class RecipePage(Page):
     """Shows a recipe, its plan and its preflight; a subclass edits it."""
 
-    class Validated(Message):
-        """The recipe was validated."""
-
-        def __init__(self, draft: Draft, found: ValidatedRecipe) -> None:
-            super().__init__()
-            self.draft = draft
-            self.found = found
-
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
     ) -> None:
-        """Make the screen.
-
-        Args:
-            debounce_s: seconds without a change before the recipe is validated again.
-            validate: validates a recipe.
-        """
+        """Make the screen; ``debounce_s``: seconds without a change before the recipe is validated again."""
         super().__init__()
         self._debounce_s = debounce_s
         self._validate = validate
@@ -65,9 +52,7 @@ class RecipePage(Page):
         self._remarks: dict[str, FieldMessage] = {}
         """By key: what stands beside a field."""
         self._asking: Field | str | None = None
-        """What the input is for: a field, ``find`` or ``save``."""
-        self._waiting: dict[str, object] = {}
-        """Validations that are about to start: of the ``draft``, and of the ``typed`` text."""
+        """Purpose of the input: a field, ``find`` or ``save``."""
 
     # What there is
 
@@ -205,9 +190,10 @@ class RecipePage(Page):
         form = self.form
         form.title_text = draft.name
         changes = len(draft.changes)
-        form.remarks = [[(f"{changes} change{'s' * (changes != 1)} not saved", "accent")]] if changes else []
-        if form.wanted:
-            form.remarks.insert(0, [(f"/{form.wanted}", "accent")])
+        remarks = [f"/{form.wanted}"] if form.wanted else []
+        if changes:
+            remarks.append(f"{changes} change{'s' * (changes != 1)} not saved")
+        form.remarks = [[(remark, "accent")] for remark in remarks]
         form.show(self._fields, self._remarks)
         self._show_detail()
         listing = self.query_one(RecipeList)
@@ -238,46 +224,35 @@ class RecipePage(Page):
         """Validate the recipe with the typed text; not where other hosts would be asked at every key."""
         draft = self.draft
         if draft is not None and not any(node.get("host") for node in draft.nodes()):
-            settings = draft.settings_with(field.key, typed)
-            self._debounce(
-                "typed", lambda: self._validate_in_thread(draft, draft.text, draft.name, settings, draft.task)
-            )
+            self._try_typed(draft, field, typed)
 
     def _validate_soon(self) -> None:
         self.query_one(PlanView).wait()
-        self._debounce("draft", self._validate_now)
+        self._validate_draft()
 
-    def _debounce(self, what: str, act: Callable[[], object]) -> None:
-        """Call a function once it was not asked for during ``debounce_s``."""
-        self._waiting[what] = marker = object()
+    async def _validated(
+        self, draft: Draft, settings: list[str], *, hosts_max_age_s: float = HOSTS_MAX_AGE_S
+    ) -> ValidatedRecipe:
+        """Validate a draft with some changes, in a thread; the answers of other hosts may be so old."""
+        return await asyncio.to_thread(
+            self._validate,
+            draft.text,
+            name=draft.name,
+            settings=settings,
+            task=draft.task,
+            hosts_max_age_s=hosts_max_age_s,
+        )
 
-        def settled() -> None:
-            if self._waiting[what] is marker:
-                act()
-
-        if self._debounce_s:
-            self.set_timer(self._debounce_s, settled)
-        else:
-            settled()
-
-    def _validate_now(self) -> None:
+    @work(exclusive=True, group="draft")
+    async def _validate_draft(self) -> None:
+        """Validate the draft once it was not changed during ``debounce_s``, and show the result."""
+        await asyncio.sleep(self._debounce_s)
         draft = self.draft
-        if draft is not None:
-            self._validate_in_thread(draft, draft.text, draft.name, draft.settings, draft.task)
-
-    @work(thread=True, exclusive=True, group="plan")
-    def _validate_in_thread(self, draft: Draft, text: str, name: str, settings: list[str], task: str) -> None:
-        found = self._validate(text, name=name, settings=settings, task=task)
-        self.post_message(self.Validated(draft, found))
-
-    @on(Validated)
-    def _show_found(self, event: Validated) -> None:
-        draft, found = event.draft, event.found
-        if draft is not self.draft:
-            return  # of a recipe that is no longer shown
-        if list(found.settings) != draft.settings:
-            self._show_tried(draft, found)
+        if draft is None:
             return
+        found = await self._validated(draft, draft.settings)
+        if draft is not self.draft or list(found.settings) != draft.settings:
+            return  # it is no longer shown
         self._found = found
         if found.schema is not None:
             draft.add_task_schema(found.task, found.schema)
@@ -286,11 +261,12 @@ class RecipePage(Page):
         self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))
         self.query_one(PreflightSummary).show(found.results, found.problem.removeprefix("--set "))
 
-    def _show_tried(self, draft: Draft, found: ValidatedRecipe) -> None:
-        """Show the result for the typed text, if it is still the same."""
-        field = self._asking
-        typed = self.query_one("#editor", Input).value
-        if isinstance(field, Field) and typed and list(found.settings) == draft.settings_with(field.key, typed):
+    @work(exclusive=True, group="typed")
+    async def _try_typed(self, draft: Draft, field: Field, typed: str) -> None:
+        """Validate the recipe with the typed text, and show the result if the text is still the same."""
+        await asyncio.sleep(self._debounce_s)
+        found = await self._validated(draft, draft.settings_with(field.key, typed))
+        if self._asking is field and self.query_one("#editor", Input).value == typed:
             remark = remarks_by_field([field], found.results).get(field.key)
             if found.problem and find_field([field], found.key) is not None:
                 remark = FieldMessage(strip_location(found.problem))

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, get_args
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.events import Resize
 from textual.geometry import Size
 from textual.widget import Widget
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
-from gputrain_tui.console.screens.charts import CHART_INTERVAL_S, ChartScreen
-from gputrain_tui.console.widgets.band_chart import BandChart
+from gputrain_tui.console.screens.charts import ChartScreen
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
-from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.rendezvous import RendezvousView
 from gputrain_tui.console.widgets.root_cause import RootCauseCard, root_cause_height
@@ -29,7 +26,6 @@ from gputrain_tui.console.widgets.step_bars import StepBars
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
     from gputrain_tui.console.widgets.filter_line import FilterLine
-    from gputrain_tui.console.widgets.log_view import LogView
 
 CURSOR_DELAY_S = 0.04
 """Seconds before the charts follow the cursor: a key held down moves it without them."""
@@ -39,6 +35,7 @@ class RunScreen(ChartScreen):
     """The run screen."""
 
     PLACE = "run"
+    EVERY_TICK = "ranks"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("run")]
 
     def __init__(self, live: LiveRun) -> None:
@@ -47,8 +44,6 @@ class RunScreen(ChartScreen):
         """The selected rank."""
         self.choice = PanelChoice(ranks=live.state.world_size)
         """The person's choice of panels."""
-        self._painted_at: dict[str | None, float] = {}
-        """Time of each chart's last repaint, monotonic seconds."""
         self._right_panel: PanelName | None = None
         """Findings or log, whichever was asked for; None: findings where there are any."""
         self._pointed_out = False
@@ -67,12 +62,9 @@ class RunScreen(ChartScreen):
             yield RootCauseCard(live, id="root_cause")
             yield RankGrid(live, id="ranks")
             yield RendezvousView(live, id="rendezvous")
-            yield BandChart(live, "loss", "loss", "nats", id="loss")
-            if live.state.world_size == 1:  # no other rank to wait for
-                yield BandChart(live, "step_ms", "step ms", empty="no step was measured yet", spiky=True, id="sync")
-            else:
-                waits = "no gradient synchronisation was measured yet"
-                yield BandChart(live, "sync_exposed_ms", "sync wait ms", empty=waits, spiky=True, id="sync")
+            yield self.band_chart("loss", id="loss")
+            # A rank alone has no other to wait for.
+            yield self.band_chart("step_ms" if live.state.world_size == 1 else "sync_exposed_ms", id="sync")
             yield StepBars(live, id="bars")
             yield LatenessMap(live, id="late")
             yield Findings(live, id="findings")
@@ -80,13 +72,9 @@ class RunScreen(ChartScreen):
 
     def on_mount(self) -> None:
         """Focus the table."""
-        self._arrange()
+        self.place_panels()
         self.query_one(RankGrid).focus()
         self.call_after_refresh(self._mount_log)
-
-    def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
-        self._arrange()
 
     async def _mount_log(self) -> None:
         """Mount the log after the first frame, which it would delay."""
@@ -95,30 +83,16 @@ class RunScreen(ChartScreen):
         if not self.query(LogView):
             await self.query_one("#panels").mount(LogView(self.live.run.dir, id="log"))
             self._arranged = None
-            self._arrange()
+            self.place_panels()
 
     # The clock
 
     def tick(self) -> None:
-        """Repaint what changed: the table at every tick, each chart in its turn."""
-        self._arrange()
-        now = time.monotonic()
-        for turn, panel in enumerate(self._shown()):
-            if panel.id == "ranks" or self._is_due(panel.id, turn, now):
-                panel.tick()
-        if self._is_due("header", 0, now):
-            self.query_one(RunHeader).tick()
-            self._after_events()
+        """Repaint what changed."""
+        self.place_panels()
+        super().tick()
 
-    def _is_due(self, name: str | None, turn: int, now: float) -> bool:
-        """Return whether a chart is due; the first time staggers them."""
-        before = self._painted_at.get(name)
-        if before is not None and now - before < CHART_INTERVAL_S:
-            return False
-        self._painted_at[name] = now if before is not None else now - turn % 3 * CHART_INTERVAL_S / 3
-        return True
-
-    def _after_events(self) -> None:
+    def after_events(self) -> None:
         """Select the failed rank once, and sort the table again when events have ceased."""
         cause = self.live.state.root_cause
         if cause is not None and cause.rank is not None and not self._pointed_out:
@@ -134,11 +108,7 @@ class RunScreen(ChartScreen):
     def repaint(self) -> None:
         """Bring everything up to date at once."""
         self._follow()
-        self._painted_at.clear()
-        self.tick()
-
-    def _shown(self) -> list[Panel | LogView]:
-        return [child for child in self.query_one("#panels").children if child.display]  # type: ignore[misc]
+        super().repaint()
 
     # Where things stand
 
@@ -149,37 +119,30 @@ class RunScreen(ChartScreen):
         root_cause = card.root_cause()
         rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
         most = max(size.height // 3, 5) if size.height < 44 else 14
-        return PanelChoice(
+        return replace(
+            self.choice,
             ranks=len(state.ranks),
-            panel=self.choice.panel,
             right=self._right_panel or ("findings" if state.past_findings or state.failures else "log"),
-            zoomed=self.choice.zoomed,
             rendezvous=rendezvous,
             hosts=len({view.host for view in state.ranks.values()}) if rendezvous else 1,
             root_cause_lines=root_cause_height(root_cause, size.width, most) if root_cause is not None else 0,
         )
 
-    def _arrange(self) -> None:
+    def place_panels(self) -> None:
         """Lay out again where size or choice changed."""
-        container = self.query_one(PanelContainer)
-        size = Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
+        size = self.panel_size
         choice = self._choice_for(size)
-        if (size, choice) == self._arranged:
-            return
-        self._arranged = (size, choice)
-        container.place(arrange(size.width, size.height, choice))
+        if (size, choice) != self._arranged:
+            self._arranged = (size, choice)
+            self.query_one(PanelContainer).place(arrange(size.width, size.height, choice))
 
     def _choose(self, *, panel: PanelName | None = None, zoomed: bool | None = None) -> None:
         """Change the choice of panels."""
         panel = self.choice.panel if panel is None else panel
         if panel in ("findings", "log"):
             self._right_panel = panel
-        self.choice = PanelChoice(
-            ranks=self.choice.ranks,
-            panel=panel,
-            zoomed=self.choice.zoomed if zoomed is None else zoomed,
-        )
-        self._arrange()
+        self.choice = replace(self.choice, panel=panel, zoomed=self.choice.zoomed if zoomed is None else zoomed)
+        self.place_panels()
 
     def _panel(self, name: str) -> Widget | None:
         return next(iter(self.query(f"#{name}")), None)

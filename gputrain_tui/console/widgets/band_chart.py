@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, floor, inf, isfinite, log10, nan
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     LOWER,
@@ -20,12 +19,16 @@ from gputrain_tui.console.widgets.drawing import (
     nice_step,
     title_row,
 )
-from gputrain_tui.console.widgets.panel import Panel, RunData
+from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.history.series import BandMetric, Window, smooth
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
 
 Scale = Literal["linear", "log"]
 
 BRAILLE = 0x2800
+"""First code point of the braille cells."""
 BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300
@@ -45,7 +48,6 @@ class Curve:
     """Data and options of a chart."""
 
     title: str
-    """What is shown."""
     unit: str = ""
     window: Window
     """Two columns per cell."""
@@ -74,12 +76,10 @@ def chart_columns(width: int) -> int:
 
 def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
     """Return a chart as ``height`` rows of ``width`` cells."""
-    if width < 1 or height < 1:
-        return [[] for _ in range(max(height, 0))]
     plot_height = height - (2 if height > 4 else 1)
     if plot_height < 1:
         return [fit_row(_head(curve, width), width)]
-    limits = _limits(curve)
+    limits = plot_limits((curve.window.low, curve.window.high, curve.rank_line), curve.scale)
     if limits is None or width < LABEL_CELLS + 6:
         text = curve.empty if limits is None else EMPTY
         return [fit_row(_head(curve, width), width), *centred_text(width, height - 1, [text])]
@@ -105,20 +105,14 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
     return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
 
 
-def _limits(curve: Curve) -> tuple[float, float] | None:
+def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:
     """Return the least and greatest number to show; None when there is none."""
-    low, high = inf, -inf
-    least = 0.0 if curve.scale == "log" else -inf
-    for values in (curve.window.low, curve.window.high, curve.rank_line):
-        for value in values:
-            if least < value < low:
-                low = value
-            if low <= value and high < value < inf:
-                high = value
-    if not isfinite(low) or not isfinite(high):
+    least = 0.0 if scale == "log" else -inf
+    values = [value for line in lines for value in line if least < value < inf]
+    if not values:
         return None
-    low, high = (min(max(value, -GREATEST), GREATEST) for value in (low, high))
-    return (max(low, LEAST), max(high, LEAST)) if curve.scale == "log" else (low, high)
+    low, high = (min(max(value, -GREATEST), GREATEST) for value in (min(values), max(values)))
+    return (max(low, LEAST), max(high, LEAST)) if scale == "log" else (low, high)
 
 
 def _usual_top(curve: Curve, low: float) -> float:
@@ -173,6 +167,14 @@ class Axis:
             return nan
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
+    def labels(self, height: int) -> dict[int, str]:
+        """Return the labels of the ticks by their lines from the top."""
+        found: dict[int, str] = {}
+        for tick in reversed(self.ticks):
+            line = min(height - 1, int((1 - self.at(tick)) * height))
+            found.setdefault(line, format_short(round(tick, 12)).strip())
+        return found
+
 
 def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     """Return the rows of the plot with their y labels."""
@@ -181,14 +183,11 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     bottoms, tops = _edges(curve.window, axis, width, height)
     highs = enumerate(curve.window.high)
     spikes = {column >> 1 for column, value in highs if value < inf and axis.leaves_out(min(value, GREATEST))}
-    labels: dict[int, str] = {}
-    for tick in reversed(axis.ticks):
-        row = min(height - 1, int((1 - axis.at(tick)) * height))
-        labels.setdefault(row, tick_label(tick))
+    labels = axis.labels(height)
     rows = []
     for y in range(height):
-        label = labels.get(y)
-        pieces: Row = [((label or "").rjust(LABEL_CELLS), "axis"), (" ┤" if label else " │", "rule")]
+        label = labels.get(y, "")
+        pieces: Row = [(label.rjust(LABEL_CELLS), "axis"), (" ┤" if label else " │", "rule")]
         ground = "┈" if label else " "
         floor_8 = 8 * (height - 1 - y)
         rank_row, median_row = rank[y], median[y]
@@ -259,11 +258,6 @@ def _dots(low: int, high: int, *, sparse: bool = False) -> str:
     return chr(BRAILLE + sum(BRAILLE_DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
 
 
-def tick_label(tick: float) -> str:
-    """Return the label of a tick."""
-    return format_short(round(tick, 12)).strip()
-
-
 def steps_row(first: int, last: int, width: int) -> Row:
     """Return the x labels: round steps, and the newest at the right."""
     cells = width - LABEL_CELLS - 2
@@ -288,7 +282,7 @@ class BandChart(Panel):
 
     def __init__(
         self,
-        live: RunData,
+        live: LiveRun,
         metric: BandMetric,
         title: str,
         unit: str = "",
@@ -296,9 +290,8 @@ class BandChart(Panel):
         empty: str = "no step yet",
         spiky: bool = False,
         id: str | None = None,
-        classes: str | None = None,
     ) -> None:
-        super().__init__(live, id=id, classes=classes)
+        super().__init__(live, id=id)
         self.metric: BandMetric = metric
         self.title_text = title
         self.unit = unit
@@ -317,19 +310,13 @@ class BandChart(Panel):
         self.smoothing = self.smoothing if smoothing is None else smoothing
         self.redraw()
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the chart."""
         series = self.live.series
         columns = chart_columns(width)
         window = series.window(self.metric, columns, last=self.last)
         if self.smoothing:
-            window = Window(
-                first_step=window.first_step,
-                last_step=window.last_step,
-                low=window.low,
-                median=smooth(window.median, self.smoothing),
-                high=window.high,
-            )
+            window = replace(window, median=smooth(window.median, self.smoothing))
         rank = self.selected_rank
         rank_line = [] if rank is None else series.rank_line(self.metric, rank, columns, last=self.last)
         remarks = [] if self.last is None else [f"last {self.last:,}"]
@@ -348,6 +335,6 @@ class BandChart(Panel):
             remarks=tuple(remarks),
             empty=self.empty_text,
             spiky=self.spiky,
-            blocks=ramp.shades,
+            blocks=self.ramp.shades,
         )
         return draw_curve(curve, width, height)

@@ -1,51 +1,48 @@
-"""Widgets of the screens without a run: one that draws rows of (text, role), and a list with a cursor."""
+"""Base of the widgets that draw rows of (text, role), and a list with a cursor."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
-from textual.events import Click, MouseScrollDown, MouseScrollUp
+from textual.events import Click, MouseEvent, MouseScrollDown, MouseScrollUp
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gputrain_tui.console.ramp import ON_GROUND, ramp_for
+from gputrain_tui.console.ramp import ON_GROUND, PHASE_COLOURS, Ramp, pair, ramp_for
 from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
-from gputrain_tui.console.widgets.drawing import Row
+from gputrain_tui.console.widgets.drawing import Row, row_cells, scroll_thumb
 
-ROLES = (
-    "title",
-    "bright",
-    "dim",
-    "rule",
-    "accent",
-    "warning",
-    "error",
-    "good",
-    "bar",
-    "key",
-    "cursor",
-    "cursor-unfocused",
-    "curve-0",
-    "curve-1",
-    "curve-2",
-    "curve-3",
-    "curve-4",
-    "curve-5",
-)
-
-ON_CURSOR = {"dim": "bright"}
+ON_CURSOR = {"dim": "bright", "quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
 """Roles that are brighter on the cursor's ground, where dim ones could not be read."""
+WHEEL_LINES = 3
+"""Lines per turn of the mouse wheel."""
+CURVES = tuple(f"curve-{number}" for number in range(6))
+
+
+def role_classes(*roles: str) -> set[str]:
+    """Return the component classes of roles, whose colours ``Canvas`` declares."""
+    return {f"canvas--{role}" for role in roles}
+
+
+def on_ground(row: Row, ground: str) -> Row:
+    """Return a row on the ground of a cursor."""
+    return [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
 
 
 class Canvas(Widget, metaclass=AbstractWidgetMeta):
-    """Widget that draws rows of (text, role) on ``redraw``."""
+    """Widget that draws rows of (text, role) for its size on ``redraw``, and repaints the lines that differ."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"canvas--{role}" for role in ROLES}
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
+        "title", "bright", "dim", "rule", "accent", "warning", "error", "good", "bar", "key"
+    )
 
     DEFAULT_CSS = """
     Canvas { height: 1fr; width: 1fr; }
@@ -61,12 +58,12 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
     Canvas > .canvas--good { color: $text-success; }
     Canvas > .canvas--bar { color: $primary 80%; }
     Canvas > .canvas--key { color: $text-accent; text-style: bold; }
+    Canvas:light > .canvas--dim { color: $foreground 70%; }
+    Canvas:ansi > .canvas--dim { text-style: dim; }
+    Canvas:ansi > .canvas--rule { color: ansi_bright_black; }
     Canvas > .canvas--cursor { background: $primary 45%; }
     Canvas > .canvas--cursor-unfocused { background: $foreground 12%; }
-    Canvas:light > .canvas--dim { color: $foreground 70%; }
     Canvas:light > .canvas--cursor { background: $primary 20%; }
-    Canvas:ansi > .canvas--dim { text-style: dim; }
-    Canvas:ansi > .canvas--rule { text-style: dim; }
     Canvas:ansi > .canvas--cursor { background: ansi_blue; }
     Canvas:ansi > .canvas--cursor-unfocused { background: ansi_bright_black; }
     Canvas > .canvas--curve-0 { color: $text-accent; }
@@ -77,112 +74,170 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
     Canvas > .canvas--curve-5 { color: $foreground 60%; }
     """
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
         self._rows: list[Row] = []
-        self._drawn_for: object = None
-        self._generation = 0
+        self._strips: list[Strip] = []
+        self._drawn_size: Size | None = None
         self._styles: dict[str, Style] = {}
 
     @abstractmethod
     def draw(self, width: int, height: int) -> list[Row]:
         """Return at most ``height`` rows."""
 
+    def wheel(self, lines: int) -> None:
+        """Scroll by lines."""
+
+    @property
+    def ramp(self) -> Ramp:
+        """Colours that the theme and the terminal can show."""
+        return ramp_for(self.app)
+
     def redraw(self) -> None:
-        """Draw again with the next frame."""
-        self._generation += 1
-        self.refresh()
+        """Draw again and repaint the lines that differ."""
+        if self.size != self._drawn_size:
+            self._drawn_size = None  # hidden: what was drawn before is out of date when it is shown again
+            self.refresh()
+        elif changed := self._draw():
+            width = self.size.width
+            self.refresh(*(Region(0, begin, width, end - begin) for begin, end in _consecutive(changed)))
 
     def notify_style_update(self) -> None:
         """Forget the colours of the former theme."""
         super().notify_style_update()
         self._styles.clear()
+        self._drawn_size = None
+
+    def on_focus(self) -> None:
+        """Draw title and cursor with the focus."""
+        self.redraw()
+
+    def on_blur(self) -> None:
+        """Draw title and cursor without the focus."""
+        self.redraw()
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        """Scroll back with the wheel."""
+        self._turn(event, -WHEEL_LINES)
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        """Scroll on with the wheel."""
+        self._turn(event, WHEEL_LINES)
+
+    def _turn(self, event: MouseEvent, lines: int) -> None:
+        event.stop()
+        self.wheel(lines)
 
     def render_line(self, y: int) -> Strip:
         """Return one line."""
+        if self.size != self._drawn_size:
+            self._drawn_size = self.size
+            self._rows = []
+            self._draw()
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
+
+    def _draw(self) -> list[int]:
+        """Draw all rows and return the lines that differ from before."""
         width, height = self.size
-        wanted = (width, height, self._generation)
-        if wanted != self._drawn_for:
-            self._rows = self.draw(width, height)
-            self._drawn_for = wanted
-        row = self._rows[y] if y < len(self._rows) else []
-        return self._strip(row, width, self._ground(y))
+        before, self._rows = self._rows, self.draw(width, height)
+        if len(before) != len(self._rows):
+            self._strips = [self.strip(row, width) for row in self._rows]
+            return list(range(max(len(before), len(self._rows))))
+        changed = [y for y, row in enumerate(self._rows) if row != before[y]]
+        for y in changed:
+            self._strips[y] = self.strip(self._rows[y], width)
+        return changed
 
-    def _ground(self, y: int) -> Style | None:
-        """Return the colour behind a line where it differs from the widget's."""
-        return None
+    def strip(self, row: Row, width: int) -> Strip:
+        """Return a row as exactly ``width`` cells in the colours of its roles."""
+        return Strip(self.segments(row)).adjust_cell_length(width, self.rich_style)
 
-    def _strip(self, row: Row, width: int, ground: Style | None) -> Strip:
-        base = self.rich_style if ground is None else self.rich_style + ground
-        plain = ground is not None and ramp_for(self.app).plain_cursor
-        segments = []
-        for text, role in row:
-            style = self.role(role if ground is None else ON_CURSOR.get(role, role))
-            if ground is not None and ground.bgcolor is not None:
-                style += Style(bgcolor=ground.bgcolor)
-                if plain:
-                    style += ON_GROUND
-            segments.append(Segment(text, style))
-        return Strip(segments).adjust_cell_length(width, base)
+    def segments(self, row: Row) -> list[Segment]:
+        """Return a row in the colours of its roles."""
+        styles = self._styles
+        return [Segment(text, styles.get(role) or self.role(role)) for text, role in row]
 
     def role(self, role: str) -> Style:
-        """Return the colours of a role."""
+        """Return the colours of a role, such as ``dim``, ``dim@cursor`` on a ground, or ``heat:3:7`` of the ramp."""
         style = self._styles.get(role)
         if style is None:
-            style = self.rich_style
-            if role != "base":
-                style += self.get_component_rich_style(f"canvas--{role}")
+            name, _, ground = role.partition("@")
+            style = self._plain_style(name)
+            if ground:
+                style += Style(bgcolor=self.get_component_rich_style(f"canvas--{ground}").bgcolor)
+                if self.ramp.plain_cursor:
+                    style += ON_GROUND
             self._styles[role] = style
         return style
+
+    def _plain_style(self, role: str) -> Style:
+        kind, *levels = role.split(":")
+        if levels:
+            ramp = self.ramp
+            shown = (
+                [ramp.heat[int(level)] for level in levels]
+                if kind == "heat"
+                else [ramp.phases[PHASE_COLOURS.index(phase)] for phase in levels]
+            )
+            return self.rich_style + pair(*shown)
+        if role == "base":
+            return self.rich_style
+        if role == "band-reversed":
+            return self._plain_style("band") + Style(reverse=True)
+        return self.get_component_rich_style(f"canvas--{role}")
+
+
+def _consecutive(lines: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the begin and end of each run of consecutive numbers."""
+    begin = before = lines[0]
+    for line in lines[1:]:
+        if line != before + 1:
+            yield begin, before + 1
+            begin = line
+        before = line
+    yield begin, before + 1
+
+
+MOVE_KEYS: list[BindingType] = [
+    Binding("up,k", "move(-1)", "Up", show=False),
+    Binding("down,j", "move(1)", "Down", show=False),
+    Binding("pageup", "page(-1)", "Page up", show=False),
+    Binding("pagedown", "page(1)", "Page down", show=False),
+    Binding("home", "edge(-1)", "First", show=False),
+    Binding("end", "edge(1)", "Last", show=False),
+]
+"""Keys of a list with a cursor."""
 
 
 class Listing(Canvas, can_focus=True):
     """List with a cursor; a subclass provides the rows."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
-        Binding("pageup", "page(-1)", "Page up", show=False),
-        Binding("pagedown", "page(1)", "Page down", show=False),
-        Binding("home", "edge(-1)", "First", show=False),
-        Binding("end", "edge(1)", "Last", show=False),
-        Binding("enter", "choose", "Choose", show=False),
-    ]
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("cursor", "cursor-unfocused", *CURVES)
+    BINDINGS: ClassVar[list[BindingType]] = [*MOVE_KEYS, Binding("enter", "choose", "Choose", show=False)]
 
-    class Moved(Message):
+    @dataclass
+    class RowMessage(Message):
+        """Message about a row."""
+
+        listing: Listing
+        index: int
+
+        @property
+        def control(self) -> Listing:
+            """The list."""
+            return self.listing
+
+    class Moved(RowMessage):
         """The cursor stands on another row."""
 
-        def __init__(self, listing: Listing, index: int) -> None:
-            super().__init__()
-            self.listing = listing
-            self.index = index
-
-        @property
-        def control(self) -> Listing:
-            """The list."""
-            return self.listing
-
-    class Chosen(Message):
+    class Chosen(RowMessage):
         """A row was chosen, with Enter or a click on the cursor."""
-
-        def __init__(self, listing: Listing, index: int) -> None:
-            super().__init__()
-            self.listing = listing
-            self.index = index
-
-        @property
-        def control(self) -> Listing:
-            """The list."""
-            return self.listing
 
     head_rows = 1
     """Lines above the rows that do not scroll."""
-
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
-        self.cursor = 0
-        """Index of the row with the cursor."""
-        self._top = 0
+    cursor = 0
+    """Index of the row with the cursor."""
+    _top = 0
 
     # Provided by subclasses
 
@@ -196,7 +251,7 @@ class Listing(Canvas, can_focus=True):
 
     @abstractmethod
     def row(self, index: int, width: int) -> Row:
-        """Return one row."""
+        """Return one row of exactly ``width`` cells."""
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the rows of an empty list."""
@@ -223,30 +278,16 @@ class Listing(Canvas, can_focus=True):
         if self.cursor and self._top == self.cursor and not any(map(self.selectable, range(self._top))):
             self._top = 0
         overflows = count > room
-        rows = [self.row(index, width - 2 * overflows) for index in range(self._top, min(self._top + room, count))]
-        if not overflows:
-            return head + rows
-        size = max(round(room * room / count), 1)
-        start = round((room - size) * self._top / max(count - room, 1))
-        barred = []
-        for y, row in enumerate(rows):
-            used = Strip([Segment(text) for text, _ in row]).cell_length
-            bar = "┃" if start <= y < start + size else " "
-            barred.append([*row, (" " * max(width - 1 - used, 0), "base"), (bar, "dim")])
-        return head + barred
-
-    def _ground(self, y: int) -> Style | None:
-        if self.count() and y - self.head_rows + self._top == self.cursor and y >= self.head_rows:
-            return self.role("cursor" if self.has_focus else "cursor-unfocused")
-        return None
-
-    def on_focus(self) -> None:
-        """Draw the cursor of a focused list."""
-        self.redraw()
-
-    def on_blur(self) -> None:
-        """Draw the cursor of a list without focus."""
-        self.redraw()
+        thumb = scroll_thumb(self._top, room, count) if overflows else range(0)
+        rows = []
+        for y, index in enumerate(range(self._top, min(self._top + room, count))):
+            row = self.row(index, width - 2 * overflows)
+            if overflows:
+                row = [*row, (" " * max(width - 1 - row_cells(row), 0), "base"), ("┃" if y in thumb else " ", "dim")]
+            if index == self.cursor:
+                row = on_ground(row, "cursor" if self.has_focus else "cursor-unfocused")
+            rows.append(row)
+        return head + rows
 
     # Moving
 
@@ -269,6 +310,7 @@ class Listing(Canvas, can_focus=True):
         self.go(self.cursor + rows, step=1 if rows > 0 else -1)
         if rows < 0 and self._top and not any(map(self.selectable, range(self.cursor))):
             self._top = 0  # a heading above the first row comes into view with it
+            self.redraw()
 
     def action_page(self, pages: int) -> None:
         """Move by pages."""
@@ -284,15 +326,9 @@ class Listing(Canvas, can_focus=True):
         if self.count():
             self.post_message(self.Chosen(self, self.cursor))
 
-    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Move up with the wheel."""
-        event.stop()
-        self.action_move(-3)
-
-    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Move down with the wheel."""
-        event.stop()
-        self.action_move(3)
+    def wheel(self, lines: int) -> None:
+        """Move by lines."""
+        self.action_move(lines)
 
     def on_click(self, event: Click) -> None:
         """Move the cursor to the clicked row; a click on the cursor chooses it."""

@@ -6,23 +6,19 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from gputrain_tui.console.ramp import Ramp
-from gputrain_tui.console.widgets.drawing import Row, fit_row, format_value, title_row
-from gputrain_tui.console.widgets.drawing import centred_text as remark
+from gputrain_tui.console.widgets.canvas import MOVE_KEYS
+from gputrain_tui.console.widgets.drawing import Row, centred_text as remark, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
 from trainer.contract.record import Failure, Finding
-
-if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
 
 MESSAGE_INDENT_CELLS = 23
 """Cells before a message that stands beside time and rank."""
@@ -49,7 +45,7 @@ class FindingEntry:
     message: str
     evidence: Sequence[tuple[str, float]] = ()
     advice: str = ""
-    said: str = ""
+    last_line: str = ""
     """The process's own message."""
 
 
@@ -62,11 +58,11 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     found += [_failed(failure) for failure in others if failure not in consequences]
     if cause is not None and consequences:
         found.append(_lost(cause, consequences))
-    told: set[tuple[str, int | None]] = set()
+    listed: set[tuple[str, int | None]] = set()
     for finding in reversed(state.past_findings):
         about = (finding.kind, finding.rank)
-        if finding.state == "raised" and about not in told:  # the raised event has more evidence than the cleared one
-            told.add(about)
+        if finding.state == "raised" and about not in listed:  # the raised event has more evidence than the cleared one
+            listed.add(about)
             found.append(_raised(finding, cleared=about not in state.findings))
     return sorted(found, key=lambda entry: (-entry.time, entry.rank if entry.rank is not None else -1))
 
@@ -96,14 +92,14 @@ def _failed(failure: Failure) -> FindingEntry:
         rank=failure.rank,
         where=failure.host or "",
         message=f"{failure.kind.replace('_', ' ')}{at}: {printable(failure.message)}",
-        said=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
+        last_line=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
     )
 
 
 def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
     """Return one line for all ranks that noticed the failure of another."""
     count = len({failure.rank for failure in consequences})
-    whom = f"rank {cause.rank}" if cause.rank is not None else "a peer"
+    peer = f"rank {cause.rank}" if cause.rank is not None else "a peer"
     return FindingEntry(
         key=("lost_peer", cause.rank, consequences[0].time),
         time=max(failure.time for failure in consequences),
@@ -111,8 +107,8 @@ def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
         cleared=False,
         rank=consequences[0].rank if count == 1 else None,
         where="",
-        message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {whom}",
-        said=printable(consequences[0].message),
+        message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {peer}",
+        last_line=printable(consequences[0].message),
     )
 
 
@@ -126,19 +122,7 @@ def draw_findings(
     focused: bool = False,
     watching: bool = True,
 ) -> list[Row]:
-    """Return the list as ``height`` rows of ``width`` cells.
-
-    Args:
-        found: newest first.
-        width: cells.
-        height: lines.
-        cursor: index of the entry under the cursor.
-        opened: whether its evidence and advice are shown.
-        focused: whether the keys go here.
-        watching: whether the run goes on, for what is said when there is nothing to say.
-    """
-    if height < 1 or width < 1:
-        return [[] for _ in range(max(height, 0))]
+    """Return the list as ``height`` rows of ``width`` cells; the entry under the cursor may be opened."""
     raised = [entry for entry in found if not entry.cleared]
     left: Row = [("findings", "title")]
     if found:
@@ -163,8 +147,8 @@ def _shown(
         lines: list[tuple[int, Row]] = []
         for index, entry in enumerate(found):
             here = index == cursor
-            told = whole or (here and details)
-            lines += [(index, row) for row in _line(entry, width, here=here and focused, whole=told)]
+            wrapped = whole or (here and details)
+            lines += [(index, row) for row in _line(entry, width, here=here and focused, whole=wrapped)]
             if here and details:
                 lines += [(index, row) for row in _details(entry, width) or ([NO_MORE] if opened else [])]
         return lines
@@ -214,7 +198,7 @@ def _details(entry: FindingEntry, width: int) -> list[Row]:
     rows: list[Row] = []
     for label, text, role in (
         ("evidence", figures, "bright"),
-        ("said", entry.said, "dim"),
+        ("said", entry.last_line, "dim"),
         ("advice", entry.advice, "accent"),
     ):
         if text and width < NARROW_CELLS:
@@ -239,27 +223,21 @@ class Findings(Panel, can_focus=True):
     """The list of findings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
+        *MOVE_KEYS[:2],
         Binding("home", "move(-1000)", "First", show=False),
         Binding("end", "move(1000)", "Last", show=False),
         Binding("enter", "open", "Evidence and advice", show=False),
     ]
 
+    @dataclass
     class RankChosen(Message):
         """A finding about a rank was opened."""
 
-        def __init__(self, rank: int) -> None:
-            super().__init__()
-            self.rank = rank
+        rank: int
 
-    live: LiveRun
-
-    def __init__(self, live: LiveRun, *, id: str | None = None) -> None:
-        super().__init__(live, id=id)
-        self._key: tuple[str, int | None, float] | None = None
-        """The entry under the cursor, which stays there when newer ones come."""
-        self._opened = False
+    _key: tuple[str, int | None, float] | None = None
+    """The entry under the cursor, which stays there when newer ones come."""
+    _opened = False
 
     def seen_version(self) -> object:
         """Change with findings and failures only."""
@@ -267,7 +245,7 @@ class Findings(Panel, can_focus=True):
         past = state.past_findings
         return len(past), past[-1].time if past else 0.0, len(state.findings), len(state.failures), self.live.over
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the list."""
         found = finding_entries(self.live.state)
         return draw_findings(
@@ -312,14 +290,6 @@ class Findings(Panel, can_focus=True):
         else:
             self._opened = False
             self._take(found, of)
-
-    def on_focus(self) -> None:
-        """Draw the focused cursor."""
-        self.redraw()
-
-    def on_blur(self) -> None:
-        """Draw the cursor without focus."""
-        self.redraw()
 
     def _index(self, found: Sequence[FindingEntry]) -> int:
         """Return the index of the entry under the cursor; at first the newest active one."""

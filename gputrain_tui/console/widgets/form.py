@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
@@ -55,16 +56,16 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
     mark = ("•", "accent") if field.changed else (" ", "base")
     if remark is not None and remark.status in MARKS:
         role, mark = remark.status, MARKS[remark.status]
-    told, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
-    if len(told) > left:
-        told = told[: max(left - 1, 0)] + "…"
+    remark_text, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
+    if len(remark_text) > left:
+        remark_text = remark_text[: max(left - 1, 0)] + "…"
     return fit_row(
         [
             mark,
             (" ", "base"),
             (field.name[: names - 1].ljust(names), "bright" if field.written or remark else "dim"),
             (text.ljust(values), role),
-            (told, remark_role(remark) if remark else "dim"),
+            (remark_text, remark_role(remark) if remark else "dim"),
         ],
         width,
     )
@@ -73,15 +74,13 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
 class Form(Listing):
     """The fields of the open recipe."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.title_text = ""
-        self.remarks: list[Row] = []
-        self.wanted = ""
-        """Only fields that hold these words are shown."""
-        self._fields: Sequence[Field] = ()
-        self._lines: list[FieldHeading | Field] = []
-        self._remarks: Mapping[str, FieldMessage] = {}
+    title_text = ""
+    remarks: Sequence[Row] = ()
+    wanted = ""
+    """Only fields that hold these words are shown."""
+    _fields: Sequence[Field] = ()
+    _lines: Sequence[FieldHeading | Field] = ()
+    _remarks: Mapping[str, FieldMessage] = MappingProxyType({})
 
     def show(self, fields: Sequence[Field], remarks: Mapping[str, FieldMessage]) -> None:
         """Show fields and remarks by key; the cursor stays on its field."""
@@ -135,7 +134,7 @@ class Form(Listing):
         return draw_field(line, width, self._remarks.get(line.key))
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Say what is missing."""
+        """Return the text of a form without fields."""
         if self.wanted:
             return centred_text(width, height, [f"no field holds {self.wanted!r}"])
         return centred_text(width, height, ["Choose a recipe at the left, or press d for the demo."])
@@ -144,10 +143,8 @@ class Form(Listing):
 class FieldDetail(Canvas):
     """Help of the field with the cursor: meaning, allowed values, default."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.field: Field | None = None
-        self.remark: FieldMessage | None = None
+    field: Field | None = None
+    remark: FieldMessage | None = None
 
     def show(self, field: Field | None, remark: FieldMessage | None) -> None:
         """Show a field and what was found about it."""

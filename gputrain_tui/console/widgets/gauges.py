@@ -1,4 +1,4 @@
-"""Bars, sizes, integers and wrapped text for the panels of hosts."""
+"""Bars, sizes and integers for the panels of hosts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,3 @@ def format_gib(value: int | None, digits: int = 1) -> str:
 def format_integer(value: float | None) -> str:
     """Return a number without decimals."""
     return EMPTY if value is None else f"{value:.0f}"
-
-
-def wrap_words(text: str, width: int) -> list[str]:
-    """Return a text as lines of whole words."""
-    lines, line = [], ""
-    for word in text.split():
-        if line and len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}".strip()
-    return [*lines, line]

@@ -36,11 +36,9 @@ def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[R
 class ProcessList(Canvas):
     """The processes on the GPU with the cursor."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.gpu: Gpu | None = None
-        self.of = ""
-        """The GPU's host, where there are several."""
+    gpu: Gpu | None = None
+    of = ""
+    """The GPU's host, where there are several."""
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the processes of the GPU."""

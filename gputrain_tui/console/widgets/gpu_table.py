@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.message import Message
 
 from gputrain_tui.console.host_choice import GpuRank, Host
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, row_cells, title_row
-from gputrain_tui.console.widgets.gauges import bar, format_gib, format_integer, wrap_words
+from gputrain_tui.console.widgets.gauges import bar, format_gib, format_integer
 from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
@@ -127,21 +127,13 @@ def age(host: Host, now: float) -> tuple[str, str]:
 
 
 def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: float) -> Row:
-    """Return the line of one machine: above its GPUs, where there are several machines.
-
-    Args:
-        host: the machine.
-        width: cells.
-        name_cells: of the longest name.
-        chosen: how many of its GPUs are chosen.
-        now: on the clock of the host's times.
-    """
+    """Return the line of a machine above its GPUs, ``chosen`` of which are chosen."""
     row: Row = [(f" {printable(host.shown)[:name_cells]:<{name_cells}}  ", "title")]
     when, role = age(host, now)
     inventory = host.inventory
     if inventory is None:
         # The line gives the reason; a host without an inventory has no age.
-        return fit_row([*row, (host.problem or ("being asked" if host.asking else "waits to be asked"), "dim")], width)
+        return fit_row([*row, (host.problem or "being asked", "dim")], width)
     pieces: list[Row] = []
     if host.gpus:
         free = len(host.free)
@@ -199,17 +191,12 @@ class GpuTable(Listing):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "toggle_gpu", "Select", show=False)]
 
-    class Selected(Message):
-        """Other GPUs are chosen."""
-
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.hosts: Sequence[Host] = ()
-        self.now = 0.0
-        """On the clock of the hosts' times."""
-        self.chosen: set[tuple[str, int]] = set()
-        """Host and index."""
-        self._lines: list[tuple[Host, Gpu | None]] = []
+    hosts: Sequence[Host] = ()
+    now = 0.0
+    """On the clock of the hosts' times."""
+    chosen: Set[tuple[str, int]] = frozenset()
+    """Host and index."""
+    _lines: Sequence[tuple[Host, Gpu | None]] = ()
 
     @property
     def several(self) -> bool:
@@ -236,11 +223,7 @@ class GpuTable(Listing):
         host, gpu = self._at()
         before = (host.name if host is not None else "", gpu.index if gpu is not None else None)
         self.hosts, self.now = hosts, now
-        self._lines = []
-        for found in hosts:
-            if self.several:
-                self._lines.append((found, None))
-            self._lines += [(found, one) for one in found.gpus]
+        self._lines = [(found, one) for found in hosts for one in (*((None,) if self.several else ()), *found.gpus)]
         self.chosen &= {(found.name, one.index) for found in hosts for one in found.gpus}
         places = [(found.name, one.index if one is not None else None) for found, one in self._lines]
         if before in places:
@@ -270,17 +253,13 @@ class GpuTable(Listing):
             free = {(host.name, index) for index in host.free}
             mine = {entry for entry in self.chosen if entry[0] == host.name}
             self.chosen = self.chosen - mine if mine == free else (self.chosen - mine) | free
-        self._chosen()
+        self.redraw()
 
     def choose_free(self) -> None:
         """Choose all free GPUs, or none when they are chosen already."""
         free = {(host.name, index) for host in self.hosts for index in host.free}
         self.chosen = set() if self.chosen == free else free
-        self._chosen()
-
-    def _chosen(self) -> None:
         self.redraw()
-        self.post_message(self.Selected())
 
     def count(self) -> int:
         """Return the number of lines."""
@@ -324,7 +303,7 @@ class GpuTable(Listing):
         if inventory is None:
             return centred_text(width, height, ["asking the driver"])
         note = inventory.note or "no GPU on this machine; CPU ranks work"
-        lines = wrap_words(note[:1].upper() + note[1:] + ".", width - 4)
+        lines = textwrap.wrap(note[:1].upper() + note[1:] + ".", max(width - 4, 1))
         cores = inventory.cpus.usable
         if height > len(lines) + 2:
             lines += ["", f"This machine trains on its CPU: cpu_ranks = {min(cores, 4)} in [[cluster.nodes]]."]

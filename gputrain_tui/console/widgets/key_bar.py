@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rich.segment import Segment
 from textual import events
-from textual.strip import Strip
-from textual.widget import Widget
 
 from gputrain_tui.console.actions import Action, footer, footer_of_focus
+from gputrain_tui.console.widgets.canvas import Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row, row_cells
 
 LAST_SURE_RANK = 20
@@ -93,10 +91,10 @@ def _put(row: Row, action: Action, spots: list[tuple[int, int, Action]]) -> None
     spots.append((begin, row_cells(row) - 1, action))
 
 
-class KeyBar(Widget):
+class KeyBar(Canvas):
     """The footer of a screen."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"key-bar--key", "key-bar--label"}
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("label")
 
     DEFAULT_CSS = """
     KeyBar {
@@ -105,31 +103,24 @@ class KeyBar(Widget):
         width: 1fr;
         background: $panel;
     }
-    KeyBar > .key-bar--key { color: $text-accent; text-style: bold; }
-    KeyBar > .key-bar--label { color: $foreground 80%; }
+    KeyBar > .canvas--label { color: $foreground 80%; }
     """
 
-    def __init__(self, place: str, *, id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, place: str) -> None:
+        super().__init__()
         self.place = place
         self._spots: list[tuple[int, int, Action]] = []
 
     def on_mount(self) -> None:
         """Follow the focus."""
-        self.watch(self.screen, "focused", self._show_keys, init=False)
+        self.watch(self.screen, "focused", self.redraw, init=False)
 
-    def _show_keys(self) -> None:
-        self.refresh()
-
-    def render_line(self, y: int) -> Strip:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the line of keys."""
-        width = self.size.width
         focused = getattr(self.screen.focused, "PLACE", None)
         actions = footer(self.place) if focused is None else footer_of_focus(self.place, focused)
         row, self._spots = draw_keys(actions, width)
-        styles = {name: self.get_component_rich_style(f"key-bar--{name}") for name in ("key", "label")}
-        segments = [Segment(text, styles.get(role, self.rich_style)) for text, role in row]
-        return Strip(segments).adjust_cell_length(width, self.rich_style)
+        return [row]
 
     async def on_click(self, event: events.Click) -> None:
         """Run the clicked action."""

@@ -8,19 +8,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 
-from gputrain_tui.console.ramp import HEAT_LEVELS, Ramp
+from gputrain_tui.console.ramp import HEAT_LEVELS
 from gputrain_tui.console.widgets.band_chart import LABEL_CELLS, steps_row
 from gputrain_tui.console.widgets.drawing import (
     Row,
     centred_text,
     fit_row,
     format_value,
+    group_size,
     merge,
     nice_floor,
     row_cells,
     title_row,
 )
-from gputrain_tui.console.widgets.panel import Panel, RunData
+from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.history.series import METRICS, Series
 
 SHAPES = "·:-=+*%#"
@@ -55,18 +56,12 @@ def map_rows(height: int) -> int:
     return height - (2 if height > 5 else 1)
 
 
-def group_size(ranks: int, rows: int) -> int:
-    """Return how many ranks share a half line; whole nodes of eight where it is more than eight."""
-    size = max(-(-ranks // max(2 * rows, 1)), 1)
-    return size if size <= 8 else -(-size // 8) * 8
-
-
 def heat_lines(ranks: int, height: int) -> int:
     """Return how many of so many lines a map of these ranks can use."""
     rows = map_rows(height)
     if rows < 1:
         return max(height, 0)
-    group = group_size(ranks, rows)
+    group = group_size(ranks, 2 * rows)
     groups = -(-ranks // group)
     used = -(-groups * _stretch(groups, group, rows) // 2) + height - rows
     return used if map_rows(used) == used - height + rows else height
@@ -129,8 +124,6 @@ def _latest(late: array[float], group: int) -> list[float]:
 
 def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> list[Row]:
     """Return the map as ``height`` rows of ``width`` cells."""
-    if height < 1:
-        return []
     left: Row = [("late", "title")]
     finite = [value for column in heat.columns for value in column if value == value]
     lines = map_rows(height)
@@ -207,10 +200,8 @@ def _short_legend(limits: Sequence[float], symbols: bool) -> Row:
 class LatenessMap(Panel):
     """Lateness of every rank over the run."""
 
-    def __init__(self, live: RunData, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(live, id=id, classes=classes)
-        self.last: int | None = None
-        """Steps to show; None: the whole run."""
+    last: int | None = None
+    """Steps to show; None: the whole run."""
 
     def show(self, *, last: int | None) -> None:
         """Choose the steps that are shown, the whole run being None."""
@@ -222,10 +213,10 @@ class LatenessMap(Panel):
         state = self.live.state
         return self.live.series.version, len(state.failures), state.ended is not None
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the map."""
         series, state = self.live.series, self.live.state
-        group = group_size(series.world_size, map_rows(height))
+        group = group_size(series.world_size, 2 * map_rows(height))
         first, end = series.span(self.last)
         heat = Heat(
             columns=heat_columns(series, max(width - LABEL_CELLS - 2, 1), group, last=self.last),
@@ -240,4 +231,4 @@ class LatenessMap(Panel):
             if state.failures
             else (),
         )
-        return draw_heat(heat, width, height, symbols=ramp.symbols)
+        return draw_heat(heat, width, height, symbols=self.ramp.symbols)

@@ -14,8 +14,6 @@ from textual.strip import Strip
 from gputrain_tui.history.log_buffer import Level, LogLine, level_of
 from gputrain_tui.tables import ESCAPES, printable
 
-TAB_CELLS = 8
-"""Cells between tab stops, as in terminals."""
 NO_STYLE = Style.null()
 
 Pieces = list[tuple[str, Style]]
@@ -38,20 +36,11 @@ def decoded(raw: bytes) -> Pieces:
     column = 0
     out: Pieces = []
     for part, style in pieces:
-        if "\t" in part:
-            part = _without_tabs(part, column)
-        part = printable(part)
+        part = printable((" " * column + part).expandtabs()[column:])
         if part:
             column += len(part)
             out.append((part, style))
     return out
-
-
-def _without_tabs(text: str, column: int) -> str:
-    first, *rest = text.split("\t")
-    for part in rest:
-        first += " " * (TAB_CELLS - (column + len(first)) % TAB_CELLS) + part
-    return first
 
 
 def _after(style: Style, codes: str) -> Style:
@@ -101,16 +90,9 @@ def line_strip(
     needle: str = "",
     at_match: bool = False,
 ) -> Strip:
-    """Return a line of the log as exactly ``width`` cells.
+    """Return a line of the log as exactly ``width`` cells, scrolled sideways by ``shift``; its prefix stays.
 
-    Args:
-        line: as it is kept.
-        styles: for ``base``, ``prefix``, ``warning``, ``error``, ``match``, ``current`` and ``dim``.
-        width: cells.
-        shift: cells that are scrolled out at the left; the prefix stays.
-        prefix_cells: of the name before the line; 0: none is shown.
-        needle: what is marked wherever it occurs, whatever its case.
-        at_match: whether this is the line that the search has found.
+    ``needle`` is marked wherever it occurs, otherwise in the line that the search has found (``at_match``).
     """
     level = level_of(line.raw)
     ground = styles["base"]

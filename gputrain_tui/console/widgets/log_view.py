@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import ClassVar
 
 from rich.segment import Segment
-from rich.style import Style
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.events import Click, MouseScrollDown, MouseScrollUp, Resize, Unmount
+from textual.events import Click, Unmount
 from textual.strip import Strip
-from textual.widget import Widget
 from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
+from gputrain_tui.console.widgets.canvas import Canvas, role_classes
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, scroll_thumb, title_row
 from gputrain_tui.console.widgets.log_line import line_strip, prefix
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.log_buffer import Level, LogBuffer
@@ -29,75 +26,45 @@ BACKLOG_BYTES = 4 << 20
 """Bytes of earlier output that are read at the start."""
 SHIFT_CELLS = 16
 """Cells that a long line moves sideways at a time."""
-WHEEL_LINES = 3
-"""Lines per turn of the mouse wheel."""
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
-ROLES = ("title", "dim", "rule", "accent", "prefix", "warning", "error", "match", "current", "thumb")
+LINE_ROLES = ("base", "prefix", "warning", "error", "match", "current", "dim")
 
 
-class LogView(Widget, can_focus=True):
+class LogView(Canvas, can_focus=True):
     """The log of a run, or of one rank of it; ``tick`` is called by the screen's clock."""
 
     PLACE = "log"
-    """What the table of actions calls it: its keys stand in the footer while it has the focus."""
+    """Its name in the action table: its keys stand in the footer while it has the focus."""
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("log")]
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"log--{role}" for role in ROLES}
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("prefix", "match", "current", "thumb")
 
     DEFAULT_CSS = """
-    LogView {
-        height: 1fr;
-        width: 1fr;
-        layout: vertical;
-    }
+    LogView { layout: vertical; }
     LogView > Input { dock: bottom; height: 1; border: none; padding: 0 1; background: $surface; display: none; }
     LogView.-searching > Input { display: block; }
-    LogView > .log--title { color: $foreground; text-style: bold; }
-    LogView:focus > .log--title { color: $text-accent; text-style: bold; }
-    LogView > .log--dim { color: $foreground 60%; }
-    LogView > .log--rule { color: $foreground 20%; }
-    LogView:ansi > .log--dim { text-style: dim; }
-    LogView:ansi > .log--rule { text-style: dim; }
-    LogView:ansi > .log--prefix { text-style: dim; }
-    LogView > .log--accent { color: $text-accent; }
-    LogView:light > .log--dim { color: $foreground 70%; }
-    LogView > .log--prefix { color: $foreground 45%; }
-    LogView:light > .log--prefix { color: $foreground 60%; }
-    LogView > .log--warning { color: $text-warning; }
-    LogView > .log--error { color: $text-error; }
-    LogView > .log--match { background: $accent 35%; }
-    LogView > .log--current { background: $accent; color: $background; }
-    LogView > .log--thumb { color: $foreground 40%; }
+    LogView:ansi > .canvas--prefix { text-style: dim; }
+    LogView > .canvas--prefix { color: $foreground 45%; }
+    LogView:light > .canvas--prefix { color: $foreground 60%; }
+    LogView > .canvas--error { text-style: none; }
+    LogView > .canvas--match { background: $accent 35%; }
+    LogView > .canvas--current { background: $accent; color: $background; }
+    LogView > .canvas--thumb { color: $foreground 40%; }
     """
 
     def __init__(
         self,
-        run: RunDir | None,
+        run: RunDir,
         *,
         rank: int | None = None,
-        title: str = "log",
         lines: int = 50_000,
-        now: Callable[[], float] = time.time,
         id: str | None = None,
-        classes: str | None = None,
     ) -> None:
-        """Show what a run prints.
-
-        Args:
-            run: whose log; None: nothing yet, see ``show_run``.
-            rank: only this one.
-            title: stands over it.
-            lines: how many are kept.
-            now: Unix seconds.
-            id: of the widget.
-            classes: of the widget.
-        """
-        super().__init__(id=id, classes=classes)
-        self.title_text = title
+        """Show what a run prints, all ranks or one; ``lines`` are kept."""
+        super().__init__(id=id)
         self._run = run
         self._rank = rank
         self._lines = lines
-        self._now = now
         self._top: int | None = None
         """Number of the first line on the screen; None: the end is followed."""
         self._shift = 0
@@ -105,11 +72,10 @@ class LogView(Widget, can_focus=True):
         self._match: int | None = None
         """Number of the line that the search has found."""
         self._missed = False
-        self._styles: dict[str, Style] = {}
         self._painted = -1
         self._follower: Follower | None = None
         self.buffer = LogBuffer(lines=lines)
-        """What was printed, as far as it is kept."""
+        """The newest lines."""
         self._open()
 
     # What the screen calls
@@ -130,11 +96,6 @@ class LogView(Widget, can_focus=True):
             self._rank = rank
             self._open()
 
-    def show_run(self, run: RunDir) -> None:
-        """Show another run."""
-        self._run = run
-        self._open()
-
     def tick(self) -> None:
         """Read what was printed; repaint if there was something."""
         if not self.display:
@@ -145,7 +106,7 @@ class LogView(Widget, can_focus=True):
                 self._missed = False  # what came may match
         if self.buffer.version != self._painted:
             self._painted = self.buffer.version
-            self.refresh()
+            self.redraw()
 
     def _open(self) -> None:
         level = self.buffer.level
@@ -154,11 +115,8 @@ class LogView(Widget, can_focus=True):
         self.buffer = LogBuffer(lines=self._lines)
         self.buffer.set_level(level)
         self._top, self._shift, self._match, self._missed, self._painted = None, 0, None, False, -1
-        if self._run is not None:
-            only = None if self._rank is None else {str(self._rank)}
-            self._follower = Follower(
-                self._run.logs, ".log", only=only, torn=True, last_bytes=BACKLOG_BYTES, now=self._now
-            )
+        only = None if self._rank is None else {str(self._rank)}
+        self._follower = Follower(self._run.logs, ".log", only=only, torn=True, last_bytes=BACKLOG_BYTES)
 
     # Where it is scrolled to
 
@@ -181,7 +139,7 @@ class LogView(Widget, can_focus=True):
         row = max(row, 0)
         following = row >= self.buffer.rows - self.page
         self._top = None if following else self.buffer.number(row)
-        self.refresh()
+        self.redraw()
 
     def action_scroll_lines(self, lines: int) -> None:
         """Move by lines."""
@@ -198,31 +156,21 @@ class LogView(Widget, can_focus=True):
     def action_follow(self) -> None:
         """Go to the end and follow it."""
         self._top = None
-        self.refresh()
+        self.redraw()
 
     def action_shift(self, steps: int) -> None:
         """Move long lines sideways."""
         self._shift = max(self._shift + steps * SHIFT_CELLS, 0)
-        self.refresh()
+        self.redraw()
 
-    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Move back with the wheel."""
-        event.stop()
-        self.scroll_rows(-WHEEL_LINES)
-
-    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Move on with the wheel."""
-        event.stop()
-        self.scroll_rows(WHEEL_LINES)
+    def wheel(self, lines: int) -> None:
+        """Move by lines."""
+        self.scroll_rows(lines)
 
     def on_click(self, event: Click) -> None:
         """Jump where the bar at the right is clicked."""
         if event.widget is self and event.x == self.size.width - 1 and event.y > 0:
             self._go((self.buffer.rows - self.page) * (event.y - 1) // max(self.page - 1, 1))
-
-    def on_resize(self, event: Resize) -> None:
-        """Draw for the new size."""
-        self.refresh()
 
     def on_unmount(self, event: Unmount) -> None:
         """Close the files."""
@@ -235,7 +183,7 @@ class LogView(Widget, can_focus=True):
         """Show all lines, those from warnings on, or errors only, in turn."""
         self.buffer.set_level(Level((self.buffer.level + 1) % len(Level)))
         self._match = None
-        self.refresh()
+        self.redraw()
 
     def action_search(self) -> None:
         """Ask what to search for."""
@@ -243,7 +191,7 @@ class LogView(Widget, can_focus=True):
         field = self.query_one(Input)
         field.value = self._needle
         field.focus()
-        self.refresh()
+        self.redraw()
 
     def action_next_match(self) -> None:
         """Go to the next line that holds the text."""
@@ -260,7 +208,7 @@ class LogView(Widget, can_focus=True):
         self.remove_class("-searching")
         if searching:
             self.focus()
-        self.refresh()
+        self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is enabled: Escape only clears a search."""
@@ -272,7 +220,7 @@ class LogView(Widget, can_focus=True):
     def _typed(self, event: Input.Changed) -> None:
         event.stop()
         self._needle, self._missed = event.value, False
-        self.refresh()
+        self.redraw()
 
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:
@@ -294,7 +242,7 @@ class LogView(Widget, can_focus=True):
                 self._go(row - self.page // 2)
             elif self.following:  # what was found stays in view
                 self._top = self.buffer.number(self.top_row)
-        self.refresh()
+        self.redraw()
 
     # How it is drawn
 
@@ -302,30 +250,28 @@ class LogView(Widget, can_focus=True):
         """Yield the search line, hidden until it is used."""
         yield Input(placeholder="search the log, Enter finds, Esc leaves", compact=True)
 
-    def notify_style_update(self) -> None:
-        """Forget the colours of the former theme."""
-        super().notify_style_update()
-        self._styles.clear()
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the title line, and the text of an empty log."""
+        return [self.head(width), *([] if self.buffer.rows else centred_text(width, self.page, self._nothing()))]
+
+    def redraw(self) -> None:
+        """Draw again with the next frame."""
+        self._drawn_size = None
+        self.refresh()
 
     def render_line(self, y: int) -> Strip:
         """Return one line of the widget."""
         width = self.size.width
-        styles = self._roles()
-        if y == 0:
-            return self._row(self.head(width), width, styles)
         rows = self.buffer.rows
-        if not rows:
-            lines = centred_text(width, self.page, self._nothing())
-            return self._row(lines[y - 1], width, styles) if y <= len(lines) else Strip.blank(width, styles["base"])
         row = self.top_row + y - 1
         overflows = rows > self.page
-        if row >= rows or y > self.page:
-            return Strip.blank(width, styles["base"])
+        if y == 0 or row >= rows or y > self.page:
+            return super().render_line(y)
         number = self.buffer.number(row)
         several = self._rank is None and len(self.buffer.names) > 1
         strip = line_strip(
             self.buffer.line(number),
-            styles,
+            {role: self.role(role) for role in LINE_ROLES},
             width=width - overflows,
             shift=self._shift,
             prefix_cells=max(len(prefix(name, 0)) for name in self.buffer.names) if several else 0,
@@ -333,7 +279,8 @@ class LogView(Widget, can_focus=True):
             at_match=number == self._match,
         )
         if overflows:
-            strip = Strip([*strip, Segment(self._bar(y - 1), styles["base"] + styles["thumb"])], width)
+            mark = "┃" if y - 1 in scroll_thumb(self.top_row, self.page, rows) else " "
+            strip = Strip([*strip, Segment(mark, self.role("thumb"))], width)
         return strip
 
     def head(self, width: int) -> Row:
@@ -351,7 +298,7 @@ class LogView(Widget, can_focus=True):
         below = self.buffer.rows - self.page - self.top_row
         if not self.following:
             remarks.append([(f"{below:,} lines below, End follows", "accent")])
-        return fit_row(title_row(width, [(self.title_text, "title"), (f"  {whose}", "dim")], remarks), width)
+        return fit_row(title_row(width, [("log", "title"), (f"  {whose}", "dim")], remarks), width)
 
     def _nothing(self) -> list[str]:
         if self.buffer.level and self.buffer.names:
@@ -359,20 +306,3 @@ class LogView(Widget, can_focus=True):
         if self._rank is not None:
             return [f"rank {self._rank} has printed nothing yet", "the log of all ranks is on the run's screen"]
         return ["nothing was printed yet"]
-
-    def _bar(self, y: int) -> str:
-        """Return a cell of the scroll bar."""
-        page, rows = self.page, self.buffer.rows
-        size = max(round(page * page / rows), 1)
-        start = round((page - size) * self.top_row / max(rows - page, 1))
-        return "┃" if start <= y < start + size else " "
-
-    def _roles(self) -> dict[str, Style]:
-        if not self._styles:
-            self._styles = {role: self.get_component_rich_style(f"log--{role}") for role in ROLES}
-            self._styles["base"] = self.rich_style
-        return self._styles
-
-    def _row(self, row: Row, width: int, styles: dict[str, Style]) -> Strip:
-        base = styles["base"]
-        return Strip([Segment(text, base + styles[role] if role != "base" else base) for text, role in row], width)

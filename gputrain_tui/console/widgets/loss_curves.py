@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from time import perf_counter
+from typing import ClassVar
 
+from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
 from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
-from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
 from gputrain_tui.history.compare import LossHistory, resampled
 from gputrain_tui.history.runs import ENDED, Run, RunReader
 from gputrain_tui.history.series import smooth
 
-PORTION_BYTES = 128 << 10
-"""Bytes per read, small against the budget."""
 LATE_START_SHARE = 0.1
 """Share of the axis from which runs that all start later do not begin it at 0."""
 
@@ -28,8 +29,8 @@ class LossReader:
         """Whether more is there than was read."""
         self._reader = RunReader(run.dir)
 
-    def poll(self, may_go_on: Callable[[], bool]) -> bool:
-        """Read what was appended; return whether anything changed."""
+    def poll(self, deadline: float) -> bool:
+        """Read what was appended, about until a time of ``perf_counter``; return whether anything changed."""
         if not self.behind and self.run.state in ENDED:
             return False  # nothing more will come
         was_behind = self.behind
@@ -40,7 +41,7 @@ class LossReader:
                 self.history.apply(event)
             came = came or bool(events)
             self.behind = self._reader.backlog_bytes > 0
-            if not self.behind or not may_go_on():
+            if not self.behind or perf_counter() >= deadline:
                 return came or was_behind != self.behind
 
     def close(self) -> None:
@@ -51,42 +52,74 @@ class LossReader:
 class LossCurves(Canvas):
     """The losses of the runs."""
 
-    def __init__(self, *, named: bool = True, id: str | None = None) -> None:
-        """Show nothing yet.
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(*CURVES)
 
-        Args:
-            named: whether a legend names the runs.
-            id: of the widget.
-        """
+    over_time = False
+    scale: Scale = "linear"
+    smoothing = 0.0
+    _readers: Sequence[LossReader] = ()
+    _reading_on = False
+
+    def __init__(self, *, named: bool = True, id: str | None = None) -> None:
+        """Show nothing yet; ``named`` adds a legend with the runs' names."""
         super().__init__(id=id)
-        self.readers: Sequence[LossReader] = ()
         self._named = named
-        self.over_time = False
-        self.scale: Scale = "linear"
-        self.smoothing = 0.0
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs that are shown."""
+        return [reader.run for reader in self._readers]
+
+    def show(self, runs: Sequence[Run]) -> None:
+        """Show runs, and close the records of others."""
+        self.on_unmount()
+        self._readers = [LossReader(run) for run in runs]
+        self.redraw()
+
+    def on_unmount(self) -> None:
+        """Close the records."""
+        for reader in self._readers:
+            reader.close()
+
+    def tick(self) -> None:
+        """Read within the budget, and go on soon where there is a backlog."""
+        if not self.display:
+            return
+        deadline = perf_counter() + POLL_BUDGET_S
+        moved = [reader.poll(deadline) for reader in self._readers]
+        if any(moved):
+            self.redraw()
+        if any(reader.behind for reader in self._readers) and not self._reading_on:
+            self._reading_on = True
+            self.set_timer(BACKLOG_PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        self._reading_on = False
+        if self.screen.is_current:
+            self.tick()
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the chart and its legend."""
         columns = chart_columns(width)
-        histories = [reader.history for reader in self.readers]
+        histories = [reader.history for reader in self._readers]
         ends = [h.last_second if self.over_time else float(h.last_step) for h in histories]
         last = max(ends, default=0.0)
         begins = [h.first_step for h in histories if h.first_step]
         first = float(min(begins, default=0)) if not self.over_time else 0.0
         first = first if first > LATE_START_SHARE * last else 0.0
         lines = []
-        for reader, history in zip(self.readers, histories, strict=True):
+        for reader, history in zip(self._readers, histories, strict=True):
             points = history.points(columns, over_time=self.over_time)
             values = smooth(resampled(points, columns, last, first=first), self.smoothing)
             lines.append(
                 OverlayLine(name=reader.run.id, values=values, value=history.loss, best=history.best_validation)
             )
         remarks = [f"smooth {self.smoothing:g}"] if self.smoothing else []
-        if any(reader.behind for reader in self.readers):
+        if any(reader.behind for reader in self._readers):
             remarks.append("reading")
         overlay = Overlay(
             lines=lines, first=first, last=last, over_time=self.over_time, scale=self.scale, remarks=tuple(remarks)
         )
-        told = legend(lines, width) if self._named else []
-        gap: list[Row] = [[]] if told and height >= 20 else []
-        return draw_overlay(overlay, width, height - len(told) - len(gap)) + told + gap
+        names = legend(lines, width) if self._named else []
+        gap: list[Row] = [[]] if names and height >= 20 else []
+        return draw_overlay(overlay, width, height - len(names) - len(gap)) + names + gap

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection
 
 from gputrain_tui.console.host_choice import Host
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
-from gputrain_tui.console.widgets.gauges import bar, format_gib, wrap_words
+from gputrain_tui.console.widgets.gauges import bar, format_gib
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.tables import duration, printable
 from trainer.host.addresses import Network
@@ -17,14 +18,7 @@ LABEL_CELLS = 9
 
 
 def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:
-    """Return cores, memory, network and driver of a host, as many lines as fit.
-
-    Args:
-        inventory: what is known.
-        width: cells.
-        height: lines at most.
-        name: how the person calls it; empty for this machine.
-    """
+    """Return cores, memory, network and driver of a host, as many lines as fit; ``name``: empty for this machine."""
     cpus, memory = inventory.cpus, inventory.memory
     up = f"up {duration(inventory.uptime_s)}" if inventory.uptime_s is not None else ""
     also = "  this machine" if not name else f"  {printable(inventory.host)}" if inventory.host != name else ""
@@ -83,7 +77,10 @@ def draw_silent(host: Host, width: int, height: int) -> list[Row]:
     if host.here or not host.problem:
         return [title_row(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
     rows: list[Row] = [title_row(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
-    rows += [[(line, "bright")] for line in wrap_words(f"{host.problem[:1].upper()}{host.problem[1:]}.", width - 2)]
+    rows += [
+        [(line, "bright")]
+        for line in textwrap.wrap(f"{host.problem[:1].upper()}{host.problem[1:]}.", max(width - 2, 1))
+    ]
     rows.append([("It is asked again now and then; ", "dim"), ("r", "key"), (" asks at once.", "dim")])
     return [fit_row(row, width) for row in rows[:height]]
 
@@ -91,9 +88,7 @@ def draw_silent(host: Host, width: int, height: int) -> list[Row]:
 class MachinePanel(Canvas):
     """One host."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.host: Host | None = None
+    host: Host | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the host, or why there is no inventory."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite
+from math import ceil
 
-from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL_CELLS, Axis, Scale, braille_line, tick_label
+from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL_CELLS, Axis, Scale, braille_line, plot_limits
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     Row,
@@ -54,13 +54,11 @@ def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
     remarks = [[(remark, "dim")] for remark in (*overlay.remarks, *(["log"] if overlay.scale == "log" else []))]
     rows = [title_row(width, [("loss", "title"), (f"  nats over {unit}", "dim")], remarks)]
     plot_height = height - 2
-    limits = _limits(overlay)
+    limits = plot_limits((line.values for line in overlay.lines), overlay.scale)
     if limits is None or plot_height < 2 or width < LABEL_CELLS + 8:
         return rows + centred_text(width, height - 1, ["no step yet"])
     axis = Axis(*limits, plot_height, overlay.scale)
-    labels: dict[int, str] = {}
-    for tick in reversed(axis.ticks):
-        labels.setdefault(min(plot_height - 1, int((1 - axis.at(tick)) * plot_height)), tick_label(tick))
+    labels = axis.labels(plot_height)
     cells = width - LABEL_CELLS - 2
     drawn = [braille_line(line.values, axis, cells, plot_height) for line in overlay.lines]
     numbers = _numbers(drawn, cells) if len(drawn) > 1 else {}
@@ -92,12 +90,6 @@ def _numbers(drawn: Sequence[Sequence[Sequence[int | None]]], cells: int) -> dic
             x -= 1
         numbers[x, y] = (f"{index + 1}", f"curve-{index}")
     return numbers
-
-
-def _limits(overlay: Overlay) -> tuple[float, float] | None:
-    least = 0.0 if overlay.scale == "log" else -inf
-    values = [value for line in overlay.lines for value in line.values if least < value < inf]
-    return (min(values), max(values)) if values and isfinite(min(values)) else None
 
 
 def _ends(overlay: Overlay, width: int) -> Row:

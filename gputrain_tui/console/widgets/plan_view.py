@@ -6,7 +6,6 @@ from pathlib import PurePath
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.events import MouseScrollDown, MouseScrollUp
 
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
@@ -16,7 +15,7 @@ from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
 
-def wrap_command(node: PlannedNode, width: int, indent: str = "    ", *, program: str = "") -> list[str]:
+def wrap_command(node: PlannedNode, width: int, *, program: str = "") -> list[str]:
     """Return a node's command as lines that a shell joins, each option beside its value.
 
     ``program`` stands in place of the first word.
@@ -34,7 +33,7 @@ def wrap_command(node: PlannedNode, width: int, indent: str = "    ", *, program
     for piece in map(printable, pieces):
         if line.strip() and len(line) + 1 + len(piece) > width - 2:
             lines.append(line + " \\")
-            line = indent + piece
+            line = f"    {piece}"
         else:
             line = f"{line} {piece}" if line else piece
     return [*lines, line]
@@ -82,14 +81,12 @@ class PlanView(Canvas, can_focus=True):
         Binding("pagedown", "scroll_by(8)", "Page down", show=False),
     ]
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.plan: Plan | None = None
-        self.problem = ""
-        """Why there is none, or why it could not start."""
-        self.waiting = False
-        """Whether it is being computed."""
-        self._top = 0
+    plan: Plan | None = None
+    problem = ""
+    """Reason why there is no plan, or why it could not start."""
+    waiting = False
+    """Whether it is being computed."""
+    _top = 0
 
     def show(self, plan: Plan | None, problem: str) -> None:
         """Show a plan, or why there is none."""
@@ -134,20 +131,6 @@ class PlanView(Canvas, can_focus=True):
         self._top = max(self._top + lines, 0)
         self.redraw()
 
-    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Scroll with the wheel."""
-        event.stop()
-        self.action_scroll_by(-3)
-
-    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Scroll with the wheel."""
-        event.stop()
-        self.action_scroll_by(3)
-
-    def on_focus(self) -> None:
-        """Draw the focused title."""
-        self.redraw()
-
-    def on_blur(self) -> None:
-        """Draw the title without focus."""
-        self.redraw()
+    def wheel(self, lines: int) -> None:
+        """Scroll the plan."""
+        self.action_scroll_by(lines)

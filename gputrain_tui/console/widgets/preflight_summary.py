@@ -11,14 +11,7 @@ from gputrain_tui.tables import printable
 
 
 def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, height: int) -> list[Row]:
-    """Return the preflight as rows: a summary, then the worst results.
-
-    Args:
-        results: of all checks.
-        problem: what is wrong with the recipe itself, which was then not checked; empty when nothing is.
-        width: cells.
-        height: rows; the first is the headline.
-    """
+    """Return a summary, then the worst results; or the ``problem`` of a recipe that could not be checked."""
     title = ("preflight", "title")
     if problem:
         rows = [title_row(width, [title, ("  ✗ the recipe is not right yet", "error")])]
@@ -27,17 +20,17 @@ def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, hei
         return [title_row(width, [title, ("  is looked at …", "dim")])]
     stopping, doubtful = errors(results), warnings(results)
     state = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
-    said = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
+    verdict = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
     wide = max((len(result.check) for result in (*stopping, *doubtful)), default=0)
-    lines = [_line("✗", _told(result, wide), "error", width) for result in stopping]
-    lines += [_line("!", _told(result, wide), "warning", width) for result in doubtful]
+    lines = [_line("✗", _result_text(result, wide), "error", width) for result in stopping]
+    lines += [_line("!", _result_text(result, wide), "warning", width) for result in doubtful]
     remarks: list[Row] = [[(f"{len(results)} check{'s' * (len(results) != 1)}", "dim")]]
     if len(lines) > height - 1:
         remarks.insert(0, [(f"{height - 1} of {len(lines)} shown", "accent")])
-    return [title_row(width, [title, (said, state[1])], remarks[::-1]), *lines][:height]
+    return [title_row(width, [title, (verdict, state[1])], remarks[::-1]), *lines][:height]
 
 
-def _told(result: CheckResult, wide: int) -> str:
+def _result_text(result: CheckResult, wide: int) -> str:
     host = f"{result.host}: " if result.host else ""
     fix = f" → {result.fix}" if result.fix else ""
     return f"{result.check:<{wide}}  {host}{result.what}{fix}"
@@ -52,20 +45,13 @@ def _line(mark: str, text: str, role: str, width: int) -> Row:
 class PreflightSummary(Canvas):
     """The preflight of the open recipe."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.most = 2
-        """Lines under the headline."""
-        self._results: Sequence[CheckResult] = ()
-        self._problem = ""
+    most = 2
+    """Lines under the headline."""
+    _results: Sequence[CheckResult] = ()
+    _problem = ""
 
     def show(self, results: Sequence[CheckResult], problem: str) -> None:
-        """Show what was found.
-
-        Args:
-            results: of all checks.
-            problem: what is wrong with the recipe itself; empty when nothing is.
-        """
+        """Show the results of all checks, or the problem of the recipe itself."""
         self._results, self._problem = results, problem
         lines = 1 if problem else len(errors(results)) + len(warnings(results))
         self.styles.height = 1 + min(lines, self.most)

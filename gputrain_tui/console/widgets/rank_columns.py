@@ -21,7 +21,7 @@ MOST_HOST_CELLS = 24
 """Cells of the column of hosts, whose names are cropped."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RankColumn:
     """One column."""
 
@@ -31,12 +31,12 @@ class RankColumn:
     """With the unit."""
     wide: int
     """Cells; of a host as many as the longest needs, up to a limit."""
-    value: Callable[[RankView, Lateness], Value]
-    """What is sorted and filtered by; None where nothing was measured."""
-    digits: int | None = None
-    """Decimals; None: text, left-aligned."""
     order: int
     """The lower, the longer it stays when there is less room."""
+    digits: int | None
+    """Decimals; None: text, left-aligned."""
+    value: Callable[[RankView, Lateness], Value]
+    """Value for sorting and filtering; None where nothing was measured."""
     descending: bool = True
     """Whether sorting begins with the greatest."""
 
@@ -78,32 +78,23 @@ def _use(view: RankView, late: Lateness) -> Value:
 
 
 COLUMNS: tuple[RankColumn, ...] = (
-    RankColumn(key="rank", title="rank", wide=4, value=lambda v, late: v.rank, digits=0, order=0, descending=False),
-    RankColumn(key="host", title="host", wide=4, value=lambda v, late: v.host, order=4, descending=False),
-    RankColumn(
-        key="device",
-        title="device",
-        wide=7,
-        value=lambda v, late: v.device.partition(" ")[0] if v.device else None,
-        order=13,
-        descending=False,
-    ),
-    RankColumn(key="state", title="state", wide=9, value=lambda v, late: v.display_state, order=6, descending=False),
-    RankColumn(
-        key="step", title="step", wide=7, value=lambda v, late: v.last.step if v.last else None, digits=0, order=1
-    ),
-    RankColumn(key="loss", title="loss", wide=7, value=_of_step("loss"), digits=4, order=2),
-    RankColumn(key="norm", title="g.norm", wide=6, value=_of_step("grad_norm"), digits=3, order=12),
-    RankColumn(key="local", title="g.own", wide=6, value=_of_step("local_grad_norm"), digits=3, order=16),
-    RankColumn(key="rate", title="smp/s", wide=7, value=lambda v, late: v.recent.samples_per_s, digits=1, order=7),
-    RankColumn(key="data", title="data ms", wide=7, value=_of_step("data_ms"), digits=1, order=10),
-    RankColumn(key="forward", title="fwd ms", wide=6, value=_of_step("forward_ms"), digits=1, order=9),
-    RankColumn(key="backward", title="bwd ms", wide=6, value=_of_step("backward_ms"), digits=1, order=8),
-    RankColumn(key="sync", title="sync ms", wide=7, value=_of_step("sync_exposed_ms"), digits=1, order=3),
-    RankColumn(key="optimizer", title="opt ms", wide=6, value=_of_step("optimizer_ms"), digits=1, order=14),
-    RankColumn(key="late", title="late ms", wide=7, value=lambda v, late: late.get(v.rank), digits=1, order=5),
-    RankColumn(key="memory", title="mem GiB", wide=7, value=_memory, digits=1, order=11),
-    RankColumn(key="use", title="use %", wide=5, value=_use, digits=0, order=15),
+    RankColumn("rank", "rank", 4, 0, 0, lambda v, _: v.rank, descending=False),
+    RankColumn("host", "host", 4, 4, None, lambda v, _: v.host, descending=False),
+    RankColumn("device", "device", 7, 13, None, lambda v, _: v.device and v.device.partition(" ")[0], descending=False),
+    RankColumn("state", "state", 9, 6, None, lambda v, _: v.display_state, descending=False),
+    RankColumn("step", "step", 7, 1, 0, lambda v, _: v.last.step if v.last else None),
+    RankColumn("loss", "loss", 7, 2, 4, _of_step("loss")),
+    RankColumn("norm", "g.norm", 6, 12, 3, _of_step("grad_norm")),
+    RankColumn("local", "g.own", 6, 16, 3, _of_step("local_grad_norm")),
+    RankColumn("rate", "smp/s", 7, 7, 1, lambda v, _: v.recent.samples_per_s),
+    RankColumn("data", "data ms", 7, 10, 1, _of_step("data_ms")),
+    RankColumn("forward", "fwd ms", 6, 9, 1, _of_step("forward_ms")),
+    RankColumn("backward", "bwd ms", 6, 8, 1, _of_step("backward_ms")),
+    RankColumn("sync", "sync ms", 7, 3, 1, _of_step("sync_exposed_ms")),
+    RankColumn("optimizer", "opt ms", 6, 14, 1, _of_step("optimizer_ms")),
+    RankColumn("late", "late ms", 7, 5, 1, lambda v, late: late.get(v.rank)),
+    RankColumn("memory", "mem GiB", 7, 11, 1, _memory),
+    RankColumn("use", "use %", 5, 15, 0, _use),
 )
 BY_KEY: dict[str, RankColumn] = {column.key: column for column in COLUMNS}
 

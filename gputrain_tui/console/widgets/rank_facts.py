@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, format_value, title_row
-from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.headless.progress import loss_text, percent
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import duration, printable, size
-
-if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
 
 Fact = tuple[str, str, str]
 """Name, value, and the role of the value."""
@@ -74,13 +68,13 @@ def _state_role(state: RunState, view: RankView) -> str:
 
 def whereabouts(view: RankView) -> str:
     """Return host, device and process of a rank."""
-    told = [
+    parts = [
         printable(view.host or ""),
         printable(view.device or ""),
         f"local rank {view.local_rank}" if view.local_rank is not None else "",
         f"pid {view.pid}" if view.pid is not None else "",
     ]
-    return "  ".join(filter(None, told))
+    return "  ".join(filter(None, parts))
 
 
 def _with(value: float | None, unit: str) -> str:
@@ -114,22 +108,15 @@ def facts_height(width: int, count: int) -> int:
     return 1 + -(-count // max(min(width // (NAME_CELLS + VALUE_CELLS), 6), 1))
 
 
-class RankFacts(Panel):
+class RankFacts(ClockPanel):
     """The facts of the selected rank."""
 
-    live: LiveRun
-
-    def seen_version(self) -> object:
-        """Change also with the seconds since the last event."""
-        live = self.live
-        return live.version, None if live.over else int(live.now())
-
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the facts."""
         rank = self.selected_rank or 0
         view = self.live.state.ranks.get(rank)
-        told = view.failure.message if view is not None and view.failure is not None else None
-        message = told or (view.message or "" if view is not None else "")
+        failure = view.failure.message if view is not None and view.failure is not None else None
+        message = failure or (view.message or "" if view is not None else "")
         where = whereabouts(view) if view is not None else ""
         found = facts(self.live.state, rank, self.live.now())
         return draw_facts(rank, found, width, height, where=where, message=message)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from gputrain_tui.console.ramp import ON_GROUND, Ramp
+from gputrain_tui.console.widgets.canvas import MOVE_KEYS, role_classes
 from gputrain_tui.console.widgets.drawing import Row
-from gputrain_tui.console.widgets.panel import Panel, RunData
+from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, layout, sort_ranks
 from gputrain_tui.console.widgets.rank_filter import RankFilter
 from gputrain_tui.console.widgets.rank_table import HEAD_LINES, GridView, draw_grid, visible_ranks
 from gputrain_tui.state import RankView
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
 
 HIGHLIGHT_S = 0.6
 """Seconds a changed line is bright."""
@@ -28,69 +31,44 @@ SORT_INTERVAL_S = 0.5
 class RankGrid(Panel, can_focus=True):
     """The rank table: cursor by keys and mouse, sorting by any column, filter."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {
-        "rank-grid--column",
-        "rank-grid--value",
-        "rank-grid--quiet",
-        "rank-grid--absent",
-        "rank-grid--error-text",
-        "rank-grid--cursor",
-        "rank-grid--blurred",
-    }
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
+        "column", "value", "quiet", "absent", "error-text", "cursor", "cursor-unfocused"
+    )
 
     DEFAULT_CSS = """
-    RankGrid > .rank-grid--column { color: $foreground 60%; text-style: bold; }
-    RankGrid > .rank-grid--value { color: $foreground 72%; }
-    RankGrid > .rank-grid--quiet { color: $foreground 50%; }
-    RankGrid > .rank-grid--absent { color: $foreground 30%; }
-    RankGrid > .rank-grid--error-text { color: $foreground 60%; }
-    RankGrid > .rank-grid--cursor { background: $primary 32%; }
-    RankGrid > .rank-grid--blurred { background: $foreground 8%; }
-    RankGrid:light > .rank-grid--quiet { color: $foreground 62%; }
-    RankGrid:light > .rank-grid--absent { color: $foreground 40%; }
-    RankGrid:light > .rank-grid--cursor { background: $primary 20%; }
-    RankGrid:ansi > .rank-grid--quiet, RankGrid:ansi > .rank-grid--absent { text-style: dim; }
-    RankGrid:ansi > .rank-grid--cursor { background: ansi_blue; }
-    RankGrid:ansi > .rank-grid--blurred { background: ansi_bright_black; }
+    RankGrid > .canvas--column { color: $foreground 60%; text-style: bold; }
+    RankGrid > .canvas--value { color: $foreground 72%; }
+    RankGrid > .canvas--quiet { color: $foreground 50%; }
+    RankGrid > .canvas--absent { color: $foreground 30%; }
+    RankGrid > .canvas--error-text { color: $foreground 60%; }
+    RankGrid:light > .canvas--quiet { color: $foreground 62%; }
+    RankGrid:light > .canvas--absent { color: $foreground 40%; }
+    RankGrid:ansi > .canvas--quiet, RankGrid:ansi > .canvas--absent { text-style: dim; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
-        Binding("pageup", "page(-1)", "Page up", show=False),
-        Binding("pagedown", "page(1)", "Page down", show=False),
-        Binding("home", "end(-1)", "First", show=False),
-        Binding("end", "end(1)", "Last", show=False),
+        *MOVE_KEYS,
         Binding("enter", "open", "Open the rank", show=False),
     ]
 
+    @dataclass
     class Picked(Message):
         """The cursor moved to a rank."""
 
-        def __init__(self, rank: int) -> None:
-            super().__init__()
-            self.rank = rank
+        rank: int
 
         def can_replace(self, message: Message) -> bool:
             """Let a later move replace this one."""
             return isinstance(message, RankGrid.Picked)
 
+    @dataclass
     class Opened(Message):
         """A rank was opened."""
 
-        def __init__(self, rank: int) -> None:
-            super().__init__()
-            self.rank = rank
+        rank: int
 
-    def __init__(
-        self,
-        live: RunData,
-        *,
-        now: Callable[[], float] = monotonic,
-        id: str | None = None,
-        classes: str | None = None,
-    ) -> None:
-        super().__init__(live, id=id, classes=classes)
+    def __init__(self, live: LiveRun, *, now: Callable[[], float] = monotonic, id: str | None = None) -> None:
+        super().__init__(live, id=id)
         self._now = now
         self._top = 0
         self._sort_key = "rank"
@@ -130,10 +108,10 @@ class RankGrid(Panel, can_focus=True):
         self._sort_key, self._descending = key, descending
         self._rearrange()
 
-    def sort_next(self, step: int = 1) -> None:
-        """Sort by the next visible column, or the one before."""
+    def sort_next(self) -> None:
+        """Sort by the next visible column."""
         keys = [place.column.key for place in self._places()] or list(BY_KEY)  # none is seen while it is hidden
-        index = keys.index(self._sort_key) + step if self._sort_key in keys else 0
+        index = keys.index(self._sort_key) + 1 if self._sort_key in keys else 0
         self.sort_by(keys[index % len(keys)], descending=BY_KEY[keys[index % len(keys)]].descending)
 
     def reverse_sort(self) -> None:
@@ -163,7 +141,7 @@ class RankGrid(Panel, can_focus=True):
         """Move the cursor by the visible height."""
         self.action_move(pages * max(visible_ranks(self.size.height) - 1, 1))
 
-    def action_end(self, side: int) -> None:
+    def action_edge(self, side: int) -> None:
         """Move the cursor to the first or last rank."""
         self._pick(0 if side < 0 else len(self._arranged) - 1)
 
@@ -203,20 +181,10 @@ class RankGrid(Panel, can_focus=True):
 
     # Mouse
 
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        """Scroll by three lines."""
-        self._wheel(event, 3)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Scroll by three lines."""
-        self._wheel(event, -3)
-
-    def _wheel(self, event: events.MouseEvent, lines: int) -> None:
-        before = self._top
+    def wheel(self, lines: int) -> None:
+        """Scroll by lines."""
         self._scroll(self._top + lines)
-        if self._top != before:
-            event.stop()
-            self.redraw()
+        self.redraw()
 
     def on_click(self, event: events.Click) -> None:
         """Sort by a title, take a rank, or jump along the scroll mark."""
@@ -234,14 +202,6 @@ class RankGrid(Panel, can_focus=True):
             if event.chain == 2:
                 self.action_open()
 
-    def on_focus(self) -> None:
-        """Draw the focused cursor."""
-        self.redraw()
-
-    def on_blur(self) -> None:
-        """Draw the cursor without focus."""
-        self.redraw()
-
     # Painting
 
     def seen_version(self) -> object:
@@ -256,7 +216,7 @@ class RankGrid(Panel, can_focus=True):
             return
         super().tick()
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the grid."""
         now = self._now()
         if now - self._arranged_at >= SORT_INTERVAL_S and self.live.version != self._arranged_version:
@@ -329,13 +289,3 @@ class RankGrid(Panel, can_focus=True):
         width, height = self.size
         scrolls = len(self._arranged) > visible_ranks(height)
         return layout(width - (2 if scrolls else 1), len(self.live.state.ranks), self._hosts)
-
-    def _style(self, role: str, ramp: Ramp) -> Style:
-        name, _, ground = role.partition("@")
-        own = f"rank-grid--{name}"
-        style = self.get_component_rich_style(own) if own in self.COMPONENT_CLASSES else super()._style(name, ramp)
-        if ground:
-            style += Style(bgcolor=self.get_component_rich_style(f"rank-grid--{ground}").bgcolor)
-            if ramp.plain_cursor:
-                style += ON_GROUND
-        return style

@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, merge, title_row
-from gputrain_tui.console.widgets.drawing import centred_text as remark
+from gputrain_tui.console.widgets.canvas import on_ground
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    centred_text as remark,
+    fit_row,
+    merge,
+    scroll_thumb,
+    title_row,
+)
 from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, layout
 from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
@@ -15,8 +23,6 @@ from gputrain_tui.tables import printable
 
 HEAD_LINES = 2
 """Lines above the first rank."""
-ON_CURSOR = {"quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
-"""Roles that are brighter on the cursor's ground, where dim ones could not be read."""
 
 
 @dataclass(kw_only=True)
@@ -52,8 +58,6 @@ def visible_ranks(height: int) -> int:
 
 def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     """Return the grid as ``height`` rows of ``width`` cells."""
-    if height < 1 or width < 1:
-        return [[] for _ in range(max(height, 0))]
     visible = visible_ranks(height)
     scrolls = len(grid.rows) > visible
     places = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
@@ -62,14 +66,13 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     if not shown:
         why = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
         return rows + remark(width, visible, [why])
-    thumb = _thumb(grid.top, visible, len(grid.rows)) if scrolls else (0, 0)
+    thumb = scroll_thumb(grid.top, visible, len(grid.rows))
     for y, view in enumerate(shown):
         row = fit_row(_line(grid, view, places), width - 1 if scrolls else width)
         if view.rank == grid.cursor:
-            ground = "cursor" if grid.focused else "blurred"
-            row = [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
+            row = on_ground(row, "cursor" if grid.focused else "cursor-unfocused")
         if scrolls:
-            row.append(("┃", "dim") if thumb[0] <= y < thumb[1] else ("│", "rule"))
+            row.append(("┃", "dim") if y in thumb else ("│", "rule"))
         rows.append(row)
     return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
@@ -151,10 +154,3 @@ def _state_role(standing: str | None, *, failing: bool) -> str:
     if standing in RANK_OUTCOMES:
         return "victim" if failing else "quiet"
     return "quiet" if standing in ("training", "finished") else "bright"
-
-
-def _thumb(top: int, visible: int, total: int) -> tuple[int, int]:
-    """Return the first line of the scroll mark and the one after its last."""
-    size = max(visible * visible // max(total, 1), 1)
-    begin = round(top / max(total - visible, 1) * (visible - size))
-    return begin, begin + size

@@ -22,21 +22,20 @@ class FolderHeading:
 class RecipeList(Listing):
     """Recipes of the working folder and of the person's own folder."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.opened: Path | None = None
-        """The recipe in the form."""
-        self.edited: Collection[Path] = ()
-        """Recipes with changes that are not saved."""
-        self._lines: list[FolderHeading | RecipeFile] = []
+    opened: Path | None = None
+    """The recipe in the form."""
+    edited: Collection[Path] = ()
+    """Recipes with changes that are not saved."""
+    _lines: Sequence[FolderHeading | RecipeFile] = ()
 
     def show(self, files: Sequence[RecipeFile]) -> None:
         """Show these recipes."""
-        self._lines = []
+        lines: list[FolderHeading | RecipeFile] = []
         for file in files:
-            if not self._lines or getattr(self._lines[-1], "group", None) != file.group:
-                self._lines.append(FolderHeading(file.group))
-            self._lines.append(file)
+            if not lines or getattr(lines[-1], "group", None) != file.group:
+                lines.append(FolderHeading(file.group))
+            lines.append(file)
+        self._lines = lines
         if self._lines and not self.selectable(min(self.cursor, len(self._lines) - 1)):
             self.cursor = 1
         self.redraw()

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_row, merge, pad, title_row
-from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.headless.progress import ranks_text
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import duration, printable
-
-if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
 
 SIGNS = {
     "absent": ("·", "dim", "not started"),
@@ -68,8 +63,6 @@ def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
 
 def draw_rendezvous(seen: RendezvousProgress, width: int, height: int) -> list[Row]:
     """Return the view as ``height`` rows of ``width`` cells, hosts with missing ranks first."""
-    if height < 1 or width < 1:
-        return [[] for _ in range(max(height, 0))]
     total = sum(len(ranks) for _, ranks in seen.hosts)
     left: Row = [("joining", "title"), (f" {seen.here:,}", "bright"), (f" of {total:,}", "dim")]
     waited: Row = [("waiting ", "dim"), (duration(seen.waited_s), "bright")] if seen.waited_s is not None else []
@@ -114,17 +107,10 @@ def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: in
     return [*row, *signs]
 
 
-class RendezvousView(Panel):
+class RendezvousView(ClockPanel):
     """Ranks that have joined and that are missing."""
 
-    live: LiveRun
-
-    def seen_version(self) -> object:
-        """Change also with the seconds on the clock."""
-        elapsed = self.live.elapsed_s
-        return self.live.version, int(elapsed) if elapsed is not None else None
-
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the view."""
         live = self.live
         return draw_rendezvous(rendezvous_progress(live.state, live.now()), width, height)

@@ -6,23 +6,16 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.headless.progress import ranks_text
+from gputrain_tui.headless.progress import LOG_LINES, ranks_text
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.state import RunState
 from gputrain_tui.state.rank_outcome import LOST_PEER, STOPPED
 from gputrain_tui.tables import printable
 from trainer.contract.record import Failure
 
-if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
-
-LOG_LINES = 12
-"""Last lines kept of the failed rank's log; the card shows as many as fit."""
 MOST_GROUPS = 3
 """Most groups of other ranks, by what they were doing."""
 STATE_TEXTS = {
@@ -103,12 +96,12 @@ def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
     rows: list[Row] = [title_row(width, head, [[(at, "dim")]])]
     message = textwrap.wrap(printable(failure.message), max(width - 4, 20))[: 2 if most < 9 else 4]
     rows += [[("  ", "base"), (line, "title")] for line in message]
-    told: list[Row] = []
+    others: list[Row] = []
     if root_cause.other_ranks:
-        told = [[("  meanwhile  " if not i else "             ", "dim"), (line, "bright")]
+        others = [[("  meanwhile  " if not i else "             ", "dim"), (line, "bright")]
                 for i, line in enumerate(root_cause.other_ranks)]  # fmt: skip
-        told = told[: max(1, most // 4)]
-    room = most - len(rows) - len(told)
+        others = others[: max(1, most // 4)]
+    room = most - len(rows) - len(others)
     log = list(root_cause.log)
     if log and room >= 2:
         path = root_cause.log_path
@@ -116,7 +109,7 @@ def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
         rows += [[("  │ ", "error"), (printable(line), "dim")] for line in log[-(room - 1) :]]
     elif log and room == 1:
         rows.append([("  │ ", "error"), (printable(log[-1]), "dim")])
-    return rows + told
+    return rows + others
 
 
 class RootCauseCard(Panel):
@@ -127,13 +120,9 @@ class RootCauseCard(Panel):
     RootCauseCard:ansi { background: ansi_default; }
     """
 
-    live: LiveRun
-
-    def __init__(self, live: LiveRun, *, id: str | None = None) -> None:
-        super().__init__(live, id=id)
-        self._log_of: tuple[int | None, str | None, int] | None = None
-        self._log: list[str] = []
-        self._log_path = ""
+    _log_of: tuple[int | None, str | None, int] | None = None
+    _log: Sequence[str] = ()
+    _log_path = ""
 
     def root_cause(self) -> RootCause | None:
         """Return the content; None while nothing has failed."""
@@ -155,7 +144,7 @@ class RootCauseCard(Panel):
         """Change with failures, and with the status of the run."""
         return self.live.version, self.live.status
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the card."""
         root_cause = self.root_cause()
         return [] if root_cause is None else draw_root_cause(root_cause, width, height)

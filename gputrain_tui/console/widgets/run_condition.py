@@ -42,9 +42,9 @@ def run_condition(state: RunState) -> list[Row]:
         return [[("✓ no findings", "dim")]] if state.step >= LEAST_STEPS else []
     worst = findings[0]
     mark, role = MARKS.get(worst.severity, MARKS["warning"])
-    said = printable(finding_summary(worst))
+    text = printable(finding_summary(worst))
     more = f"  +{len(findings) - 1:,} more" if len(findings) > 1 else ""
-    forms = dict.fromkeys((said + more, said, said.partition(":")[0]))
+    forms = dict.fromkeys((text + more, text, text.partition(":")[0]))
     return [[(f"{mark} {form}", role)] for form in forms]
 
 

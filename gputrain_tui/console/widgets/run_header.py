@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, row_cells
-from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.console.widgets.run_condition import run_condition
 from gputrain_tui.headless.progress import loss_text
 from gputrain_tui.history.runs import ENDED
-from gputrain_tui.state import RunState
+from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 from trainer.contract.record import Validation
 
@@ -32,57 +31,6 @@ MARKS: dict[str, tuple[str, str]] = {
 """Mark and role per status."""
 BAR_CELLS = (8, 48)
 """Least and greatest width of the progress bar."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFigures:
-    """Figures of a whole run; None: not measured."""
-
-    step: int = 0
-    epoch: int = 0
-    loss: float | None = None
-    """Mean of the ranks' newest losses, nats."""
-    samples_per_s: float | None = None
-    """Of all ranks together, over their last events."""
-    compute_share: float | None = None
-    """Share of step time in which the ranks computed: forward, backward and optimizer, 0 to 1."""
-    sync_share: float | None = None
-    """Share of step time in which they waited for the gradient synchronisation, 0 to 1."""
-
-
-def run_figures(state: RunState) -> RunFigures:
-    """Return the figures, in one pass over the ranks."""
-    steps: list[int] = []
-    epoch = 0
-    loss, losses = 0.0, 0
-    rate, rates = 0.0, 0
-    parts = working = synced = exposed = 0.0
-    for view in state.ranks.values():
-        last = view.last
-        if last is None:
-            continue
-        steps.append(last.step)
-        epoch = last.epoch if not epoch else min(epoch, last.epoch)
-        if last.loss is not None:
-            loss += last.loss
-            losses += 1
-        new, old = view.totals, view.totals_window[0]
-        step_ms = new.step_ms - old.step_ms
-        if step_ms > 0:
-            rate += 1000 * (new.timed_samples - old.timed_samples) / step_ms
-            rates += 1
-        parts += new.phases_ms - old.phases_ms
-        working += new.compute_ms - old.compute_ms + new.optimizer_ms - old.optimizer_ms
-        synced += new.synced_ms - old.synced_ms
-        exposed += new.exposed_ms - old.exposed_ms
-    return RunFigures(
-        step=min(steps, default=0),
-        epoch=epoch,
-        loss=loss / losses if losses else None,
-        samples_per_s=rate if rates else None,
-        compute_share=working / parts if parts > 0 else None,
-        sync_share=exposed / synced if synced > 0 else None,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +56,7 @@ class RunHeading:
     reading: float | None = None
     """Share of the record that was read, while it is being read."""
     condition: Sequence[Row] = ()
-    """How it is, in ever fewer words."""
+    """Condition of the run, in ever shorter forms."""
     note: str = ""
     """Such as a message of the supervisor."""
 
@@ -214,21 +162,14 @@ def _percent(share: float | None) -> str:
     return (EMPTY if share is None else f"{share:.0%}").rjust(4)
 
 
-class RunHeader(Panel):
+class RunHeader(ClockPanel):
     """Two lines on top of a run's screens."""
 
     DEFAULT_CSS = """
     RunHeader { dock: top; height: 2; background: $panel; }
     """
 
-    live: LiveRun
-
-    def seen_version(self) -> object:
-        """Change also with the seconds on the clock."""
-        elapsed = self.live.elapsed_s
-        return self.live.version, int(elapsed) if elapsed is not None else None
-
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the header."""
         return draw_header(heading(self.live), width, height)
 
@@ -244,7 +185,7 @@ def heading(live: LiveRun) -> RunHeading:
         id=live.id,
         world_size=state.world_size,
         hosts=len(hosts),
-        summary=run_figures(state),
+        summary=run_figures(state.ranks.values()),
         total=state.updates_total,
         max_epochs=state.max_epochs,
         valid_loss=evaluated.loss if (evaluated := state.last_validation()) is not None else None,

@@ -56,14 +56,7 @@ def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
 
 
 def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened: bool) -> Row:
-    """Return a run's line.
-
-    Args:
-        entry: as ``gputrain runs --json`` describes it.
-        width: cells.
-        number: its place among the marked ones, from 0; None: it is not marked.
-        opened: whether it is the run that the console watches.
-    """
+    """Return a run's line; ``number``: its place among the marked runs, from 0."""
     if entry["state"] == UNREADABLE:
         text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
@@ -88,21 +81,19 @@ def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened
 class RunList(Listing):
     """The runs."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.entries: Sequence[Mapping[str, Any]] | None = None
-        """None until they were listed."""
-        self.marked: list[str] = []
-        """Ids in the order in which they were marked."""
-        self.opened: str | None = None
-        """Id of the run that the console watches."""
+    entries: Sequence[Mapping[str, Any]] | None = None
+    """None until they were listed."""
+    marked: tuple[str, ...] = ()
+    """Ids in the order in which they were marked."""
+    opened: str | None = None
+    """Id of the run that the console watches."""
 
     def show(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Show runs; the cursor stays on its run."""
         before = self.entry
         self.entries = entries
         ids = [entry["id"] for entry in entries]
-        self.marked = [run for run in self.marked if run in ids]
+        self.marked = tuple(run for run in self.marked if run in ids)
         if before is not None and before["id"] in ids and self.cursor:
             self.cursor = ids.index(before["id"])
         self.redraw()
@@ -120,11 +111,11 @@ class RunList(Listing):
         if entry is None:
             return True
         if entry["id"] in self.marked:
-            self.marked.remove(entry["id"])
+            self.marked = tuple(run for run in self.marked if run != entry["id"])
         elif len(self.marked) >= MAX_RUNS:
             return False
         else:
-            self.marked.append(entry["id"])
+            self.marked += (entry["id"],)
         self.redraw()
         return True
 
@@ -177,9 +168,7 @@ class RunList(Listing):
 class RunCard(Canvas):
     """Details of the run with the cursor."""
 
-    def __init__(self, *, id: str | None = None) -> None:
-        super().__init__(id=id)
-        self.entry: Mapping[str, Any] | None = None
+    entry: Mapping[str, Any] | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the run in a few lines."""
@@ -188,7 +177,7 @@ class RunCard(Canvas):
             return []
         cells = cells_of(entry)
         mark, role = MARKS.get(entry["state"], ("?", "warning"))
-        said = entry["message"] or ""
+        message = entry["message"] or ""
         rows: list[Row] = [
             title_row(width, [(printable(entry["id"]), "title"), (f"  {mark} {entry['state']}", role)]),
             [
@@ -202,6 +191,6 @@ class RunCard(Canvas):
         if (tested := entry.get("tested")) is not None:
             shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
             rows.insert(1, [(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])
-        if said:
-            rows.insert(1, [(printable(said), "error" if entry["state"] == "failed" else "bright")])
+        if message:
+            rows.insert(1, [(printable(message), "error" if entry["state"] == "failed" else "bright")])
         return [fit_row(row, width) for row in rows[:height]]

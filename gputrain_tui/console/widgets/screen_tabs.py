@@ -16,11 +16,9 @@ class ScreenTabs(Canvas):
     ScreenTabs { height: 1; dock: top; background: $panel; }
     """
 
-    def __init__(self, place: str, *, remark: str = "", id: str | None = None) -> None:
-        super().__init__(id=id)
+    def __init__(self, place: str) -> None:
+        super().__init__()
         self.place = place
-        self.remark = remark
-        """Stands at the right."""
         self._spots: list[tuple[int, int, str]] = []
 
     def draw(self, width: int, height: int) -> list[Row]:
@@ -39,9 +37,6 @@ class ScreenTabs(Canvas):
                 (f"{action.label} ", "title" if here else "dim"),
             ]
             at += len(action.label) + 4
-        gap = width - at - len(self.remark) - 1
-        if gap > 0:
-            row += [(" " * gap, "base"), (self.remark, "dim")]
         return [fit_row(row, width)]
 
     async def on_click(self, event: Click) -> None:

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from textual.binding import BindingType
 
-from gputrain_tui.console.ramp import Ramp
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
-from gputrain_tui.console.widgets.panel import Panel, RunData
+from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.tables import printable
 
 
@@ -31,16 +30,14 @@ class StackView(Panel, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [("up", "scroll_by(-1)", "Up"), ("down", "scroll_by(1)", "Down"),
                 ("pageup", "scroll_by(-20)", "Page up"), ("pagedown", "scroll_by(20)", "Page down")]  # fmt: skip
 
-    def __init__(self, live: RunData, *, id: str | None = None) -> None:
-        super().__init__(live, id=id)
-        self._lines: list[str] = []
-        self._remark = ""
-        self._top = 0
+    _lines: Sequence[str] = ()
+    _remark = ""
+    _top = 0
 
     def show(self, lines: Sequence[str], remark: str = "") -> None:
         """Show a stack, or why there is none."""
-        if (list(lines), remark) != (self._lines, self._remark):
-            self._lines, self._remark = list(lines), remark
+        if (tuple(lines), remark) != (self._lines, self._remark):
+            self._lines, self._remark = tuple(lines), remark
             self._top = min(self._top, max(len(self._lines) - 1, 0))
             self.redraw()
 
@@ -53,6 +50,6 @@ class StackView(Panel, can_focus=True):
         """Change with the stack only."""
         return None
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the stack."""
         return draw_stack(self._lines, self._remark, width, height, self._top)

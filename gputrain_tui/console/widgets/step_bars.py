@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
-from gputrain_tui.console.ramp import PHASE_COLOURS, Ramp
+from gputrain_tui.console.ramp import PHASE_COLOURS
+from gputrain_tui.console.widgets.band_chart import LABEL_CELLS
 from gputrain_tui.console.widgets.drawing import (
     EIGHTHS,
     Row,
@@ -14,6 +15,7 @@ from gputrain_tui.console.widgets.drawing import (
     fit_row,
     format_number,
     format_value,
+    group_size,
     merge,
     title_row,
 )
@@ -27,8 +29,6 @@ LEGENDS = (
     ("data", "fwd", "bwd", "sync", "opt"),
     ("d", "f", "b", "s", "o"),
 )
-LABEL_CELLS = 6
-"""Cells of a bar's label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +67,14 @@ def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar
     if len(found) <= most:
         return [Bar(label=f"{v.rank}", phases=phases, selected=v.rank == selected) for v, phases in found]
     chosen = [Bar(label=f"{v.rank}", phases=phases, selected=True) for v, phases in found if v.rank == selected]
-    size = _group_size(len(found), most - len(chosen))
+    size = group_size(len(found), most - len(chosen))
     groups = [found[begin : begin + size] for begin in range(0, len(found), size)]
     spans = [(group[0][0].rank, group[-1][0].rank) for group in groups]
     labels = [f"{first}–{last}" if last > first else f"{first}" for first, last in spans]
     if max(map(len, labels)) > LABEL_CELLS:
         labels = [f"{first}{'…' if last > first else ''}" for first, last in spans]
     return chosen + [
-        Bar(label=label, phases=tuple(map(_mean, zip(*(phases for _, phases in group), strict=True))))
+        Bar(label=label, phases=tuple(map(fmean, zip(*(phases for _, phases in group), strict=True))))
         for label, group in zip(labels, groups, strict=True)
     ]
 
@@ -82,24 +82,12 @@ def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar
 def bar_lines(ranks: int, height: int) -> int:
     """Return how many of so many lines the bars of these ranks can use, one of them selected, a blank one below."""
     most = height - 1
-    count = ranks if ranks <= most else 1 + -(-ranks // _group_size(ranks, most - 1))
+    count = ranks if ranks <= most else 1 + -(-ranks // group_size(ranks, most - 1))
     return min(count + 2, height)
-
-
-def _group_size(ranks: int, most: int) -> int:
-    """Return how many ranks share a bar; whole nodes of eight where it is more than eight."""
-    size = max(-(-ranks // max(most, 1)), 1)
-    return size if size <= 8 else -(-size // 8) * 8
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def draw_bars(lines: Sequence[Bar], width: int, height: int, *, symbols: bool = False) -> list[Row]:
     """Return the bars as ``height`` rows of ``width`` cells."""
-    if height < 1:
-        return []
     left: Row = [("step", "title")]
     if not lines:
         head = title_row(width, left)
@@ -166,8 +154,8 @@ class StepBars(Panel):
         """Change with every event: bars show the newest ones."""
         return self.live.version
 
-    def draw(self, width: int, height: int, ramp: Ramp) -> list[Row]:
+    def draw(self, width: int, height: int) -> list[Row]:
         """Return the bars."""
         ranks = self.live.state.ranks
         lines = bars([ranks[rank] for rank in sorted(ranks)], height - 1, self.selected_rank)
-        return draw_bars(lines, width, height, symbols=ramp.symbols)
+        return draw_bars(lines, width, height, symbols=self.ramp.symbols)

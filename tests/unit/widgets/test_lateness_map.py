@@ -7,11 +7,10 @@ import pytest
 from run_in_memory import run_in_memory
 
 from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PHASE_COLOURS, PLAIN, SIXTEEN, SIXTEEN_LIGHT, Ramp
-from gputrain_tui.console.widgets.drawing import row_text
+from gputrain_tui.console.widgets.drawing import group_size, row_text
 from gputrain_tui.console.widgets.lateness_map import (
     Heat,
     draw_heat,
-    group_size,
     heat_columns,
     map_rows,
     thresholds,
@@ -21,7 +20,7 @@ RUN = run_in_memory()
 
 
 def heat(width: int, height: int) -> Heat:
-    group = group_size(16, map_rows(height))
+    group = group_size(16, 2 * map_rows(height))
     return Heat(
         columns=heat_columns(RUN.series, width - 8, group),
         ranks=16,
@@ -55,7 +54,7 @@ def test_two_ranks_share_a_line_in_halves() -> None:
 
 @pytest.mark.parametrize(("ranks", "rows", "size"), [(2, 8, 1), (16, 8, 1), (17, 8, 2), (1024, 16, 32), (1000, 5, 104)])
 def test_ranks_share_half_lines_only_where_they_must(ranks: int, rows: int, size: int) -> None:
-    assert group_size(ranks, rows) == size
+    assert group_size(ranks, 2 * rows) == size
     assert math.ceil(ranks / size) <= 2 * rows
 
 
@@ -94,7 +93,7 @@ def test_no_map_leaves_its_cells() -> None:
     source = random.Random(2)
     for _ in range(200):
         width, height, ranks = source.randrange(1, 120), source.randrange(1, 30), source.randrange(1, 3000)
-        group = group_size(ranks, map_rows(height))
+        group = group_size(ranks, 2 * map_rows(height))
         groups = -(-ranks // group)
         columns = [
             [source.choice((math.nan, 0.0, 5.0, 1e9)) for _ in range(groups)] if source.random() < 0.9 else []

@@ -4,9 +4,10 @@ import pytest
 
 from gputrain_tui.console.widgets.drawing import row_cells, row_text
 from gputrain_tui.console.widgets.run_condition import LEAST_STEPS, run_condition
-from gputrain_tui.console.widgets.run_header import RunFigures, RunHeading, draw_header
+from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.diagnosis import KINDS
 from gputrain_tui.state import RunState
+from gputrain_tui.state.figures import RunFigures
 from trainer.contract.record import Finding, Step, Validation
 
 

@@ -28,8 +28,6 @@ MEANS = (
 MEANS_OF = attrgetter(*MEANS)
 EXTREMES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
 """Fields with extremes, and the field with the single values of an event that covers several steps."""
-FOLD_EVENTS = 16
-"""Events of a block that are held before they are folded into its sums: bounds the memory of a long block."""
 
 
 class DownsampledBlock(Step, kw_only=True, tag="steps"):
@@ -87,7 +85,7 @@ class _OpenBlock:
     def add(self, event: Step) -> None:
         self.last = event
         self.events.append(event)
-        if len(self.events) == FOLD_EVENTS:
+        if len(self.events) == LEVELS[0]:  # bounds the memory of a long block
             self._fold()
 
     def _fold(self) -> None:
@@ -136,13 +134,7 @@ class Downsampler:
     """Downsampler of one event file: turns its events, in the order of their lines, into blocks and notes."""
 
     def __init__(self, folder: Path, name: str, at: int) -> None:
-        """Start after the bytes that the event file has.
-
-        Args:
-            folder: folder of the run's downsampled record.
-            name: name of the event file, without suffix.
-            at: size of the event file, bytes.
-        """
+        """Start after the first ``at`` bytes of the event file ``name``."""
         self._folder = folder
         self._name = name
         self._end = at

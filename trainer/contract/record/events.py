@@ -6,10 +6,13 @@ bounds, checked on reading: one number beyond them, from a damaged line, could e
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+T = TypeVar("T")
 
 STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed")
 """The states of a rank, in the order in which a healthy run passes through them."""
@@ -397,16 +400,8 @@ def _encodable(value: Any) -> Any:
 
 
 def decode_events(lines: bytes, world_size: int = MAX_RANKS) -> list[AnyEvent]:
-    """Return the events of complete lines; skip lines that are torn, foreign or of an unknown type.
-
-    Args:
-        lines: lines of an event file.
-        world_size: ranks of the run; an event with a rank beyond it is foreign.
-    """
-    try:
-        events = _decode.decode_lines(lines)
-    except DECODE_ERRORS:
-        events = _decoded_singly(lines)
+    """Return the events of complete lines; skip lines that are torn, of an unknown type or of other ranks."""
+    events = decode_lines(_decode, lines)
     if world_size >= MAX_RANKS:  # the bound of the schema itself
         return events
     return [
@@ -416,14 +411,16 @@ def decode_events(lines: bytes, world_size: int = MAX_RANKS) -> list[AnyEvent]:
     ]
 
 
-def _decoded_singly(lines: bytes) -> list[AnyEvent]:
-    found = []
-    for line in lines.splitlines():
-        try:
-            found.append(_decode.decode(line))
-        except DECODE_ERRORS:
-            continue
-    return found
+def decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:
+    """Decode lines of JSON; skip those that are torn or of another type."""
+    try:
+        return decoder.decode_lines(lines)
+    except DECODE_ERRORS:
+        found: list[T] = []
+        for line in lines.splitlines():
+            with suppress(*DECODE_ERRORS):
+                found.append(decoder.decode(line))
+        return found
 
 
 def is_within_world(event: AnyEvent, world_size: int) -> bool:

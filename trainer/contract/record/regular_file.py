@@ -23,13 +23,8 @@ MAX_FILE_BYTES = 64 << 20
 T = TypeVar("T")
 
 
-def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Open a regular file; return its descriptor.
-
-    Args:
-        path: path of the file.
-        flags: flags of ``os.open``.
-        mode: permissions of a file that is created.
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file with flags of ``os.open``; return its descriptor.
 
     Raises:
         OSError: it cannot be opened, or is no regular file.
@@ -42,7 +37,7 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o600) 
         if not flags & os.O_CREAT:
             raise
     more = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
-    descriptor = os.open(path, flags | more, mode)
+    descriptor = os.open(path, flags | more, 0o600)
     try:
         _require_regular(os.fstat(descriptor), path)
     except OSError:

@@ -31,7 +31,6 @@ class EventWriter:
         path: Path | None,
         *,
         rank: int | None = None,
-        now: Callable[[], float] = time.time,
         shared: bool = False,
     ) -> None:
         """Open the file and start the thread; end a torn last line first.
@@ -39,14 +38,12 @@ class EventWriter:
         Args:
             path: The event file; None records nothing.
             rank: Rank in ``lost`` events.
-            now: Unix seconds.
             shared: Whether other processes append to the file too; then it is not downsampled, which counts bytes.
 
         Raises:
             OSError: the file cannot be opened.
         """
         self._rank = rank
-        self._now = now
         self._pending: list[bytes] = []
         """Lines to write; the first may be the rest of a line that was written in part."""
         self._lost = 0
@@ -140,7 +137,7 @@ class EventWriter:
     def _mark_gap(self) -> None:
         """Queue a ``lost`` event where events were dropped; the caller holds the lock."""
         if self._lost:
-            lost = Lost(time=self._now(), rank=self._rank, events=self._lost, message=self._reason)
+            lost = Lost(time=time.time(), rank=self._rank, events=self._lost, message=self._reason)
             self._queue(lost, encode_event(lost))
             self._lost = 0
 
@@ -208,12 +205,8 @@ class EventWriter:
 def until_next(now: float, interval_s: float) -> float:
     """Return the seconds to the next multiple of an interval that is at least half of it away.
 
-    So the writers of all ranks run at the same moments. Ranks wait for each other at each step: writers that took
-    turns would each delay all of them.
-
-    Args:
-        now: Unix seconds, on which machines agree to some milliseconds.
-        interval_s: The interval.
+    So the writers of all ranks, whose Unix clocks agree to some milliseconds, run at the same moments. Ranks wait for
+    each other at each step: writers that took turns would each delay all of them.
     """
     return 1.5 * interval_s - (now + 0.5 * interval_s) % interval_s
 
