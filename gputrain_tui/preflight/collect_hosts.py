@@ -6,6 +6,7 @@ connection, with ``gputrain_tui.hosts.node_facts`` at its other end, which is go
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import secrets
@@ -243,6 +244,21 @@ def _ask(
     return _Collection(recipe, plan, local, env, ssh).run(nodes)
 
 
+def _require_addresses(addresses: Sequence[str], port: int) -> None:
+    """Refuse what the other hosts could not connect to: they would fail of it, and be blamed.
+
+    Raises:
+        HostError: an address or the port is none.
+    """
+    try:
+        for text in addresses:
+            ipaddress.ip_address(text)
+        if not 0 < port < 1 << 16:
+            raise ValueError
+    except ValueError:
+        raise HostError("what it answered are no facts of a host") from None
+
+
 def _distinct(plan: Plan, local: LocalFacts) -> list[PlannedNode]:
     """Return the first node of each host, folder, shell line, interpreter and environment."""
     found: dict[tuple[Any, ...], PlannedNode] = {}
@@ -349,6 +365,7 @@ class _Collection:
             },
         )
         facts = dialog.answer(HostFacts, HOST_TIMEOUT_S)
+        _require_addresses(facts.addresses, facts.probe_port)
         with self._lock:
             self._found[node.node] = HostAnswer(node=node.node, host=node.host, here=here, facts=facts)
 
@@ -376,6 +393,7 @@ class _Collection:
         there = dialog.answer(_Clock, QUESTION_TIMEOUT_S).time
         answered = time.time()
         route = dialog.answer(_Route, QUESTION_TIMEOUT_S)
+        _require_addresses([text for text in (route.address, route.root) if text], 1)
         with self._lock:
             self._routes[node.node] = route
             self._found[node.node] = msgspec.structs.replace(

@@ -19,7 +19,7 @@ from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle.start import with_interfaces
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import CheckResult
-from gputrain_tui.preflight.collect_hosts import HostDialog, HostError
+from gputrain_tui.preflight.collect_hosts import HostDialog, HostError, collect_hosts
 from gputrain_tui.preflight.host_checks import check_hosts
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.recipe import model as recipes
@@ -341,3 +341,46 @@ def test_a_host_that_never_reads_or_never_ends_is_given_up_in_time() -> None:
             dialog.answer(dict, 0.2 if "sleep" in script else 60)
         dialog.kill()
         dialog.close()
+
+
+HOSTILE = """
+import json, sys
+mark = sys.argv[-1]
+def answer(value):
+    print(mark + json.dumps(value), flush=True)
+memory = {"total_bytes": 1, "available_bytes": 1}
+inventory = {"host": "\\x1b]0;x\\x07", "time": 0.0, "cpus": {}, "memory": memory}
+for line in sys.stdin.buffer:
+    if b'"ask": "facts"' in line[-100000:]:
+        limits = {"processes": None, "files": None, "memory_bytes": None}
+        answer({"name": "x", "machine": "m", "inventory": inventory, "limits": limits, **json.loads(sys.argv[1])})
+"""
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        {"probe_port": 10**9},
+        {"probe_port": 7, "addresses": ["$(reboot)"]},
+        {"probe_port": 7, "name": "x" * 5000},
+        {"probe_port": 10**400},
+        {"probe_port": 7, "folders": [{"path": 7}]},
+    ],
+)
+def test_a_host_that_lies_is_blamed_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: dict[str, Any]
+) -> None:
+    (tmp_path / "liar.py").write_text(HOSTILE)
+    # Of ssh's words the last is the mark.
+    script = f"exec {sys.executable} {tmp_path}/liar.py '{json.dumps(answered)}' \"$@\""
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("GPUTRAIN_SSH", str(tmp_path / "ssh"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    wanted = recipe()
+    local = LocalFacts(python=sys.executable)
+    found = collect_hosts(wanted, plan(wanted, {}, local=local), local, env={})
+    assert [(each.host, each.problem) for each in found] == [
+        ("h1", "what it answered are no facts of a host"),
+        ("h2", "what it answered are no facts of a host"),
+    ]
