@@ -35,6 +35,8 @@ PROBE_TIMEOUT_S = 30.0
 INSTALL_TIMEOUT_S = 3600.0
 """Of an installation of torch over a slow network."""
 MAX_ANSWER_BYTES = 1 << 20
+SYSTEM = Path("/usr")
+"""What the system installs stays: another host has its own."""
 DATA = ("data",)
 """Folders of the working folder that stay, besides those that the recipe's task reads."""
 CACHES = ("__pycache__", ".git", ".venv")
@@ -137,11 +139,15 @@ def _push_of(
     else:
         transfers.append(Transfer(source=code, target=answer["workdir"], files=files))
         lines.append(f"code: {len(files)} files of {code} to {answer['workdir']}; data and what git ignores stay here")
-    same = answer["base"] == platform.python_version() and answer["machine"] == platform.machine()
+    # An environment that holds its interpreter, as conda's and pyenv's do, brings it along.
+    same = sys.prefix == sys.base_prefix or answer["base"] == platform.python_version()
+    same = same and answer["machine"] == platform.machine()
     same = same and answer["libc"] == " ".join(platform.libc_ver())
     packages: tuple[str, ...] = ()
     if one.own_python:
         lines.append("environment: the recipe names an interpreter of its own; nothing to bring")
+    elif Path(sys.prefix).is_relative_to(SYSTEM):
+        lines.append(f"environment: {sys.prefix} is the system's; use a virtual environment, or name the host's python")
     elif not imports:
         lines.append(f"environment: it sees {sys.prefix} as this machine does; nothing to bring")
     else:
@@ -246,10 +252,10 @@ def files_of(folder: Path) -> tuple[str, ...] | None:
 def import_folders(code: Path) -> list[Path]:
     """Return the folders from which this interpreter imports, besides its standard library and the working folder."""
     library = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")}
-    found = [Path(sys.prefix)] if sys.prefix != sys.base_prefix else []
+    found = [] if Path(sys.prefix).is_relative_to(SYSTEM) else [Path(sys.prefix)]
     for name in sys.path:
         path = Path(name)
-        if not name or not path.is_dir() or path == code or path.is_relative_to(code):
+        if not name or not path.is_dir() or any(path.is_relative_to(folder) for folder in (code, SYSTEM)):
             continue
         standard = path in library or path.name == "lib-dynload"
         if not standard and not any(path.is_relative_to(folder) for folder in found):

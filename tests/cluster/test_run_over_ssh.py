@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,10 @@ def running_lab() -> Iterator[SshLab]:
 class Cluster:
     """The lab, and the commands of one test."""
 
-    def __init__(self, lab: SshLab) -> None:
+    def __init__(self, lab: SshLab, *, names: Sequence[str] = NAMES, ranks: Sequence[int] = RANKS) -> None:
         self.lab = lab
-        self.h0, self.h1, self.h2, self.h3 = lab.hosts
+        self.names, self.ranks = names, ranks
+        self.h0, self.h1, self.h2, self.h3 = lab.hosts[:4]
         self.typed_on = self.h0
         """It has no rank."""
         self.started: list[subprocess.Popen[str]] = []
@@ -51,7 +52,7 @@ class Cluster:
     def write(self, *lines: str, **options: Any) -> None:
         place = f'[cluster]\nenv = {{ PYTHONPATH = "{PYTHONPATH}" }}\n' + "".join(f"{line}\n" for line in lines)
         (self.lab.folder / "recipe.toml").write_text(
-            recipe(NAMES, RANKS, **options).replace("[train]", f"{place}[train]")
+            recipe(self.names, self.ranks, **options).replace("[train]", f"{place}[train]")
         )
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
@@ -74,7 +75,9 @@ class Cluster:
     def train(self, *processes: subprocess.Popen[str]) -> None:
         """Wait until all ranks do."""
         wait_until(
-            lambda: (self.home / "runs").is_dir() and all(is_training(self.record, rank) for rank in range(4)),
+            lambda: (
+                (self.home / "runs").is_dir() and all(is_training(self.record, rank) for rank in range(sum(self.ranks)))
+            ),
             "all ranks train",
             processes,
         )
@@ -290,3 +293,24 @@ def test_agents_that_hear_of_nobody_go_on_while_their_ranks_make_steps_and_end_t
     code, said = cluster.run("stop", "last")
     assert "processes left: none" in said
     cluster.check_record()
+
+
+@pytest.mark.slow
+def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_any() -> None:
+    require_ssh()
+    names = [f"n{number}" for number in range(1, 17)]
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    with ssh_lab(folder, dict.fromkeys(["n0", *names], "eth0")) as lab:
+        cluster = Cluster(lab, names=names, ranks=[1] * 16)
+        for _ in range(3):
+            cluster.write(**ENDLESS | {"join_timeout": 300})
+            code, said = cluster.run("run", "recipe.toml", "--detach")
+            assert code == 0, said
+            cluster.train()
+            code, said = cluster.run("stop", "last")
+            assert code == 0, said
+            assert "is stopped at update " in said
+            assert len({check_steps(cluster.record, rank) for rank in range(16)}) == 1
+            cluster.check_record()
+            wait_until(cluster.nothing_is_left, "no process is left on any host")
+    shutil.rmtree(folder)
