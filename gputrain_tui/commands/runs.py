@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gputrain_tui import paths
-from gputrain_tui.history.runs import list_all
+from gputrain_tui.history.runs import ENDED, list_all, read_job
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize_runs
 from gputrain_tui.output import print_json, print_styled
 from gputrain_tui.tables import TableColumn, duration, number, printable, table, width
@@ -40,7 +40,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the runs."""
-    entries = summarize_runs(*list_all(), now=time.time())
+    runs, unreadable = list_all()
+    if any(run.state not in ENDED and read_job(run.dir) is not None for run in runs):
+        from gputrain_tui.lifecycle.slurm_jobs import refreshed
+
+        runs = [refreshed(run) for run in runs]
+    entries = summarize_runs(runs, unreadable, now=time.time())
     if args.json:
         print_json(json.dumps(entries, ensure_ascii=False))
     elif entries:

@@ -196,17 +196,18 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
         plan = read_plan(run_dir)
         if settle.recorded_exit_code(run_dir, plan) is not None:
             return
-        state = "" if job is None else job.state
-        if job is not None and not job.launched:
+        state, status = "" if job is None else job.state, read_status(run_dir)
+        began = status is not None and status.status != "queued"
+        if job is not None and not job.launched and not began:
             what = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
             ended = _failed("slurm", f"the job could not start on {job.nodes}, which {what}")
-        elif job is not None and job.exit_code == ExitCode.REFUSED:
+        elif job is not None and job.exit_code == ExitCode.REFUSED and not began:
             ended = _failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
         elif state == "CANCELLED":
             ended = AttemptResult(status="stopped", reason=slurm.WORDS[state])
         else:
             what = slurm.WORDS.get(state) or f"its job in Slurm is over ({state.lower() or 'forgotten'})"
-            ended = _failed("slurm", f"{what}, and the run had not ended")
+            ended = _failed("slurm", f"{what}, and its supervisor has not recorded why")
         RunStatusWriter(run_dir, plan, now=time.time).close(ended, left=[])
 
 
