@@ -279,6 +279,9 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_is_named(
     assert (result["failure"]["rank"], result["failure"]["kind"]) == (1, kind)
     assert message in result["failure"]["message"]
     assert sum(event["steps"] for event in done.of("step", 0)) <= 3
+    if fault == "raise" and hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        collectives = json.loads((tmp_path / "logs" / "collectives_1.json").read_text())["entries"]
+        assert {entry["profiling_name"] for entry in collectives} >= {"gloo:all_reduce"}, "what it did before"
 
 
 def test_dropout_differs_between_ranks_and_repeats_with_the_seed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
