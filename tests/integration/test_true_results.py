@@ -12,8 +12,8 @@ import pytest
 import torch
 from odd_tasks import NormTask
 from rank_group import Gang
-from test_loop import TASK, Trained, train
 from tiny_task import TinyOptions
+from trained import TASK, Trained, train
 
 from trainer.checkpoint import newest
 from trainer.contract.options import Training

@@ -5,7 +5,6 @@ They fork from a server that has torch loaded, so a further process costs millis
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+from forked_trainer import context
+
 TIMEOUT_S = 120.0
 """Far above what anything takes here: loading torch from a busy disk takes up to a minute."""
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["trainer.distributed", "trainer.checkpoint"])
 
 
 @dataclass(frozen=True)
