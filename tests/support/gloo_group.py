@@ -13,9 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from forked_trainer import context
-
-TIMEOUT_S = 120.0
-"""Far above what anything takes here: loading torch from a busy disk takes up to a minute."""
+from waiting import LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Member:
 
     def outcome(self) -> Any:
         """Return the result, or the ``Raised`` that came instead."""
-        assert self._connection.poll(TIMEOUT_S), "a process does not answer"
+        assert self._connection.poll(LIMIT_S), "a process does not answer"
         return self._connection.recv()
 
     def kill(self) -> None:
