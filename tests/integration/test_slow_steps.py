@@ -34,19 +34,7 @@ def test_a_stop_waits_for_steps_that_are_longer_than_the_grace(tmp_path: Path, h
     support = Path(__file__).parents[1] / "support"
     words = ["--task", "slow_task:Slow", "--cpu", "--batch-size", "2", "--max-updates", "200", "--threads", "1"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "trainer",
-            *words,
-            *how,
-            "--stop-grace",
-            "0.1",
-            "--save-dir",
-            "kept",
-            "--run-dir",
-            "record",
-        ],
+        [sys.executable, "-m", "trainer", *words, *how, "--stop-grace", "0.1", *KEPT],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(support), *sys.path])},
         stdout=subprocess.PIPE,
