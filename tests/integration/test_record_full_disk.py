@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from trainer.contract.record import (
     AnyEvent,
@@ -30,24 +25,6 @@ def events_of(path: Path) -> list[AnyEvent]:
 
 def numbers_of(events: list[AnyEvent]) -> list[int]:
     return [event.step for event in events if isinstance(event, Sample)]
-
-
-def wait_for(condition: object, timeout_s: float = 10.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
-
-
-# ----------------------------------------------------------------------------------------------------- the writer
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    before = set(threading.enumerate())
-    yield tmp_path / "events" / "0.ndjson"
-    wait_for(lambda: set(threading.enumerate()) <= before)
 
 
 FULL_DISK = """

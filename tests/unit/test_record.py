@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from trainer.contract.record import (
     AnyEvent,
@@ -34,14 +35,6 @@ def events_of(path: Path) -> list[AnyEvent]:
 
 def numbers_of(events: list[AnyEvent]) -> list[int]:
     return [event.step for event in events if isinstance(event, Sample)]
-
-
-def wait_for(condition: object, timeout_s: float = 10.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
 
 
 # ------------------------------------------------------------------------------------------------------ the lines
@@ -118,7 +111,7 @@ def test_a_field_of_the_future_is_passed_over() -> None:
 def path(tmp_path: Path) -> Iterator[Path]:
     before = set(threading.enumerate())
     yield tmp_path / "events" / "0.ndjson"
-    wait_for(lambda: set(threading.enumerate()) <= before)
+    until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_events_come_out_in_the_order_in_which_they_went_in(path: Path) -> None:
