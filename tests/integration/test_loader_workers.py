@@ -1,42 +1,21 @@
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
+from epoch_batches import batches, read, samples_of
 from torch.utils.data import DataLoader
 
 from trainer.agent.log_tail import error_line
 from trainer.contract.errors import RequestError
-from trainer.data.batches import (
-    EpochBatches,
-)
-from trainer.data.loader import MicroBatch
-
-
-def batches(samples: int | Sequence[Any], batch_sizes: Sequence[int], rank: int, **options: Any) -> EpochBatches:
-    dataset = range(samples) if isinstance(samples, int) else samples
-    settings: dict[str, Any] = {"collate": list, "seed": 1, "shuffle": True} | options
-    return EpochBatches(dataset, batch_sizes=batch_sizes, rank=rank, **settings)  # type: ignore[arg-type]
-
-
-def read(source: EpochBatches, update_freq: int, updates: int | None = None) -> list[list[MicroBatch]]:
-    return [list(update) for update in itertools.islice(source.updates(update_freq), updates)]
-
-
-def samples_of(updates: list[list[MicroBatch]]) -> list[Any]:
-    return [sample for update in updates for micro in update if micro.samples for sample in micro.batch]
-
 
 # ---------------------------------------------------------------------------------------------------------- workers
 

@@ -4,27 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from record_reading import events_of, numbers_of, sample
+
 from trainer.contract.record import (
-    AnyEvent,
     Lost,
-    Sample,
-    decode_events,
     encode_event,
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-def sample(number: int, size: int = 0) -> Sample:
-    return Sample(time=0.0, step=number, text="x" * size)
-
-
-def events_of(path: Path) -> list[AnyEvent]:
-    return list(decode_events(path.read_bytes()))
-
-
-def numbers_of(events: list[AnyEvent]) -> list[int]:
-    return [event.step for event in events if isinstance(event, Sample)]
 
 
 FULL_DISK = """
@@ -134,4 +121,4 @@ print(writer.lost, time.monotonic() - started)
 """,
     )
     assert int(lost) == 1000 - len(events_of(path))
-    assert float(seconds) < 2
+    assert float(seconds) < 30, "it would have waited for ever"

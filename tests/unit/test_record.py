@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from record_reading import events_of, numbers_of, sample
 from waiting import until
 
 from trainer.contract.record import (
@@ -23,19 +24,6 @@ from trainer.contract.record import (
     write_atomically,
 )
 from trainer.contract.record.writer import until_next
-
-
-def sample(number: int, size: int = 0) -> Sample:
-    return Sample(time=0.0, step=number, text="x" * size)
-
-
-def events_of(path: Path) -> list[AnyEvent]:
-    return list(decode_events(path.read_bytes()))
-
-
-def numbers_of(events: list[AnyEvent]) -> list[int]:
-    return [event.step for event in events if isinstance(event, Sample)]
-
 
 # ------------------------------------------------------------------------------------------------------ the lines
 
