@@ -1,49 +1,26 @@
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from plans import named, planned, remote
 from waiting import LIMIT_S
 
-from gputrain_tui.hosts.host_names import LocalFacts
-from gputrain_tui.hosts.inventory import Inventory
+from gputrain_tui.cli import main
 from gputrain_tui.plan.batch_script import script
-from gputrain_tui.plan.planner import Plan, plan
-from gputrain_tui.recipe.model import build
+from gputrain_tui.plan.planner import Plan
 
 ROOT = Path(__file__).parents[2]
-HERE = LocalFacts(
-    names=frozenset({"box", "10.0.0.1", "fe80::1"}), addresses=("10.0.0.1",), free_port=20123, python="/venv/python"
-)
-
-
-def recipe(*nodes: str, cluster: str = "", train: str = "") -> Any:
-    tables = "".join(f"[[cluster.nodes]]\n{node}\n" for node in nodes)
-    return build(
-        f'[cluster]\n{cluster}\n{tables}[train]\ntask = "mnist"\n{train}\n[task]\ndata = "/d"\n', name="r.toml"
-    )
-
-
-def remote(*gpus: int) -> list[str]:
-    return [f'host = "10.0.123.{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
-
-
-def planned(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> Plan:
-    return plan(recipe(*nodes, **tables), has or {}, local=local)
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------
-
-
-def named(*gpus: int) -> list[str]:
-    return [f'host = "n{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 
 @pytest.mark.parametrize("nodes", [named(4, 4), named(4, 2, 1), remote(2, 2), ["cpu_ranks = 2"]])
@@ -71,12 +48,23 @@ def test_a_batch_script_ends_with_its_steps_and_fails_with_the_first_of_them(
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def command(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "gputrain_tui", "plan", *words]
-    return subprocess.run(line, capture_output=True, text=True, input=stdin, cwd=ROOT, timeout=60)
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell() -> None:
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command in this process."""
+    monkeypatch.chdir(ROOT)
+
+    def run(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        code = main(["plan", *words])
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    return run
+
+
+def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(command: Command) -> None:
     people = command("recipes/four_nodes.toml")
     assert (people.returncode, people.stderr) == (0, "")
     assert "16 ranks on 4 nodes, nccl, meeting at tcp://10.0.123.1:11111" in people.stdout
@@ -88,7 +76,7 @@ def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell() -> No
     assert all(line.startswith("# node ") for line in lines[::2])
 
 
-def test_the_command_reads_standard_input_and_settings() -> None:
+def test_the_command_reads_standard_input_and_settings(command: Command) -> None:
     train = '{"task": "mnist", "max_epochs": 1}'
     text = f'{{"train": {train}, "task": {{"data": "/d"}}, "cluster": {{"nodes": [{{"cpu_ranks": 2}}]}}}}'
     ended = command("-", "--json", "--set", "train.lr=0.25", "--set", "cluster.nodes[0].cpu_ranks=3", stdin=text)
@@ -103,17 +91,19 @@ def test_the_command_reads_standard_input_and_settings() -> None:
     [
         (
             ["recipes/four_node.toml"],
-            None,
+            "",
             "recipes/four_node.toml: there is no such file; did you mean 'four_nodes.toml'?",
         ),
-        (["recipes/four_nodes.toml", "--set", "train.lrr=1"], None, "--set train.lrr is not known; did you mean 'lr'?"),
+        (["recipes/four_nodes.toml", "--set", "train.lrr=1"], "", "--set train.lrr is not known; did you mean 'lr'?"),
         (["-"], "[train]\ntaks = 1\n", "stdin:2: train.taks is not known; did you mean 'task'?"),
         (["-"], "[train", "stdin:1: is not valid TOML"),
-        (["recipes/four_nodes.toml", "--jsn"], None, "--jsn is not a known option; did you mean '--json'?"),
-        ([], None, "the following arguments are required: RECIPE"),
+        (["recipes/four_nodes.toml", "--jsn"], "", "--jsn is not a known option; did you mean '--json'?"),
+        ([], "", "the following arguments are required: RECIPE"),
     ],
 )
-def test_a_wrong_request_is_one_line_and_exit_code_2(words: list[str], stdin: str | None, message: str) -> None:
+def test_a_wrong_request_is_one_line_and_exit_code_2(
+    command: Command, words: list[str], stdin: str, message: str
+) -> None:
     ended = command(*words, stdin=stdin)
     assert ended.returncode == 2
     assert ended.stdout == ""
@@ -121,7 +111,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(words: list[str], stdin: st
     assert message in ended.stderr
 
 
-def test_a_plan_that_cannot_start_now_is_shown_with_a_note(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_start_now_is_shown_with_a_note(command: Command, tmp_path: Path) -> None:
     (tmp_path / "left").write_text("x")
     setting = f'cluster={{init_method = "file://{tmp_path}/left", nodes = [{{cpu_ranks = 2}}]}}'
     ended = command("recipes/four_nodes.toml", "--json", "--set", setting)
