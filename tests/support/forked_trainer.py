@@ -12,6 +12,7 @@ from pathlib import Path
 
 from waiting import LIMIT_S
 
+# The server stays until the test run's end, when it finds this process gone.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["trainer.engine.preload", "trainer.checkpoint", "trainer.__main__"])
 

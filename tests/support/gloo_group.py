@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -73,7 +72,6 @@ class Processes:
     def close(self) -> None:
         for member in self.members:
             member.kill()
-        forkserver._forkserver._stop()  # it would stay until the test run's end
 
 
 def _serve(connection: Connection) -> None:
