@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_parent, pid_of_rank, supervisor_of, until
 
+from gputrain_tui.cli import main
 from gputrain_tui.history.runs import Run, last_step
 from gputrain_tui.lifecycle import leftovers, start
 from trainer.contract.record import Failure, decode_events, recorded_checkpoints
@@ -308,11 +309,21 @@ def test_a_detached_script_is_stopped(bench: Bench) -> None:
     assert leftovers.processes_of(run.dir.path) == []
 
 
-def test_a_script_that_is_missing_leaves_no_run_behind(bench: Bench) -> None:
-    done = bench.call("run", script_recipe(bench, "x"), "--set", "train.script=oven.py")
-    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
-    assert f"train.script: oven.py does not exist in {bench.folder}" in done.stderr
-    assert bench.runs() == []
+Refused = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def refused(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """The command in this process, for requests of which nothing comes; its exit code, output and errors."""
+    monkeypatch.setenv("GPUTRAIN_HOME", str(bench.folder / "home"))
+    monkeypatch.chdir(bench.folder)
+
+    def run(recipe: Path, *settings: str) -> tuple[int, str, str]:
+        code = main(["run", str(recipe), *(word for text in settings for word in ("--set", text))])
+        assert bench.runs() == [], "no run is left behind"
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -326,11 +337,12 @@ def test_a_script_that_is_missing_leaves_no_run_behind(bench: Bench) -> None:
     ],
     ids=["range", "key", "task", "world size", "endless"],
 )
-def test_a_wrong_request_is_one_line_and_leaves_no_run_behind(bench: Bench, settings: list[str], words: str) -> None:
-    done = bench.call("run", bench.recipe(), *(word for text in settings for word in ("--set", text)))
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert words in done.stderr
-    assert bench.runs() == []
+def test_a_wrong_request_is_one_line_and_leaves_no_run_behind(
+    bench: Bench, refused: Refused, settings: list[str], words: str
+) -> None:
+    code, out, err = refused(bench.recipe(), *settings)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert words in err
 
 
 @pytest.mark.parametrize(
@@ -345,7 +357,7 @@ def test_a_wrong_request_is_one_line_and_leaves_no_run_behind(bench: Bench, sett
     ids=["missing data", "empty data", "gpus", "stale file", "busy port"],
 )
 def test_a_machine_that_is_not_ready_is_one_line_and_leaves_no_run_behind(
-    bench: Bench, settings: list[str], words: str
+    bench: Bench, refused: Refused, settings: list[str], words: str
 ) -> None:
     (bench.folder / "empty.txt").touch()
     (bench.folder / "left").write_text("x")
@@ -354,16 +366,19 @@ def test_a_machine_that_is_not_ready_is_one_line_and_leaves_no_run_behind(
         busy.listen()
         port = str(busy.getsockname()[1])
         filled = [text.replace("FOLDER", str(bench.folder)).replace("PORT", port) for text in settings]
-        done = bench.call("run", bench.recipe(), *(word for text in filled for word in ("--set", text)))
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (3, "", 1)
-    assert words in done.stderr
-    assert bench.runs() == []
+        code, out, err = refused(bench.recipe(), *filled)
+    assert (code, out, len(err.splitlines())) == (3, "", 1)
+    assert words in err
 
 
-def test_an_unreadable_recipe_is_one_line(bench: Bench) -> None:
-    done = bench.call("run", bench.folder)
-    assert done.returncode == 2
-    assert done.stderr == f"gputrain: {bench.folder} cannot be read: Is a directory\n"
+def test_a_script_that_is_missing_leaves_no_run_behind(bench: Bench, refused: Refused) -> None:
+    code, _, err = refused(script_recipe(bench, "x"), "train.script=oven.py")
+    assert (code, len(err.splitlines())) == (3, 1)
+    assert f"train.script: oven.py does not exist in {bench.folder}" in err
+
+
+def test_an_unreadable_recipe_is_one_line(bench: Bench, refused: Refused) -> None:
+    assert refused(bench.folder) == (2, "", f"gputrain: {bench.folder} cannot be read: Is a directory\n")
 
 
 def test_a_run_that_has_finished_continues_from_its_checkpoint(told: Told, tmp_path: Path) -> None:
