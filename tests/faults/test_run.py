@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_parent, pid_of_rank, supervisor_of, until
+from commands import command
 
-from gputrain_tui.cli import main
 from gputrain_tui.history.runs import Run, last_step
 from gputrain_tui.lifecycle import leftovers, start
 from trainer.contract.record import Failure, decode_events, recorded_checkpoints
@@ -314,14 +314,14 @@ Refused = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def refused(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """The command in this process, for requests of which nothing comes; its exit code, output and errors."""
+    """Run a recipe of which nothing comes, and return the exit code, output and errors."""
     monkeypatch.setenv("GPUTRAIN_HOME", str(bench.folder / "home"))
     monkeypatch.chdir(bench.folder)
 
     def run(recipe: Path, *settings: str) -> tuple[int, str, str]:
-        code = main(["run", str(recipe), *(word for text in settings for word in ("--set", text))])
+        done = command(capsys, "run")(recipe, *(word for text in settings for word in ("--set", text)))
         assert bench.runs() == [], "no run is left behind"
-        return code, *capsys.readouterr()
+        return done.returncode, done.stdout, done.stderr
 
     return run
 

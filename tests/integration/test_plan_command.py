@@ -5,15 +5,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from commands import Command, command
 from plans import named, planned, remote
 from waiting import LIMIT_S
 
-from gputrain_tui.cli import main
 from gputrain_tui.plan.batch_script import script
 from gputrain_tui.plan.planner import Plan
 
@@ -48,38 +47,34 @@ def test_a_batch_script_ends_with_its_steps_and_fails_with_the_first_of_them(
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command in this process."""
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     monkeypatch.chdir(ROOT)
+    run = command(capsys, "plan")
 
-    def run(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    def planning(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        code = main(["plan", *words])
-        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+        return run(*words)
 
-    return run
+    return planning
 
 
-def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(command: Command) -> None:
-    people = command("recipes/four_nodes.toml")
+def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(plan: Command) -> None:
+    people = plan("recipes/four_nodes.toml")
     assert (people.returncode, people.stderr) == (0, "")
     assert "16 ranks on 4 nodes, nccl, meeting at tcp://10.0.123.1:11111" in people.stdout
     assert "   3  10.0.123.4  12–15  GPU 0, 1, 2, 3" in people.stdout.splitlines()
-    encoded = command("recipes/four_nodes.toml", "--json")
+    encoded = plan("recipes/four_nodes.toml", "--json")
     found = msgspec.json.decode(encoded.stdout, type=Plan)
-    lines = command("recipes/four_nodes.toml", "--shell").stdout.splitlines()
+    lines = plan("recipes/four_nodes.toml", "--shell").stdout.splitlines()
     assert [shlex.split(line) for line in lines[1::2]] == [node.argv for node in found.nodes]
     assert all(line.startswith("# node ") for line in lines[::2])
 
 
-def test_the_command_reads_standard_input_and_settings(command: Command) -> None:
+def test_the_command_reads_standard_input_and_settings(plan: Command) -> None:
     train = '{"task": "mnist", "max_epochs": 1}'
     text = f'{{"train": {train}, "task": {{"data": "/d"}}, "cluster": {{"nodes": [{{"cpu_ranks": 2}}]}}}}'
-    ended = command("-", "--json", "--set", "train.lr=0.25", "--set", "cluster.nodes[0].cpu_ranks=3", stdin=text)
+    ended = plan("-", "--json", "--set", "train.lr=0.25", "--set", "cluster.nodes[0].cpu_ranks=3", stdin=text)
     found = msgspec.json.decode(ended.stdout, type=Plan)
     assert (found.world_size, ended.stderr) == (3, "")
     argv = found.nodes[0].argv
@@ -101,20 +96,18 @@ def test_the_command_reads_standard_input_and_settings(command: Command) -> None
         ([], "", "the following arguments are required: RECIPE"),
     ],
 )
-def test_a_wrong_request_is_one_line_and_exit_code_2(
-    command: Command, words: list[str], stdin: str, message: str
-) -> None:
-    ended = command(*words, stdin=stdin)
+def test_a_wrong_request_is_one_line_and_exit_code_2(plan: Command, words: list[str], stdin: str, message: str) -> None:
+    ended = plan(*words, stdin=stdin)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr.count("\n") == 1
     assert message in ended.stderr
 
 
-def test_a_plan_that_cannot_start_now_is_shown_with_a_note(command: Command, tmp_path: Path) -> None:
+def test_a_plan_that_cannot_start_now_is_shown_with_a_note(plan: Command, tmp_path: Path) -> None:
     (tmp_path / "left").write_text("x")
     setting = f'cluster={{init_method = "file://{tmp_path}/left", nodes = [{{cpu_ranks = 2}}]}}'
-    ended = command("recipes/four_nodes.toml", "--json", "--set", setting)
+    ended = plan("recipes/four_nodes.toml", "--json", "--set", setting)
     assert ended.returncode == 0
     assert msgspec.json.decode(ended.stdout, type=Plan).init_method == f"file://{tmp_path}/left"
     assert "is left from an earlier run" in ended.stderr
