@@ -15,7 +15,7 @@ import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, node_parent, supervisor_of, until
 from signals import traced
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.runs import Run, last_step
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
 from trainer.checkpoint import newest
 from trainer.contract.outcome import NodeOutcome
@@ -152,7 +152,7 @@ def test_the_trainer_alone_saves_when_its_terminal_is_closed(bench: Bench, ranks
         stderr=subprocess.PIPE,
         text=True,
     )
-    until(lambda: (folder / "events/0.ndjson").exists() and '"step"' in (folder / "events/0.ndjson").read_text())
+    until(lambda: all(last_step(RunDir(folder), rank) is not None for rank in range(ranks)))
     for _ in range(3):
         process.send_signal(signal.SIGHUP)
     _, err = process.communicate(timeout=LIMIT_S)

@@ -13,6 +13,7 @@ import pytest
 from forked_trainer import ForkedTrainer
 from waiting import LIMIT_S, until
 
+from gputrain_tui.history.runs import last_step
 from trainer.__main__ import main
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.options import Distributed, Training
@@ -213,7 +214,7 @@ def test_control_c_stops_training_says_so_and_leaves_nothing(data: Path, tmp_pat
     more = ["--distributed-world-size", str(ranks), "--run-dir", str(run_dir.path), "--max-updates", "1000000"]
     more += ["--num-workers", "1"]
     process = begin(words(data, *more), tmp_path)
-    until(lambda: run_dir.rank_events(0).exists() and b'"step"' in run_dir.rank_events(0).read_bytes())
+    until(lambda: all(last_step(run_dir, rank) is not None for rank in range(ranks)))
     family = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     code, _, stderr = finish(process)
