@@ -27,9 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run two tests at a time, most of which wait for processes; what compares speeds or takes the GPU runs alone."""
+    """Run three tests at a time, most of which wait for processes; what compares speeds or takes the GPU runs alone."""
     wanted = config.option.markexpr.replace("not benchmark", "").replace("not gpu", "")
-    return 0 if "benchmark" in wanted or "gpu" in wanted else min(2, os.cpu_count() or 1)
+    return 0 if "benchmark" in wanted or "gpu" in wanted else min(3, 1 + (os.cpu_count() or 1))
 
 
 @pytest.hookimpl(tryfirst=True)

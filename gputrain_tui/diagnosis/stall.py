@@ -290,9 +290,10 @@ def _busy_or_idle(view: RankView) -> str | None:
 
 def _is_active(view: RankView) -> bool:
     """Whether the last sample of a rank's process or GPU shows any activity."""
-    used = 0.0
-    if view.process is not None:
-        used = (view.process.cpu_percent or 0.0) + (view.process.wait_percent or 0.0)
+    if _busy_or_idle(view) == "busy":
+        return True
+    # Without its waits for a core: where cores are taken, also a thread that only looks around now and then has some.
+    used = (view.process.cpu_percent or 0.0) if view.process is not None else 0.0
     if view.gpu is not None:
         used = max(used, view.gpu.utilization_percent or 0.0)
     return used >= ACTIVE_PERCENT

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from waiting import LIMIT_S, until
+
 from gputrain_tui.history.runs import Run, last_step, list_runs
+from trainer.contract.record import TrainingPlan, decode_events
+
+GATED = Path(__file__).parents[1] / "support" / "gated_task.py"
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
 
@@ -39,13 +42,6 @@ heads = 1
 FOR_EVER = 1_000_000
 
 
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
-
-
 @dataclass
 class Bench:
     """A folder with text, recipes and runs of its own."""
@@ -57,6 +53,18 @@ class Bench:
         data.write_text(TEXT)
         path = self.folder / f"tiny-{updates}.toml"
         path.write_text(RECIPE.format(updates=updates, data=data))
+        return path
+
+    @property
+    def gate(self) -> Path:
+        """The file for which a gated training waits; beside the folder, whose disk may be full."""
+        return self.folder.with_name(f"{self.folder.name}.gate")
+
+    def gated(self, at: int, updates: int) -> Path:
+        """A recipe whose training goes on after an update only once there is the gate's file."""
+        path = self.recipe(updates)
+        text = path.read_text().replace('task = "lm"', f'task = "{GATED}:GatedTask"')
+        path.write_text(f'{text}gate = "{self.gate}"\nupdates = {at}\n')
         return path
 
     def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[str]:
@@ -71,7 +79,7 @@ class Bench:
 
     def call(self, *words: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         process = self.start(*words, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL)
-        out, err = process.communicate(stdin, timeout=60)
+        out, err = process.communicate(stdin, timeout=LIMIT_S)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def runs(self) -> list[Run]:
@@ -91,6 +99,12 @@ def pid_of_rank(run: Run, rank: int) -> int:
         if event["type"] == "rank_state" and event["rank"] == rank and event["state"] == "spawned":
             return int(event["pid"])
     raise AssertionError(f"rank {rank} was not spawned")
+
+
+def first_updates(run: Run) -> list[int]:
+    """The update from which each attempt of a run has gone on."""
+    events = decode_events(run.dir.rank_events(0).read_bytes())
+    return [event.first_update for event in events if isinstance(event, TrainingPlan)]
 
 
 def node_parent(run: Run) -> int:

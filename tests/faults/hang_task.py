@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -51,6 +53,7 @@ class HangTask(Task):
         """Go no further where the options say so."""
         if where != self.options.where or dist.get_rank() != self.options.rank:
             return
+        Path(os.environ["GPUTRAIN_RUN"], "hangs").touch()
         while True:
             if self.options.how == "sleep":
                 time.sleep(600)

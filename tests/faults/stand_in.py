@@ -55,7 +55,7 @@ def main(words: list[str]) -> int:
             time.sleep(0.005)
         early = Failure(time=time.time() - 60, kind="lost_peer", rank=ranks[0], message="Connection closed by peer")
         tell(ranks[0], early)
-        time.sleep(60)
+        time.sleep(600)
     if mode == "mute":
         print("Segmentation fault in a kernel")
         return 7

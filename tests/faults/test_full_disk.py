@@ -13,13 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from bench import FOR_EVER, Bench, until
+from bench import FOR_EVER, LIMIT_S, Bench, until
 
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import leftovers
 from trainer.checkpoint import newest
+from trainer.contract.record import recorded_checkpoints
 
-UPDATES = 2000
+UPDATES = 60
 KEPT = 20
 SETTINGS = (f"train.save_every_updates={KEPT}", "train.keep_last=1", "train.test=false")
 
@@ -42,13 +43,20 @@ def fill(folder: Path) -> None:
             file.write(b"\0" * 4096)
 
 
-def words(bench: Bench, updates: int, *settings: str) -> list[str | Path]:
-    return ["run", bench.recipe(updates), *(word for text in (*SETTINGS, *settings) for word in ("--set", text))]
+def words(recipe: Path, *settings: str) -> list[str | Path]:
+    return ["run", recipe, *(word for text in (*SETTINGS, *settings) for word in ("--set", text))]
 
 
-def held(run: Run, process: subprocess.Popen[str] | None, change: Callable[[], None]) -> None:
-    """Change something while every process of a run is held, wherever it is."""
-    pids = [pid for pid in leftovers.processes_of(run.dir.path) if process is None or pid != process.pid]
+def saved_once(bench: Bench) -> Run:
+    """The run, once it has trained up to its gate and its first checkpoint is on the disk."""
+    run = bench.training()
+    until(lambda: recorded_checkpoints(run.dir))
+    return run
+
+
+def held(run: Run, change: Callable[[], None]) -> None:
+    """Change something while every process of a run is held."""
+    pids = leftovers.processes_of(run.dir.path)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     change()
@@ -67,16 +75,16 @@ def last_of(folder: Path) -> int:
 def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_path: Path, whose: str) -> None:
     everything = whose == "record and checkpoints"
     bench = Bench(small_disk if everything else tmp_path)
-    process = bench.start(*words(bench, UPDATES, *([] if everything else [f"train.save_dir={small_disk}/kept"])))
-    run = bench.training()
+    settings = [] if everything else [f"train.save_dir={small_disk}/kept"]
+    process = bench.start(*words(bench.gated(KEPT, UPDATES), *settings))
+    run = saved_once(bench)
     folder = run.dir.checkpoints if everything else small_disk / "kept"
-    until(lambda: any(folder.glob("step_*.pt")))
-    held(run, process, lambda: fill(small_disk))
-    _, err = process.communicate(timeout=120)
-    step = last_of(folder)
-    assert KEPT <= step < UPDATES
+    held(run, lambda: fill(small_disk))
+    bench.gate.touch()
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert last_of(folder) == KEPT
     message = (
-        f"trained, but the last checkpoint is step {step}; that of step {UPDATES} was not kept: No space left on device"
+        f"trained, but the last checkpoint is step {KEPT}; that of step {UPDATES} was not kept: No space left on device"
     )
     full = "; the disk of the run directory is full: the end of the record is missing"
     (ended,) = bench.runs()
@@ -90,10 +98,11 @@ def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_
 
 def test_a_full_disk_of_the_record_costs_the_record_and_is_told(small_disk: Path, tmp_path: Path) -> None:
     bench = Bench(small_disk)
-    process = bench.start(*words(bench, UPDATES, f"train.save_dir={tmp_path}/kept"))
-    run = bench.training()
-    held(run, process, lambda: fill(small_disk))
-    _, err = process.communicate(timeout=120)
+    process = bench.start(*words(bench.gated(KEPT, UPDATES), f"train.save_dir={tmp_path}/kept"))
+    run = saved_once(bench)
+    held(run, lambda: fill(small_disk))
+    bench.gate.touch()
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     (ended,) = bench.runs()
     assert (ended.state, ended.status.exit_code) == ("finished", 0)
@@ -109,11 +118,10 @@ def test_a_run_stopped_on_a_full_disk_says_that_nothing_was_saved(small_disk: Pa
     everything = whose == "record and checkpoints"
     bench = Bench(small_disk if everything else tmp_path)
     settings = [] if everything else [f"train.save_dir={small_disk}/kept"]
-    assert bench.call(*words(bench, FOR_EVER, *settings), "--detach").returncode == 0
-    run = bench.training()
+    assert bench.call(*words(bench.recipe(FOR_EVER), *settings), "--detach").returncode == 0
+    run = saved_once(bench)
     folder = run.dir.checkpoints if everything else small_disk / "kept"
-    until(lambda: any(folder.glob("step_*.pt")))
-    held(run, None, lambda: fill(small_disk))
+    held(run, lambda: fill(small_disk))
     done = bench.call("stop", "last")
     told = re.search(
         r"is stopped at update (\d+), but the last checkpoint is step (\d+); that of step (\d+) was not kept: "
@@ -128,11 +136,11 @@ def test_a_run_stopped_on_a_full_disk_says_that_nothing_was_saved(small_disk: Pa
 @pytest.mark.parametrize("parent", [False, True], ids=["the folder", "its parent"])
 def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: bool) -> None:
     folder = bench.folder / "parent" / "kept"
-    process = bench.start(*words(bench, UPDATES, f"train.save_dir={folder}"))
-    run = bench.training()
-    until(lambda: any(folder.glob("step_*.pt")))
-    held(run, process, lambda: shutil.rmtree(folder.parent if parent else folder))
-    out, err = process.communicate(timeout=120)
+    process = bench.start(*words(bench.gated(KEPT, UPDATES), f"train.save_dir={folder}"))
+    run = saved_once(bench)
+    held(run, lambda: shutil.rmtree(folder.parent if parent else folder))
+    bench.gate.touch()
+    out, err = process.communicate(timeout=LIMIT_S)
     assert f"{folder} was deleted" in err or parent
     if not parent:
         assert process.returncode == 0, err
@@ -147,13 +155,17 @@ def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: b
 
 
 def test_a_record_at_the_limit_of_a_files_size_fails_no_run(bench: Bench) -> None:
-    limit = 100 << 10
-    recipe = words(bench, UPDATES, f"train.save_dir={bench.folder}/kept")
-    process = bench.start(*recipe, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    _, err = process.communicate(timeout=120)
+    limit, updates = 100 << 10, 300
+    # Some events in each step.
+    events = ("train.valid_every_updates=1", "task.valid_fraction=0.01", "train.save_every_updates=0")
+    process = bench.start(
+        *words(bench.recipe(updates), f"train.save_dir={bench.folder}/kept", *events),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    _, err = process.communicate(timeout=LIMIT_S)
     (run,) = bench.runs()
     assert run.dir.rank_events(0).stat().st_size == limit
     assert (process.returncode, run.state) == (0, "finished"), err
     assert run.status.message == "the end of the record is missing: File too large"
     assert run.status.message in err
-    assert last_of(bench.folder / "kept") == UPDATES
+    assert last_of(bench.folder / "kept") == updates

@@ -6,16 +6,21 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from bench import Bench, pid_of_rank, until
+from bench import FOR_EVER, LIMIT_S, Bench, pid_of_rank, until
 
-from gputrain_tui.history.runs import RunReader
+from gputrain_tui.history.runs import Run, RunReader
+from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.state import RunState
 from trainer.contract.record import AnyEvent, Finding, NodeSample
 
+SPEED = 10
+"""How much faster than time the clock of the diagnosis runs: a rank is given up after a minute or five."""
 RECIPE = """\
 name = "hang"
 
@@ -60,55 +65,61 @@ def script_recipe(bench: Bench, how: str) -> Path:
 def failed(bench: Bench, *words: str | Path) -> str:
     """Run to the end that is expected and return what is said on standard error."""
     process = bench.start("run", *words)
-    _, err = process.communicate(timeout=150)
+    _, err = process.communicate(timeout=LIMIT_S)
     print(err)
     assert process.returncode == 1
     return err
 
 
-class Followed:
-    """A run and what its record tells so far."""
+class Hanging:
+    """A run of which a rank hangs, and what its record tells."""
 
     def __init__(self, bench: Bench, process: subprocess.Popen[str]) -> None:
         self.process = process
-        until(bench.runs)
-        self.run = bench.runs()[0]
-        self.state = RunState()
-        self.events: list[AnyEvent] = []
-        self._reader = RunReader(self.run.dir)
+        self.run = until(bench.runs)[0]
+        until((self.run.dir.path / "hangs").exists)
 
-    def read(self) -> RunState:
-        while batch := self._reader.poll():
-            self.events += batch
-            self.state.apply_all(batch)
-        return self.state
-
-    @property
-    def stalls(self) -> list[Finding]:
-        return [event for event in self.events if isinstance(event, Finding) and event.kind == "stalled"]
-
-    def first_stall(self, seconds: float = 90.0) -> Finding:
-        until(lambda: (self.read() and self.stalls) or self.process.poll() is not None, seconds)
-        return self.stalls[0]
+    def first_stall(self) -> Finding:
+        """Diagnose the run by a clock that is faster: from here on nothing happens in it."""
+        begun = time.time()
+        diagnosis = LiveDiagnosis(self.run.dir, now=lambda: begun + SPEED * (time.time() - begun))
+        found: Finding = until(lambda: next((f for f in diagnosis.check() if f.kind == "stalled"), None))
+        diagnosis.close()
+        print(found.message)
+        return found
 
     def close(self) -> None:
-        self._reader.close()
         for _ in range(2):  # the second does not wait for ranks that cannot answer
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)
-                until(lambda: self.process.poll() is not None or self.read_status() == "stopping", 20)
-        self.process.communicate(timeout=60)
+                until(lambda: self.process.poll() is not None or self.read_status() == "stopping")
+        self.process.communicate(timeout=LIMIT_S)
 
     def read_status(self) -> str:
         return self.run.dir.status.read_text().partition('"status":"')[2].partition('"')[0]
 
 
 @pytest.fixture
-def follow(bench: Bench) -> Iterator[list[Followed]]:
-    followed: list[Followed] = []
-    yield followed
-    for each in followed:
+def hanging(bench: Bench) -> Iterator[Callable[..., Hanging]]:
+    begun: list[Hanging] = []
+
+    def begin(recipe: Path) -> Hanging:
+        begun.append(Hanging(bench, bench.start("run", recipe)))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
         each.close()
+
+
+def read(run: Run) -> tuple[RunState, list[AnyEvent]]:
+    state, events = RunState(), list[AnyEvent]()
+    reader = RunReader(run.dir)
+    while batch := reader.poll():
+        events += batch
+        state.apply_all(batch)
+    reader.close()
+    return state, events
 
 
 @pytest.mark.parametrize(
@@ -122,20 +133,16 @@ def follow(bench: Bench) -> Iterator[list[Followed]]:
     ],
 )
 def test_a_rank_that_hangs_is_named_in_whichever_state(
-    bench: Bench, follow: list[Followed], where: str, words: str
+    bench: Bench, hanging: Callable[..., Hanging], where: str, words: str
 ) -> None:
-    follow.append(Followed(bench, bench.start("run", recipe(bench, where))))
-    found = follow[0].first_stall()
-    print(found.message)
+    found = hanging(recipe(bench, where)).first_stall()
     assert (found.rank, found.state) == (1, "raised")
     assert found.message.replace(f" on {found.host} ", " on HOST ").startswith(words)
     assert "and the others wait" in found.message
 
 
-def test_a_rank_that_spins_in_a_validation_is_named(bench: Bench, follow: list[Followed]) -> None:
-    follow.append(Followed(bench, bench.start("run", recipe(bench, "valid", how="spin", ranks=3))))
-    found = follow[0].first_stall()
-    print(found.message)
+def test_a_rank_that_spins_in_a_validation_is_named(bench: Bench, hanging: Callable[..., Hanging]) -> None:
+    found = hanging(recipe(bench, "valid", how="spin", ranks=3)).first_stall()
     assert (found.rank, found.cause) == (1, "busy")
     assert "has been validating for" in found.message
 
@@ -154,11 +161,7 @@ def test_after_the_time_out_of_the_others_the_rank_that_hung_is_the_cause_and_it
     err = failed(bench, recipe(bench, where, ranks=ranks), "--set", "train.distributed_timeout=18")
     assert re.search(r"^rank 1 failed on \S+( at step \d+)?: stalled$", err, re.MULTILINE)
     assert "rank 0 failed" not in err
-    state = RunState()
-    reader = RunReader(bench.runs()[0].dir)
-    while batch := reader.poll():
-        state.apply_all(batch)
-    reader.close()
+    state, _ = read(bench.runs()[0])
     assert state.root_cause is not None
     assert (state.root_cause.rank, state.root_cause.kind) == (1, "stalled")
     assert ("stalled", 1) in state.findings
@@ -177,28 +180,26 @@ def test_a_rank_that_left_in_the_middle_is_the_cause(bench: Bench) -> None:
     assert "rank 1 had left with exit code 0, and others went on; rank 0 gave up:" in err
 
 
-def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(bench: Bench, follow: list[Followed]) -> None:
-    follow.append(Followed(bench, bench.start("run", script_recipe(bench, "hang"))))
-    found = follow[0].first_stall(150)
-    print(found.message)
-    tells_places = any(
-        rank.sleeps_in for event in follow[0].events if isinstance(event, NodeSample) for rank in event.ranks
-    )
+def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
+    bench: Bench, hanging: Callable[..., Hanging]
+) -> None:
+    run = hanging(script_recipe(bench, "hang"))
+    found = run.first_stall()
+    _, events = read(run.run)
+    tells_places = any(rank.sleeps_in for event in events if isinstance(event, NodeSample) for rank in event.ranks)
     assert found.rank == (1 if tells_places else None)
     assert re.match(r"no rank has done a step for \d+ s", found.message)
 
 
 def test_a_killed_fork_server_is_the_cause_and_no_rank(bench: Bench) -> None:
-    import psutil
-
-    process = bench.start("run", bench.recipe(1_000_000))
+    process = bench.start("run", bench.recipe(FOR_EVER))
     run = bench.training()
     server = psutil.Process(pid_of_rank(run, 1)).parent()
     assert server is not None
     os.kill(server.pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "the fork server, from which the ranks of this node come, was ended by SIGKILL" in err
     assert "exit code 255" not in err
-    events = Followed(bench, process)
-    assert [event.rank for event in events.read().failures] == [None]
+    state, _ = read(run)
+    assert [event.rank for event in state.failures] == [None]

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from signals import is_pending, traced
+from waiting import LIMIT_S, until
 
 from gputrain_tui.history.runs import Run, RunReader, create, open_run, read_status
 from gputrain_tui.lifecycle import leftovers
@@ -41,7 +41,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
                     first_rank=ranks[0],
                     ranks=ranks,
                     devices=["cpu"] * len(ranks),
-                    argv=[*argv, "--distributed-init-method", PORT],
+                    argv=[*argv, "--distributed-init-method", PORT, "--stop-grace", "3600"],
                     env={},
                 )
             )
@@ -75,7 +75,7 @@ def events_of(run: Run) -> list[Event]:
 def supervise(run: Run) -> RunState:
     supervisor = start_supervisor(run.dir, leased=False)
     try:
-        code = supervisor.wait(20)
+        code = supervisor.wait(LIMIT_S)
     finally:
         supervisor.kill()
         supervisor.wait()
@@ -94,6 +94,19 @@ def processes_of(run: Run) -> list[int]:
     return leftovers.processes_of(run.dir.path)
 
 
+def status_of(run: Run) -> str | None:
+    status = read_status(run.dir)
+    return status.status if status is not None else None
+
+
+def waiting_run(run: Run) -> subprocess.Popen[bytes]:
+    """Start a detached run; return its supervisor once the node is known and waits."""
+    supervisor = start_supervisor(run.dir, leased=False)
+    until((run.dir.path / "waiting").exists)
+    until(run.dir.attempt.exists)
+    return supervisor
+
+
 def begin_stop(run: Run) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "gputrain_tui", "stop", run.id],
@@ -107,7 +120,7 @@ def begin_stop(run: Run) -> subprocess.Popen[str]:
 def stop(run: Run) -> subprocess.CompletedProcess[str]:
     process = begin_stop(run)
     try:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -135,13 +148,6 @@ def killed_supervisor(run: Run) -> None:
     assert found.state == "lost"
 
 
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
-
-
 def test_a_run_whose_ranks_finished_is_finished(make_run: MakeRun) -> None:
     run = make_run("finish", "finish")
     state = supervise(run)
@@ -164,12 +170,9 @@ def test_exit_code_0_without_having_finished_is_a_failure(make_run: MakeRun) -> 
     assert "ranks 0, 1 did not finish" in state.root_cause.message
 
 
-@pytest.mark.timing
 def test_the_first_failure_stops_all_nodes_and_is_the_root_cause(make_run: MakeRun) -> None:
     run = make_run("peer", "hang", "fail")
-    begun = time.monotonic()
     state = supervise(run)
-    assert time.monotonic() - begun < 4.0
     assert state.root_cause is not None
     assert (state.root_cause.rank, state.root_cause.message) == (5, "ValueError: bad batch")
     assert sum(isinstance(e, Failure) and e.kind == "exception" for e in events_of(run)) == 1
@@ -209,7 +212,7 @@ def test_a_killed_node_is_named_with_its_signal(make_run: MakeRun) -> None:
     until((run.dir.path / "hanging-0").exists)
     node = next(pid for pid in processes_of(run) if b"stand_in" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(node, signal.SIGKILL)
-    assert supervisor.wait(10) == 1
+    assert supervisor.wait(LIMIT_S) == 1
     status = read_status(run.dir)
     assert status is not None
     assert status.message is not None
@@ -222,26 +225,23 @@ def test_a_signal_stops_everything(make_run: MakeRun, number: signal.Signals) ->
     run = make_run("wait", "wait")
     supervisor = start_supervisor(run.dir, leased=False)
     until(lambda: len(processes_of(run)) == 2)
-    until(lambda: (status := read_status(run.dir)) is not None and status.status == "running")
+    until(lambda: status_of(run) == "running")
     supervisor.send_signal(number)
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130
     status = read_status(run.dir)
     assert status is not None
     assert (status.status, status.message) == ("stopped", f"stopped by {number.name}")
     assert processes_of(run) == []
 
 
-@pytest.mark.timing
 def test_a_second_ctrl_c_does_not_wait_for_those_that_hang(make_run: MakeRun) -> None:
     run = make_run("hang")
     supervisor = start_supervisor(run.dir, leased=False)
     until((run.dir.path / "hanging-0").exists)
     supervisor.send_signal(signal.SIGINT)
-    until(lambda: (status := read_status(run.dir)) is not None and status.status == "stopping")
-    begun = time.monotonic()
+    until(lambda: status_of(run) == "stopping")
     supervisor.send_signal(signal.SIGINT)
-    assert supervisor.wait(10) == 130
-    assert time.monotonic() - begun < 2.0
+    assert supervisor.wait(LIMIT_S) == 130
     assert processes_of(run) == []
 
 
@@ -253,28 +253,26 @@ def test_no_other_second_signal_costs_a_stopping_run_its_work(
     make_run: MakeRun, first: signal.Signals, second: signal.Signals
 ) -> None:
     run = make_run("saves")
-    supervisor = start_supervisor(run.dir, leased=False)
-    until((run.dir.path / "waiting").exists)
+    supervisor = waiting_run(run)
     supervisor.send_signal(first)
-    until(lambda: (status := read_status(run.dir)) is not None and status.status == "stopping")
+    until(lambda: status_of(run) == "stopping")
     supervisor.send_signal(second)
     until(lambda: not is_pending(supervisor.pid, second))
     (run.dir.path / "go").touch()
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130
     assert (run.dir.path / "saved").exists()
 
 
 def test_two_that_stop_a_run_at_once_both_wait_until_it_has_saved(make_run: MakeRun) -> None:
     run = make_run("saves")
-    supervisor = start_supervisor(run.dir, leased=False)
-    until((run.dir.path / "waiting").exists)
+    supervisor = waiting_run(run)
     both = [begin_stop(run), begin_stop(run)]
     until(lambda: all(waits_for_a_process(process.pid) for process in both))
     (run.dir.path / "go").touch()
     for process in both:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=LIMIT_S)
         assert (process.returncode, out) == (0, f"{run.id} is stopped; processes left: none\n"), err
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130
     assert (run.dir.path / "saved").exists()
 
 
@@ -284,7 +282,7 @@ def test_the_end_of_the_lease_ends_the_run(make_run: MakeRun) -> None:
     until(lambda: len(processes_of(run)) == 1)
     assert supervisor.stdin is not None
     supervisor.stdin.close()
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130
     assert processes_of(run) == []
 
 
@@ -292,7 +290,7 @@ def test_a_hang_up_is_ignored_where_it_was_ignored(make_run: MakeRun) -> None:
     run = make_run("wait")
     words = ["nohup", sys.executable, "-m", "gputrain_tui.lifecycle.supervisor", str(run.dir.path)]
     supervisor = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until(lambda: (status := read_status(run.dir)) is not None and status.status == "running")
+    until(lambda: status_of(run) == "running")
     ignored = int(
         next(
             line.split()[1]
@@ -303,7 +301,7 @@ def test_a_hang_up_is_ignored_where_it_was_ignored(make_run: MakeRun) -> None:
     )
     assert ignored & 1 << (signal.SIGHUP - 1)
     supervisor.terminate()
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130
 
 
 def test_a_failed_attempt_is_started_again_as_often_as_allowed(make_run: MakeRun) -> None:
@@ -336,7 +334,7 @@ def test_a_detached_run_outlives_its_supervisor_and_is_adopted(make_run: MakeRun
     assert adopted.state == "running"
     assert processes_of(run) == before
     (run.dir.path / "go").touch()
-    until(lambda: (status := read_status(run.dir)) is not None and status.status == "finished")
+    until(lambda: status_of(run) == "finished")
     until(lambda: not processes_of(run))
 
 
@@ -346,7 +344,7 @@ def test_a_run_that_finished_without_a_supervisor_is_finished_once_it_is_adopted
     (run.dir.path / "go").touch()
     until(lambda: not processes_of(run))
     adopt(run)
-    until(lambda: (status := read_status(run.dir)) is not None and status.status == "finished")
+    until(lambda: status_of(run) == "finished")
 
 
 def test_stop_ends_a_run_whose_supervisor_was_killed(make_run: MakeRun) -> None:
@@ -363,19 +361,18 @@ def test_stop_waits_until_nothing_is_left(make_run: MakeRun) -> None:
     until(lambda: len(processes_of(run)) == 2)
     done = stop(run)
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
-    assert supervisor.wait(1) == 130
+    assert supervisor.wait(LIMIT_S) == 130
     assert stop(run).stdout == f"{run.id} was stopped already; processes left: none\n"
 
 
 def test_a_supervisor_that_a_signal_has_stopped_is_asked_all_the_same(make_run: MakeRun) -> None:
     run = make_run("saves")
-    supervisor = start_supervisor(run.dir, leased=False)
-    until((run.dir.path / "waiting").exists)
+    supervisor = waiting_run(run)
     (run.dir.path / "go").touch()
     supervisor.send_signal(signal.SIGSTOP)
     done = stop(run)
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130
     assert (run.dir.path / "saved").exists()
 
 
@@ -384,15 +381,13 @@ def test_a_supervisor_that_nothing_can_reach_is_replaced_and_the_record_says_how
     make_run: MakeRun, mode: str
 ) -> None:
     run = make_run(mode)
-    supervisor = start_supervisor(run.dir, leased=False)
-    until((run.dir.path / "waiting").exists)
-    until(run.dir.attempt.exists)
+    supervisor = waiting_run(run)
     with traced(supervisor.pid):
         (run.dir.path / "go").touch()
         if mode == "told":
             until(lambda: not processes_of(run))
         done = stop(run)
-    supervisor.wait(10)
+    supervisor.wait(LIMIT_S)
     how = "finished" if mode == "told" else "stopped"
     assert (done.returncode, done.stdout) == (0, f"{run.id} is {how}; processes left: none\n"), done.stderr
     assert mode == "told" or (run.dir.path / "saved").exists()
@@ -401,9 +396,7 @@ def test_a_supervisor_that_nothing_can_reach_is_replaced_and_the_record_says_how
 @pytest.mark.parametrize("killed", [False, True], ids=["supervised", "adopted"])
 def test_a_node_s_parent_that_a_signal_has_stopped_is_asked_all_the_same(make_run: MakeRun, killed: bool) -> None:
     run = make_run("saves")
-    supervisor = start_supervisor(run.dir, leased=False)
-    until((run.dir.path / "waiting").exists)
-    until(run.dir.attempt.exists)
+    supervisor = waiting_run(run)
     (run.dir.path / "go").touch()
     (parent,) = processes_of(run)
     os.kill(parent, signal.SIGSTOP)
@@ -412,17 +405,15 @@ def test_a_node_s_parent_that_a_signal_has_stopped_is_asked_all_the_same(make_ru
         supervisor.wait()
     done = stop(run)
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
-    supervisor.wait(10)
+    supervisor.wait(LIMIT_S)
     assert (run.dir.path / "saved").exists()
 
 
 def test_a_run_whose_directory_is_deleted_ends(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run("told")
-    supervisor = start_supervisor(run.dir, leased=False)
-    until((run.dir.path / "waiting").exists)
-    until(run.dir.attempt.exists)
+    supervisor = waiting_run(run)
     run.dir.path.rename(tmp_path / "deleted")
-    assert supervisor.wait(10) == 1
+    assert supervisor.wait(LIMIT_S) == 1
     assert processes_of(run) == []
     assert not run.dir.path.exists()
     log = (tmp_path / "deleted" / "logs" / "supervisor.log").read_text()
@@ -441,35 +432,33 @@ def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path
     done = stop(run)
     what = f"{run.id} is stopped; its run directory was deleted; processes left: none\n"
     assert (done.returncode, done.stdout) == (0, what), done.stderr
-    supervisors[0].wait(10)
+    supervisors[0].wait(LIMIT_S)
     assert processes_of(run) == []
     assert processes_of(other) != []
     done = stop(run)
     assert (done.returncode, done.stdout) == (2, "")
     supervisors[1].terminate()
-    assert supervisors[1].wait(10) == 130
+    assert supervisors[1].wait(LIMIT_S) == 130
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff{", None], ids=["empty", "garbage", "missing"])
 def test_stop_finds_a_run_whose_status_cannot_be_read(make_run: MakeRun, content: bytes | None) -> None:
     run = make_run("told")
-    supervisor = start_supervisor(run.dir, leased=False)
-    until((run.dir.path / "waiting").exists)
-    until(run.dir.attempt.exists)
+    supervisor = waiting_run(run)
     if content is None:
         run.dir.status.unlink()
     else:
         run.dir.status.write_bytes(content)
     done = stop(run)
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n"), done.stderr
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130
 
 
 def test_a_run_has_one_supervisor(make_run: MakeRun) -> None:
     run = make_run("wait")
     supervisor = start_supervisor(run.dir, leased=False)
     until(run.dir.attempt.exists)
-    assert start_supervisor(run.dir, leased=False, adopting=True).wait(10) == 3
+    assert start_supervisor(run.dir, leased=False, adopting=True).wait(LIMIT_S) == 3
     assert len(processes_of(run)) == 1
     supervisor.terminate()
-    assert supervisor.wait(10) == 130
+    assert supervisor.wait(LIMIT_S) == 130

@@ -13,7 +13,7 @@ import termios
 from collections.abc import Iterator
 
 import pytest
-from bench import FOR_EVER, Bench, until
+from bench import FOR_EVER, LIMIT_S, Bench, until
 
 from gputrain_tui.lifecycle import leftovers
 from trainer.checkpoint import newest
@@ -39,7 +39,7 @@ def is_full(writer: int) -> bool:
 
 
 def assert_stopped_in_order(bench: Bench, process: subprocess.Popen[str], number: signal.Signals) -> None:
-    assert process.wait(60) == 130
+    assert process.wait(LIMIT_S) == 130
     (run,) = bench.runs()
     assert run.state == "stopped"
     found = newest(run.dir.checkpoints)
@@ -93,7 +93,7 @@ def test_a_terminal_that_is_let_go_again_shows_how_the_run_ended(bench: Bench) -
     shown = bytearray()
     while b"record " not in shown:
         shown += os.read(main, 1 << 16)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT_S) == 0
     assert shown.count(b"finished") == 1
     os.close(terminal)
     os.close(main)
@@ -106,7 +106,7 @@ def test_a_reader_that_is_slow_still_gets_every_event(bench: Bench, pipe: Pipe) 
     read = bytearray()
     while not read.endswith(b"}\n") or b'"run_ended"' not in read:
         read += os.read(pipe[0], SMALL)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT_S) == 0
     events = [json.loads(line) for line in read.splitlines()]
     assert events[-1]["type"] == "run_ended"
     for rank in (0, 1):
@@ -120,4 +120,4 @@ def test_a_run_that_is_over_waits_for_its_reader_only_until_somebody_interrupts(
     assert is_full(pipe[1])
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0, "what was trained is whole, whoever reads of it"
+    assert process.wait(LIMIT_S) == 0, "what was trained is whole, whoever reads of it"

@@ -51,7 +51,7 @@ def test_a_pair_that_is_killed_leaves_no_process_and_no_file(
     try:
         warm.open()
         moment(warm)
-        until(lambda: not files(temporary), 20)  # the folder of a socket, while its server is started
+        until(lambda: not files(temporary))  # the folder of a socket, while its server is started
         assert warm.pid is not None
         supervisor = psutil.Process(warm.pid)
         below = supervisor.children(recursive=True)

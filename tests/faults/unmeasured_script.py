@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ def main() -> None:
         dist.all_reduce(torch.ones(1))
         if step == 20 and dist.get_rank() == 1:
             if sys.argv[1] == "hang":
+                Path(os.environ["GPUTRAIN_RUN"], "hangs").touch()
                 time.sleep(600)
             sys.exit(0)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from examples import examples
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
-from test_loop import TASK, Trained, train
 from tiny_task import TinyOptions, TinyTask
 from torch import Tensor
+from trained import TASK, Trained, train
 
 from trainer.checkpoint import copy_to_cpu, load, newest, write_file
 from trainer.checkpoint.file import place_of

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from commands import Command, command
 
 from gputrain_tui.hosts.environment_facts import torch_here
 from gputrain_tui.recipe import model as recipes
@@ -39,12 +40,12 @@ def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     assert f"{found.version} {found.cuda}" == said.strip()
 
 
-def check(*words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "gputrain_tui", "check", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Command:
+    return command(capsys, "check")
 
 
-def test_the_command_tells_every_check_and_refuses_with_3(folder: Path) -> None:
+def test_the_command_tells_every_check_and_refuses_with_3(folder: Path, check: Command) -> None:
     wanted = recipe()
     (folder / "one.toml").write_text(wanted.text)
     ready = check("one.toml")
@@ -62,7 +63,7 @@ def test_the_command_tells_every_check_and_refuses_with_3(folder: Path) -> None:
     assert json.loads(check("one.toml", "--json").stdout)["ready"] is True
 
 
-def test_a_wrong_recipe_is_2_and_not_3(folder: Path) -> None:
+def test_a_wrong_recipe_is_2_and_not_3(folder: Path, check: Command) -> None:
     (folder / "one.toml").write_text(recipe(train='task = "lm"').text)
     wrong = check("one.toml")
     assert (wrong.returncode, wrong.stdout) == (2, "")

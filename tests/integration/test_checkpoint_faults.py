@@ -9,48 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_log import Log, names, step_of
 from gloo_group import Member, Processes, Raised
 
 from trainer import distributed
 from trainer.checkpoint import (
     CheckpointWriter,
-    Saved,
     capture_rng,
     load,
     newest,
     restore_rng,
 )
-from trainer.checkpoint.folder_lock import LOCK
-
-
-class Log:
-    """What a writer has reported."""
-
-    def __init__(self) -> None:
-        self.saved: list[Saved] = []
-        self.failed: list[tuple[int, str]] = []
-
-    def writer(self, folder: Path, *, keep_last: int = 2) -> CheckpointWriter:
-        return CheckpointWriter(
-            folder,
-            keep_last=keep_last,
-            on_saved=self.saved.append,
-            on_failed=lambda step, line: self.failed.append((step, line)),
-        )
 
 
 @pytest.fixture
 def log() -> Log:
     return Log()
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
-
-
-def step_of(found: tuple[Path, dict[str, Any]] | None) -> int:
-    assert found is not None
-    return int(found[1]["step"])
 
 
 def save_with_little_disk(folder: str) -> dict[str, Any]:

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -96,7 +94,7 @@ def test_control_c_ends_a_command_with_130_and_without_a_traceback(run: Run) -> 
     assert process.stdout is not None
     assert process.stdout.readline() == b"a line of the log\n"
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (130, b"")
 
 
@@ -106,7 +104,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(run: Run) -> None:
     os.close(writing)
     assert os.read(reading, 7) == b"a line "
     os.close(reading)
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (cli.SIGPIPE_STATUS, b"")
 
 
@@ -118,28 +116,26 @@ def test_a_terminal_that_knows_only_ascii_gets_the_rest_escaped(run: Run) -> Non
     assert rb"\u8a13\u7df4" in done.stdout
 
 
-@pytest.mark.timing
 def test_help_and_the_listings_take_under_a_quarter_of_importing_torch(tmp_path: Path) -> None:
     environ = {**os.environ, "GPUTRAIN_HOME": str(tmp_path)}
 
     def best(words: list[str], rounds: int) -> float:
+        """Return the least processor time: other work on the machine adds to it a little, to the time much."""
+
         def once() -> float:
-            start = time.perf_counter()
+            before = os.times()
             subprocess.run(
                 words, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True
             )
-            return time.perf_counter() - start
+            after = os.times()
+            return after.children_user + after.children_system - before.children_user - before.children_system
 
-        return min(_repeated(once, rounds))
+        return min(once() for _ in range(rounds))
 
-    torch = best([sys.executable, "-c", "import torch"], 2)
+    torch = best([sys.executable, "-c", "import torch"], 1)
     for words in (["--help"], ["gpus"], ["runs"]):
-        taken = best([*GPUTRAIN, *words], 3)
+        taken = best([*GPUTRAIN, *words], 2)
         assert taken < torch / 4, f"gputrain {words[0]} took {taken:.3f} s, importing torch {torch:.3f} s"
-
-
-def _repeated(act: Callable[[], float], rounds: int) -> list[float]:
-    return [act() for _ in range(rounds)]
 
 
 def test_a_command_without_standard_output_does_its_work_and_says_nothing() -> None:
@@ -178,5 +174,5 @@ def test_a_signal_while_modules_load_stops_the_command_without_a_word(number: si
         "sys.argv = ['gputrain', 'runs']\n"
         "runpy.run_module('gputrain_tui', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -256,7 +256,11 @@ def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> 
 
 def test_two_ranks_on_one_gpu_are_refused(processes: Processes, url: str) -> None:
     asked = [{"url": url, "rank": rank, "world_size": 2, "device": "GPU-1"} for rank in range(2)]
-    for outcome in processes.outcomes(claim_device, asked):
+    processes.take(2)  # which has loaded torch now
+    begun = time.monotonic()
+    outcomes = processes.outcomes(claim_device, asked)
+    assert time.monotonic() - begun < 9.0, "a rank has waited for the store's time-out"
+    for outcome in outcomes:
         assert outcome.kind == "RequestError"
         assert "use one GPU, GPU-1" in outcome.message
         assert "--share-devices" in outcome.message

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from forked_trainer import ForkedTrainer
+from trained import TASK
 
 from trainer.agent.local_ranks import LocalRanks
 from trainer.contract.record import NodeSample, RankState, RunDir, decode_events, encode_event
 from trainer.host.ports import free_port
 
-TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
 SCRIPT = "import time\nend = time.monotonic() + 3.2\nwhile time.monotonic() < end: pass\n"
 
 
@@ -69,12 +69,11 @@ def test_one_process_of_a_node_samples_all_its_ranks_at_most_once_a_second(
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     for rank in map(str, range(ranks)):
         launcher = {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(ranks), **address}
-        words = [sys.executable, "-m", "trainer", "--cpu", "--run-dir", str(tmp_path / "run"), *what]
-        environment = {**os.environ, **(launcher if ranks > 1 else {})}
-        processes.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
+        words = ["--cpu", "--run-dir", str(tmp_path / "run"), *what]
+        processes.append(ForkedTrainer(words, environ={**os.environ, **(launcher if ranks > 1 else {})}))
     for process in processes:
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 0, stderr
+        done = process.finish()
+        assert done.returncode == 0, done.stderr
     events = [e for file in RunDir(tmp_path / "run").events.iterdir() for e in decode_events(file.read_bytes())]
     samples = sorted((event for event in events if isinstance(event, NodeSample)), key=lambda sample: sample.time)
     assert samples

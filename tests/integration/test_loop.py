@@ -15,18 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from trained import Trained
+from trained import TASK, Trained, train, train_spawned
 
 from trainer.checkpoint import newest, write_file
-
-TASK = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
-
-
-def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:
-    words = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1"]
-    words += ["--distributed-world-size", str(ranks), *map(str, flags)]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    return Trained(run_dir, subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +86,7 @@ def test_a_rank_in_whose_batch_nothing_counts_trains_on_and_has_no_loss_of_its_o
 
 
 def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) -> None:
-    done = train(tmp_path, "--batch-size", 5, "--max-epochs", 2, "--dropout", 0.3, ranks=2)
+    done = train_spawned(tmp_path, "--batch-size", 5, "--max-epochs", 2, "--dropout", 0.3, ranks=2)
     assert done.code == 0, done.output
     for rank in (0, 1):
         assert sum(event["steps"] for event in done.of("step", rank)) == 10
@@ -207,18 +198,22 @@ def test_a_non_finite_number_that_does_not_come_again_is_told_with_what_is_known
 
 
 REFUSALS: dict[str, Flags] = {
-    "nothing would end this training": ("--batch-size", 10),
     "the training data has 50 samples, but 3 ranks": ("--batch-size", 40, "--max-epochs", 1),
     "--batch-size has 2 values, but there are 3 ranks": ("--batch-size", "4,4", "--max-epochs", 1),
+    "--bach-size": ("--batch-size", 4, "--max-epochs", 1, "--bach-size", "4"),
+    "nothing would end this training": ("--batch-size", 10),
     "did you mean 'accuracy'?": ("--batch-size", 4, "--max-epochs", 1, "--best-metric", "acuracy"),
     "--samples is 'many', but must be an integer": ("--batch-size", 4, "--max-epochs", 1, "--samples", "many"),
-    "--bach-size": ("--batch-size", 4, "--max-epochs", 1, "--bach-size", "4"),
 }
+OF_THREE_RANKS = list(REFUSALS)[:3]
 
 
 @pytest.fixture(scope="module")
 def refused(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Begun:
-    return begin(pool, tmp_path_factory.mktemp("refused"), REFUSALS, ranks=3)
+    folder = tmp_path_factory.mktemp("refused")
+    several = [pool.submit(train_spawned, folder / line, *REFUSALS[line], ranks=3) for line in OF_THREE_RANKS]
+    alone = begin(pool, folder, {line: flags for line, flags in REFUSALS.items() if line not in OF_THREE_RANKS})
+    return dict(zip(OF_THREE_RANKS, several, strict=True)) | alone
 
 
 @pytest.mark.parametrize("line", REFUSALS)
@@ -273,7 +268,7 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_is_named(
     tmp_path: Path, fault: str, kind: str, message: str
 ) -> None:
     flags = ("--batch-size", 5, "--max-epochs", 1000, "--fault-rank", 1, "--fault-step", 3, "--fault", fault)
-    done = train(tmp_path, *flags, ranks=2)
+    done = train_spawned(tmp_path, *flags, ranks=2)
     assert done.code == 1
     result = json.loads((tmp_path / "nodes" / "0.json").read_text())
     assert (result["failure"]["rank"], result["failure"]["kind"]) == (1, kind)

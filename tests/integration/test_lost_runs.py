@@ -7,39 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from made_runs import make
 
 from gputrain_tui.history import runs
-from gputrain_tui.history.runs import create, find, write_status
-from trainer.contract.record import RankState, RunDir, Step, encode_event
+from gputrain_tui.history.runs import find
 from trainer.host.process_identity import identify
-
-NOON = 1_795_262_400.0  # 2026-11-21 12:00:00 UTC
-
-
-def make(root: Path, recipe: str = "demo", *, started: float = NOON, **changes: object) -> runs.Run:
-    run = create(
-        recipe,
-        world_size=2,
-        recipe_toml="name = 'demo'\n",
-        plan=lambda _: b"{}",
-        root=root,
-        now=lambda: started,
-    )
-    if changes:
-        write_status(run.dir, msgspec.structs.replace(run.status, **changes))
-    return find(run.id, root)
-
-
-def step(rank: int, number: int, moment: float = NOON) -> Step:
-    return Step(time=moment, rank=rank, step=number, epoch=1, steps=1, samples=8, loss=1.5)
-
-
-def append(run: RunDir, rank: int, *events: Step | RankState, torn: bytes = b"") -> None:
-    with run.rank_events(rank).open("ab") as file:
-        file.write(b"".join(encode_event(event) for event in events) + torn)
-
 
 # --- who still lives -------------------------------------------------------------------------------------------------
 

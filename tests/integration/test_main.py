@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
+from forked_trainer import ForkedTrainer
+from waiting import LIMIT_S, until
 
+from gputrain_tui.history.runs import last_step
 from trainer.__main__ import main
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.options import Distributed, Training
@@ -53,7 +55,7 @@ def begin(arguments: list[str], cwd: Path, environ: dict[str, str] | None = None
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
     return process.returncode, stdout, stderr
 
 
@@ -182,14 +184,14 @@ def test_two_ranks_train_and_their_node_keeps_the_record(data: Path, tmp_path: P
 
 
 def test_two_nodes_typed_by_hand_and_a_launchers_ranks_train(data: Path, tmp_path: Path) -> None:
-    """Started together, because each spends its time loading torch."""
+    """Started together, because they meet."""
     tcp, env = (str(free_port()) for _ in range(2))
     file = tmp_path / "meeting"
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[ForkedTrainer] = []
     for url in (f"tcp://127.0.0.1:{tcp}", f"file://{file}"):
         for rank in ("0", "1"):
             node = ["--distributed-init-method", url, "--distributed-world-size", "2", "--distributed-gpus", "1"]
-            processes.append(begin(words(data, *node, "--distributed-rank", rank), tmp_path))
+            processes.append(ForkedTrainer(words(data, *node, "--distributed-rank", rank), environ=QUIET))
     for rank in ("0", "1"):
         launcher = {
             "RANK": rank,
@@ -199,18 +201,18 @@ def test_two_nodes_typed_by_hand_and_a_launchers_ranks_train(data: Path, tmp_pat
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": env,
         }
-        processes.append(begin(words(data), tmp_path, launcher))
+        processes.append(ForkedTrainer(words(data), environ=QUIET | launcher))
     for process in processes:
-        code, _, stderr = finish(process)
-        assert (code, stderr) == (0, "")
+        done = process.finish()
+        assert (done.returncode, done.stderr) == (0, "")
     assert not file.exists()
 
 
 def test_one_process_is_its_own_rank_and_keeps_the_same_record(data: Path, tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
-    code, stdout, stderr = finish(begin(words(data, "--run-dir", str(run_dir.path)), tmp_path))
-    assert (code, stderr) == (0, "")
-    assert stdout.endswith("finished: max_updates 3 reached\n"), "progress is shown where the command was typed"
+    done = ForkedTrainer(words(data, "--run-dir", str(run_dir.path)), environ=QUIET).finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("finished: max_updates 3 reached\n"), "progress is shown where the command was typed"
     outcome = msgspec.json.decode(run_dir.node_result(0).read_bytes(), type=NodeOutcome)
     assert (outcome.exit_code, outcome.ranks[0].finished) == (0, True)
     assert "finished" in run_dir.rank_log(0).read_text()
@@ -222,11 +224,7 @@ def test_control_c_stops_training_says_so_and_leaves_nothing(data: Path, tmp_pat
     more = ["--distributed-world-size", str(ranks), "--run-dir", str(run_dir.path), "--max-updates", "1000000"]
     more += ["--num-workers", "1"]
     process = begin(words(data, *more), tmp_path)
-    deadline = time.monotonic() + 60
-    while not run_dir.rank_events(0).exists() or b'"step"' not in run_dir.rank_events(0).read_bytes():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
+    until(lambda: all(last_step(run_dir, rank) is not None for rank in range(ranks)))
     family = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
     code, _, stderr = finish(process)

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import LIMIT_S, until
 
 from trainer.contract.outcome import NodeOutcome, RankOutcome, is_lost_peer, root_cause
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
@@ -50,13 +50,13 @@ class Parent:
         self.family: set[int] = set()
         """Every process that was seen below the parent."""
 
-    def wait(self, timeout: float = 120.0) -> int:
-        return self.process.wait(timeout)
+    def wait(self) -> int:
+        return self.process.wait(LIMIT_S)
 
     def marks(self) -> list[str]:
         """Wait until both ranks have come to their mark, and return what they wrote."""
         paths = [self.run_dir.path / f"mark-{rank}" for rank in range(2)]
-        wait_until(lambda: all(path.exists() for path in paths) or self.process.poll() is not None)
+        until(lambda: all(path.exists() for path in paths) or self.process.poll() is not None)
         self.family |= descendants(self.process.pid)
         return [path.read_text() for path in paths]
 
@@ -92,13 +92,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield begin
         for parent in parents:
             parent.close()
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def alive(pid: int) -> bool:
@@ -285,15 +278,12 @@ def test_what_ranks_started_ends_with_them_daemons_too(start: Start) -> None:
 # --- being stopped --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_stops_ranks_that_hang(start: Start, number: signal.Signals) -> None:
     parent = start("all_hang")
     parent.marks()
-    asked = time.monotonic()
     parent.process.send_signal(number)
     assert parent.wait() == 130
-    assert time.monotonic() - asked < 2.0
     assert still_alive(parent.family) == set()
     assert (parent.outcome().exit_code, parent.outcome().failure) == (130, None)
 
@@ -307,14 +297,12 @@ def test_control_c_reaches_the_whole_group_and_stops_it_once_and_quietly(start: 
     assert parent.errors.read_text() == ""
 
 
-@pytest.mark.timing
-def test_control_c_while_torch_is_loading_stops_at_once_and_quietly(start: Start) -> None:
+def test_control_c_while_torch_is_loading_starts_no_rank_and_is_quiet(start: Start) -> None:
     parent = start("trains", "forkserver")
-    wait_until(lambda: bool(descendants(parent.process.pid)))
-    asked = time.monotonic()
+    until(lambda: bool(descendants(parent.process.pid)))
     os.killpg(parent.process.pid, signal.SIGINT)
     assert parent.wait() == 130
-    assert time.monotonic() - asked < 1.0
+    assert not any(isinstance(event, RankState) for event in parent.events())
     assert parent.errors.read_text() == ""
 
 
@@ -342,7 +330,7 @@ def test_ranks_die_with_a_killed_parent_even_where_python_cannot_run(start: Star
     parent.marks()
     parent.process.kill()
     parent.wait()
-    wait_until(lambda: not still_alive(parent.family), timeout=2.0)
+    until(lambda: not still_alive(parent.family))
 
 
 def test_ranks_die_with_a_killed_parent_when_torch_multiprocessing_started_them(start: Start) -> None:
@@ -350,7 +338,7 @@ def test_ranks_die_with_a_killed_parent_when_torch_multiprocessing_started_them(
     parent.marks()
     parent.process.kill()
     parent.wait()
-    wait_until(lambda: not still_alive(parent.family), timeout=2.0)
+    until(lambda: not still_alive(parent.family))
 
 
 def test_ranks_inside_a_real_collective_die_with_a_killed_parent(start: Start) -> None:
@@ -358,7 +346,7 @@ def test_ranks_inside_a_real_collective_die_with_a_killed_parent(start: Start) -
     parent.marks()
     parent.process.kill()
     parent.wait()
-    wait_until(lambda: not still_alive(parent.family), timeout=2.0)
+    until(lambda: not still_alive(parent.family))
 
 
 def test_stacks_are_printed_into_the_ranks_log_on_request(start: Start) -> None:
@@ -366,7 +354,7 @@ def test_stacks_are_printed_into_the_ranks_log_on_request(start: Start) -> None:
     pid = int(parent.marks()[1])
     os.kill(pid, signal.SIGQUIT)
     log = parent.run_dir.rank_log(1)
-    wait_until(lambda: "in all_hang" in log.read_text())
+    until(lambda: "in all_hang" in log.read_text())
     assert alive(pid)
 
 

@@ -6,10 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S, until
 
 from gputrain_tui.history.runs import list_runs
 
@@ -50,16 +50,13 @@ def test_every_command_runs(shell: Path) -> None:
 
     def run(block: str) -> None:
         words = ["bash", "-euo", "pipefail", "-c", block]
-        done = subprocess.run(words, cwd=shell, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, cwd=shell, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
 
     def await_checkpoint() -> None:
         """Wait until the run that was detached has saved, which it does every ten updates."""
-        deadline = time.monotonic() + 60
-        while not any(list_runs(home / "runs")[0].dir.checkpoints.glob("step_*0.pt")):
-            assert time.monotonic() < deadline, "no checkpoint appears"
-            time.sleep(0.02)
+        until(lambda: any(list_runs(home / "runs")[0].dir.checkpoints.glob("step_*0.pt")))
 
     for block in blocks("sh")[2:]:
         run(block)

@@ -2,52 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from record_reading import events_of, numbers_of, sample
 
 from trainer.contract.record import (
-    AnyEvent,
     Lost,
-    Sample,
-    decode_events,
     encode_event,
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-def sample(number: int, size: int = 0) -> Sample:
-    return Sample(time=0.0, step=number, text="x" * size)
-
-
-def events_of(path: Path) -> list[AnyEvent]:
-    return list(decode_events(path.read_bytes()))
-
-
-def numbers_of(events: list[AnyEvent]) -> list[int]:
-    return [event.step for event in events if isinstance(event, Sample)]
-
-
-def wait_for(condition: object, timeout_s: float = 10.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
-
-
-# ----------------------------------------------------------------------------------------------------- the writer
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    before = set(threading.enumerate())
-    yield tmp_path / "events" / "0.ndjson"
-    wait_for(lambda: set(threading.enumerate()) <= before)
 
 
 FULL_DISK = """
@@ -157,4 +121,4 @@ print(writer.lost, time.monotonic() - started)
 """,
     )
     assert int(lost) == 1000 - len(events_of(path))
-    assert float(seconds) < 2
+    assert float(seconds) < 30, "it would have waited for ever"

@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import LIMIT_S, until
 
 from trainer.__main__ import main
 from trainer.agent.assignment import RankAssignment
@@ -75,15 +74,8 @@ def begin(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> 
 
 def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> Ran:
     process = begin(folder, script, *arguments, ranks=ranks)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=LIMIT_S)
     return Ran(folder, process.returncode, stderr)
-
-
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
 
 
 # --- success --------------------------------------------------------------------------------------------------------
@@ -227,7 +219,7 @@ def test_control_c_ends_scripts_and_what_they_started(tmp_path: Path) -> None:
     until(lambda: all(log.exists() and "up" in log.read_text() for log in logs))
     family = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert stderr.splitlines()[-1].startswith("trainer: stopped")
     assert "Traceback" not in "".join(log.read_text() for log in logs)
@@ -243,7 +235,7 @@ def test_a_script_that_saves_when_it_is_told_to_end_has_the_time_for_it(tmp_path
     log = RunDir(tmp_path / "run").rank_log(0)
     until(lambda: log.exists() and "up" in log.read_text())
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     assert (tmp_path / "saved").exists()
 
@@ -255,7 +247,7 @@ def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
     family = descendants(process.pid)
     process.kill()
     process.communicate()
-    until(lambda: not family & descendants(1), 3.0)
+    until(lambda: not family & descendants(1))
 
 
 # --- pure parts -----------------------------------------------------------------------------------------------------

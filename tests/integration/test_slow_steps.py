@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S, until
 
+from gputrain_tui.history.runs import last_step
+from trainer.contract.record import RunDir
+
+KEPT = ("--save-dir", "kept", "--run-dir", "record")
 SLOW = """
 import time
 from tiny_task import TinyTask
@@ -30,22 +34,17 @@ def test_a_stop_waits_for_steps_that_are_longer_than_the_grace(tmp_path: Path, h
     support = Path(__file__).parents[1] / "support"
     words = ["--task", "slow_task:Slow", "--cpu", "--batch-size", "2", "--max-updates", "200", "--threads", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words, *how, "--stop-grace", "1", "--save-dir", "kept"],
+        [sys.executable, "-m", "trainer", *words, *how, "--stop-grace", "0.1", *KEPT],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(support), *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert process.stdout is not None
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith("epoch 1 step ") and not line.startswith("epoch 1 step 1:"):
-            break
-    process.send_signal(signal.SIGTERM)
-    rest, _ = process.communicate(timeout=60)
-    output = "".join(printed) + rest
+    record = RunDir(tmp_path / "record")
+    until(lambda: last_step(record, 0) is not None and last_step(record, 0).step >= 2)
+    process.terminate()
+    output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, output
     saved = sorted((tmp_path / "kept").glob("step_*.pt"))
     assert saved, output

@@ -5,11 +5,11 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from gputrain_tui.console.stack_request import request_stack
 from gputrain_tui.state import RankView
@@ -52,21 +52,10 @@ def rank(run_dir: RunDir) -> Iterator[RankView]:
     process.wait()
 
 
-def until(deadline: float) -> Iterator[None]:
-    """Give the other process time, up to a limit; a file that grows is no event that could be awaited."""
-    while time.monotonic() < deadline:
-        yield
-        time.sleep(0.01)
-
-
 def test_a_rank_tells_where_it_is_and_only_the_new_part_is_shown(run_dir: RunDir, rank: RankView) -> None:
     assert b"ready" in run_dir.rank_log(3).read_bytes()
     request = request_stack(run_dir, rank)
-    lines: list[str] = []
-    for _ in until(time.monotonic() + 20):
-        lines = request.answer()
-        if any("<module>" in line for line in lines):
-            break
+    lines: list[str] = until(lambda: (found := request.answer()) and "<module>" in "".join(found) and found)
     assert "(most recent call first)" in lines[0]
     assert any("waits_for_a_batch" in line for line in lines)
     assert "ready" not in lines

@@ -12,8 +12,8 @@ import pytest
 import torch
 from odd_tasks import NormTask
 from rank_group import Gang
-from test_loop import TASK, Trained, train
 from tiny_task import TinyOptions
+from trained import TASK, Trained, train, train_spawned
 
 from trainer.checkpoint import newest
 from trainer.contract.options import Training
@@ -305,7 +305,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path: Path, workers: int) -> None
 
 def test_a_last_batch_of_one_sample_that_a_batch_norm_cannot_take_is_refused_at_the_start(tmp_path: Path) -> None:
     flags = ("--task", f"{ODD}NormTask", "--samples", 41, "--batch-size", 5, "--max-epochs", 2)
-    done = train(tmp_path / "refused", *flags, ranks=2)
+    done = train_spawned(tmp_path / "refused", *flags, ranks=2)
     assert done.code == 2, done.output
     line = (
         "the training data has 41 samples, whose last batch is 1 sample on a rank, and the model's batch norm needs 2: "

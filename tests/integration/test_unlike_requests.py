@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from forked_trainer import ForkedTrainer
+from trained import ENVIRON
 
 import trainer
 from trainer.contract.record import Checksum, RunDir, Step, decode_events
@@ -24,38 +24,18 @@ def train(
     folder: Path, own: Sequence[Sequence[str]], *, task: str = TASK, folders: Sequence[Path] = ()
 ) -> list[tuple[int, str]]:
     """Start one process per list of flags as one group, each as a person types it; exit codes and what was printed."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     places = folders or [folder] * len(own)
     meeting = ("--distributed-init-method", f"file://{folder}/meeting", "--distributed-world-size", str(len(own)))
-    group = meeting if len(own) > 1 else ()
+    words = ["--task", task, *(meeting if len(own) > 1 else ()), *COMMON, "--max-epochs", "1", "--distributed-rank"]
     processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "trainer",
-                "--task",
-                task,
-                *group,
-                "--distributed-rank",
-                str(rank),
-                *COMMON,
-                "--max-epochs",
-                "1",
-                *words,
-            ],
+        ForkedTrainer(
+            [*words, str(rank), *flags],
             cwd=places[rank],
-            env=environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), str(places[rank]), *sys.path])},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            environ=ENVIRON | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), str(places[rank])])},
         )
-        for rank, words in enumerate(own)
+        for rank, flags in enumerate(own)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    return [(done.returncode, done.stdout + done.stderr) for done in (process.finish() for process in processes)]
 
 
 def without_pids(output: str) -> str:

@@ -5,19 +5,14 @@ They fork from a server that has torch loaded, so a further process costs millis
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
-TIMEOUT_S = 120.0
-"""Far above what anything takes here: loading torch from a busy disk takes up to a minute."""
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["trainer.distributed", "trainer.checkpoint"])
+from forked_trainer import context
+from waiting import LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Member:
 
     def outcome(self) -> Any:
         """Return the result, or the ``Raised`` that came instead."""
-        assert self._connection.poll(TIMEOUT_S), "a process does not answer"
+        assert self._connection.poll(LIMIT_S), "a process does not answer"
         return self._connection.recv()
 
     def kill(self) -> None:
@@ -77,7 +72,6 @@ class Processes:
     def close(self) -> None:
         for member in self.members:
             member.kill()
-        forkserver._forkserver._stop()  # it would stay until the test run's end
 
 
 def _serve(connection: Connection) -> None:

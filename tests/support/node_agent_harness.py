@@ -33,7 +33,7 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
             init_method=init_method or None,
             backend="gloo",
             parent_pid=None,
-            distributed=Distributed(),
+            distributed=Distributed(stop_grace=3600.0),
             words=("--task", "none"),
             run_dir=run_dir,
             run_id="test",

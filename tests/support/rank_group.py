@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -11,16 +10,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0
+from forked_trainer import context
+from waiting import LIMIT_S
 
 
 class Gang:
     """``run`` calls a module-level function on every rank and returns the results in rank order."""
 
-    def __init__(self, world_size: int, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, world_size: int, *, timeout_s: float = LIMIT_S) -> None:
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
         self._members = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()

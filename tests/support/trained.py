@@ -1,17 +1,28 @@
-"""What a training by ``python -m trainer`` leaves behind, for tests to look at."""
+"""Small trainings with real ranks, and what they leave behind."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_trainer import ForkedTrainer
 from torch import Tensor
+from waiting import LIMIT_S
 
 from trainer.checkpoint import newest
+
+TASK = f"{Path(__file__).with_name('tiny_task.py')}:TinyTask"
+
+
+ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RANK", "WORLD_SIZE"))}
+ENVIRON |= {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Trained:
@@ -46,3 +57,26 @@ class Trained:
         found = newest(self.run_dir / "checkpoints")
         assert found is not None
         return torch.cat([tensor.flatten().double() for tensor in found[1]["model"].values()])
+
+
+def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:
+    """Train with as many processes, each started by hand as a rank of its own."""
+    words = ["--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1", *map(str, flags)]
+    if ranks == 1:
+        return Trained(run_dir, ForkedTrainer(words, environ=ENVIRON).finish())
+    with tempfile.TemporaryDirectory() as folder:
+        words += ["--distributed-no-spawn", "--distributed-world-size", str(ranks)]
+        words += ["--distributed-init-method", f"file://{folder}/meeting", "--distributed-rank"]
+        begun = [ForkedTrainer([*words, str(rank)], environ=ENVIRON) for rank in range(ranks)]
+        done = [process.finish() for process in begun]
+    code = max(each.returncode for each in done)
+    output = "".join(each.stdout + each.stderr for each in done)
+    return Trained(run_dir, subprocess.CompletedProcess(words, code, output, ""))
+
+
+def train_spawned(run_dir: Path, *flags: object, ranks: int) -> Trained:
+    """Train with one command, whose node agent starts the ranks."""
+    words = ["--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1"]
+    words += ["--distributed-world-size", str(ranks), *map(str, flags)]
+    command = [sys.executable, "-m", "trainer", *words]
+    return Trained(run_dir, subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRON))

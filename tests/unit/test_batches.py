@@ -3,16 +3,15 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from epoch_batches import batches, read, samples_of
 
 from trainer.contract.errors import RequestError
 from trainer.data.batches import (
     CountingIterator,
-    EpochBatches,
     EvalBatches,
     GroupedIterator,
     Position,
@@ -23,20 +22,6 @@ from trainer.data.batches import (
 from trainer.data.loader import MicroBatch, pinned
 
 PAD = -1
-
-
-def batches(samples: int | Sequence[Any], batch_sizes: Sequence[int], rank: int, **options: Any) -> EpochBatches:
-    dataset = range(samples) if isinstance(samples, int) else samples
-    settings: dict[str, Any] = {"collate": list, "seed": 1, "shuffle": True} | options
-    return EpochBatches(dataset, batch_sizes=batch_sizes, rank=rank, **settings)  # type: ignore[arg-type]
-
-
-def read(source: EpochBatches, update_freq: int, updates: int | None = None) -> list[list[MicroBatch]]:
-    return [list(update) for update in itertools.islice(source.updates(update_freq), updates)]
-
-
-def samples_of(updates: list[list[MicroBatch]]) -> list[Any]:
-    return [sample for update in updates for micro in update if micro.samples for sample in micro.batch]
 
 
 # ---------------------------------------------------------------------------------------------- the small iterators

@@ -893,12 +893,15 @@ def test_while_ranks_join_those_that_are_missing_are_named() -> None:
     assert "rank 1 has been joining for 65 s" in found.message
 
 
-def sampled(run: Run, seconds: int, *percents: float) -> list[Finding]:
+def sampled(run: Run, seconds: int, *percents: float, wait_percent: float = 0.0) -> list[Finding]:
     """Let as many seconds pass, each with a look at the ranks' processes."""
     found = []
     for _ in range(seconds):
         run.now += 1.0
-        samples = [RankSample(rank=rank, cpu_percent=percent) for rank, percent in enumerate(percents)]
+        samples = [
+            RankSample(rank=rank, cpu_percent=percent, wait_percent=wait_percent)
+            for rank, percent in enumerate(percents)
+        ]
         run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
         found += run.look()
     return found
@@ -913,6 +916,12 @@ def test_ranks_that_tell_no_steps_are_judged_by_their_processes() -> None:
     assert told(sampled(run, 1, 0.0, 40.0)) == [("stalled", "cleared", None, "idle")]
     assert sampled(run, 200, 0.0, 0.0) == []  # it has once been as quiet as that for a minute, and went on
     assert len(sampled(run, 100, 0.0, 0.0)) == 1
+
+
+def test_a_process_that_wakes_now_and_then_on_a_busy_machine_is_idle() -> None:
+    run = starting(2, "training")
+    (found,) = sampled(run, 62, 0.5, 1.0, wait_percent=8.0)
+    assert (found.kind, found.rank, found.cause) == ("stalled", None, "idle")
 
 
 def test_of_ranks_that_tell_no_steps_the_one_that_computes_while_all_others_do_nothing_is_named() -> None:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from made_runs import NOON, make_ended as make, say
 
 from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
-from gputrain_tui.history.runs import Run, create, open_run, write_status
+from gputrain_tui.history.runs import write_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.record import EventWriter, Step
 from trainer.host.process_identity import ProcessIdentity, identify
-
-NOON = 1_795_262_400.0  # 2026-11-21 12:00:00 UTC
 
 
 @pytest.fixture
@@ -25,26 +24,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         time.tzset()
         yield tmp_path
     time.tzset()
-
-
-def make(home: Path, recipe: str = "demo", *, world_size: int = 2, **changes: object) -> Run:
-    run = create(
-        recipe,
-        world_size=world_size,
-        recipe_toml="",
-        plan=lambda _: b"{}",
-        root=home / "runs",
-        now=lambda: NOON,
-    )
-    write_status(run.dir, msgspec.structs.replace(run.status, **{"status": "finished", **changes}))
-    found = open_run(run.dir.path)
-    assert found is not None
-    return found
-
-
-def say(run: Run, rank: int, text: bytes) -> None:
-    with run.dir.rank_log(rank).open("ab") as file:
-        file.write(text)
 
 
 def test_a_log_of_many_chunks_comes_out_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,6 @@ def test_a_clock_that_was_set_back_leaves_shares_absent(seconds: float) -> None:
     assert (sample.cpu_percent, sample.wait_percent, sample.rss_bytes) == (None, None, 1)
 
 
-@pytest.mark.timing
 def test_a_busy_process_is_sampled_once_a_second_and_a_dead_one_is_left_out(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "node-2.ndjson")
     dead = int(Path("/proc/sys/kernel/pid_max").read_text())  # the first number that no process has

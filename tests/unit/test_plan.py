@@ -4,15 +4,14 @@ import json
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from plans import HERE, named, planned, recipe, remote
 
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
@@ -33,22 +32,8 @@ from trainer.host.memory import Memory
 from trainer.host.ports import free_port, is_port_free, port_holder
 
 ROOT = Path(__file__).parents[2]
-HERE = LocalFacts(
-    names=frozenset({"box", "10.0.0.1", "fe80::1"}), addresses=("10.0.0.1",), free_port=20123, python="/venv/python"
-)
 PORT = 11111
 GIB = 1 << 30
-
-
-def recipe(*nodes: str, cluster: str = "", train: str = "") -> Any:
-    tables = "".join(f"[[cluster.nodes]]\n{node}\n" for node in nodes)
-    return build(
-        f'[cluster]\n{cluster}\n{tables}[train]\ntask = "mnist"\n{train}\n[task]\ndata = "/d"\n', name="r.toml"
-    )
-
-
-def remote(*gpus: int) -> list[str]:
-    return [f'host = "10.0.123.{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 
 def machine(count: int, *, busy: tuple[int, ...] = (), mig: tuple[int, ...] = ()) -> Inventory:
@@ -68,10 +53,6 @@ def machine(count: int, *, busy: tuple[int, ...] = (), mig: tuple[int, ...] = ()
         for index in range(count)
     )
     return Inventory(host="box", time=0.0, cpus=Cpus(), memory=Memory(), gpus=tuple(reversed(gpus)))
-
-
-def planned(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> Plan:
-    return plan(recipe(*nodes, **tables), has or {}, local=local)
 
 
 def refusal(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> str:
@@ -511,10 +492,6 @@ def test_a_failed_script_is_started_again_at_a_new_port_and_finds_its_checkpoint
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-def named(*gpus: int) -> list[str]:
-    return [f'host = "n{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
-
-
 def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
     text = script(planned(*named(4, 2, 1)), name="x")
     assert "#SBATCH --nodelist=n1,n2,n3" in text
@@ -564,11 +541,3 @@ def test_this_machine_knows_itself_by_name_and_address() -> None:
     assert not any(address.startswith("127.") for address in facts.addresses)
     assert facts.python == sys.executable
     assert local_facts([None, "localhost"]).addresses == ()
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def command(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "gputrain_tui", "plan", *words]
-    return subprocess.run(line, capture_output=True, text=True, input=stdin, cwd=ROOT, timeout=60)

@@ -397,14 +397,13 @@ def test_the_limits_of_this_machine_are_read() -> None:
     assert facts.torch is None, "ranks on CPUs take any torch"
 
 
-@pytest.mark.timing
 def test_looking_takes_no_time_to_speak_of() -> None:
     wanted = recipe()
     took = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         looked(wanted)
-        took.append(time.perf_counter() - begin)
+        took.append(time.process_time() - begin)
     assert min(took) < 0.05
 
 

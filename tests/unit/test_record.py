@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from record_reading import events_of, numbers_of, sample
+from waiting import until
 
 from trainer.contract.record import (
     AnyEvent,
@@ -22,27 +24,6 @@ from trainer.contract.record import (
     write_atomically,
 )
 from trainer.contract.record.writer import until_next
-
-
-def sample(number: int, size: int = 0) -> Sample:
-    return Sample(time=0.0, step=number, text="x" * size)
-
-
-def events_of(path: Path) -> list[AnyEvent]:
-    return list(decode_events(path.read_bytes()))
-
-
-def numbers_of(events: list[AnyEvent]) -> list[int]:
-    return [event.step for event in events if isinstance(event, Sample)]
-
-
-def wait_for(condition: object, timeout_s: float = 10.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
-
 
 # ------------------------------------------------------------------------------------------------------ the lines
 
@@ -118,7 +99,7 @@ def test_a_field_of_the_future_is_passed_over() -> None:
 def path(tmp_path: Path) -> Iterator[Path]:
     before = set(threading.enumerate())
     yield tmp_path / "events" / "0.ndjson"
-    wait_for(lambda: set(threading.enumerate()) <= before)
+    until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_events_come_out_in_the_order_in_which_they_went_in(path: Path) -> None:
@@ -206,7 +187,6 @@ def read_pipe(reader: int, until: bytes) -> list[AnyEvent]:
     return list(decode_events(data))
 
 
-@pytest.mark.timing
 def test_a_stalled_disk_never_holds_the_caller(path: Path, stalled: int) -> None:
     writer = EventWriter(path, rank=1)
     writer.capacity = 200
@@ -217,7 +197,7 @@ def test_a_stalled_disk_never_holds_the_caller(path: Path, stalled: int) -> None
 
     started = time.monotonic()
     writer.close(0.05)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 30.0, "it does not wait for the disk"
     assert writer.lost == 500, "nothing is known to be written"
     read_pipe(stalled, b'"message":"the disk does not keep up"}\n')  # lets the writer's thread go
 

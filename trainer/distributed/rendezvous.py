@@ -291,11 +291,13 @@ def _timeout_message(
 def _await_refusal_read(keys: Store, rdzv: RendezvousStore, mine: Registration) -> None:
     """Mark the refusal as read by this rank; on rank 0's machine, wait until the others have read it too.
 
-    The store is in rank 0's process, which its agent ends when another rank of its machine has failed.
+    A store that is no file is in rank 0's process, which its agent ends when another rank of its machine has failed.
     """
     # A rank that reads late may find the store gone; it has the refusal already.
     with contextlib.suppress(RuntimeError):
         keys.set(f"refusal_read/{mine.rank}", "")
+        if mine.rank != 0 and rdzv.file is not None:
+            return  # the file needs nobody, and rank 0 removes it now: a read would wait for it until it times out
         joined, _ = _joined_and_missing(keys, mine.world_size, set())
         if mine.rank != 0 and (
             0 not in joined or _read_registration(keys, 0).network_namespace != mine.network_namespace

@@ -145,7 +145,6 @@ def test_the_search_goes_round_in_both_directions() -> None:
     assert buffer.find("absent", 0, forward=True) is None
 
 
-@pytest.mark.timing
 def test_ten_thousand_lines_cost_little() -> None:
     buffer = LogBuffer()
     data = b"".join(b"step %d loss 0.123456 samples/s 1234.5 lr 0.001\n" % n for n in range(1000))

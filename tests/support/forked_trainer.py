@@ -1,0 +1,55 @@
+"""``python -m trainer`` in a process that forks from a server with torch loaded: the same, but it begins at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from waiting import LIMIT_S
+
+# The server stays until the test run's end, when it finds this process gone.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["trainer.engine.preload", "trainer.checkpoint", "trainer.__main__"])
+
+
+class ForkedTrainer:
+    """One such process."""
+
+    def __init__(self, words: Sequence[str], *, cwd: Path = Path(), environ: Mapping[str, str] = os.environ) -> None:
+        self.words = words
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
+        for path in self._outputs:
+            path.touch()
+        arguments = (list(words), str(cwd.absolute()), dict(environ), [str(path) for path in self._outputs])
+        self._process = context.Process(target=_run, args=arguments)
+        self._process.start()
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """Wait for its end; return its exit code and what it printed."""
+        self._process.join(LIMIT_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        stdout, stderr = (path.read_text() for path in self._outputs)
+        self._folder.cleanup()
+        assert self._process.exitcode is not None
+        return subprocess.CompletedProcess(self.words, self._process.exitcode, stdout, stderr)
+
+
+def _run(words: list[str], cwd: str, environ: dict[str, str], outputs: list[str]) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    for descriptor, path in zip((0, 1, 2), (os.devnull, *outputs), strict=True):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
+    sys.argv = ["trainer", *words]
+    sys.path[:0] = [cwd, *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    from trainer.__main__ import main
+
+    sys.exit(main())
