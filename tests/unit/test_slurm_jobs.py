@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.slurm import parse_job
+from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm import placed
+from gputrain_tui.lifecycle.slurm_jobs import explained
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.model import Recipe, SlurmOptions, build
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
+from trainer.contract.record import Failure, RunDir
 
 TRAIN = '[train]\ntask = "mnist"\nmax_updates = 1\n[task]\ndata = "/d"\n'
 LOGIN = LocalFacts(names=frozenset({"login"}), free_port=20123, python="/venv/python")
@@ -102,6 +107,41 @@ def test_a_job_is_read_from_the_lines_of_its_components() -> None:
     )
     found = parse_job("\n".join([line.format("CANCELLED", "a1"), line.format("CANCELLED", "b[1-2]")]))
     assert (found.reason, found.nodes, found.exit_code, found.is_over) == ("", "a1,b[1-2]", 3, True)
+
+
+STEP = "slurmstepd-n2: error: *** STEP 5.1 ON n2 CANCELLED AT 2026-11-23T06:27:18"
+BY_SIGNAL = AttemptResult(status="stopped", reason="stopped by SIGTERM")
+LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer", message="Connection closed by peer"))
+
+
+@pytest.mark.parametrize(
+    ("ended", "said", "kind", "words"),
+    [
+        (BY_SIGNAL, f"{STEP} ***", None, "it was cancelled in Slurm"),
+        (BY_SIGNAL, f"{STEP} DUE TO TIME LIMIT ***", None, "its time limit in Slurm was over"),
+        (BY_SIGNAL, f"{STEP} DUE TO PREEMPTION ***", None, "Slurm pre-empted it for another job"),
+        (BY_SIGNAL, f"{STEP} DUE TO JOB REQUEUE ***\n{STEP} ***", None, "it was cancelled in Slurm"),
+        (BY_SIGNAL, "a rank printed CANCELLED AT", None, "stopped by SIGTERM"),
+        (AttemptResult(status="stopped", reason="stopped by SIGUSR1"), f"{STEP} ***", None, "stopped by SIGUSR1"),
+        (LOST, f"{STEP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***", "slurm", "Slurm lost one of its nodes"),
+        (LOST, f"{STEP} ***", "lost_peer", "Connection closed by peer"),
+        (
+            LOST,
+            "slurmstepd-n2: error: Detected 1 oom_kill event in StepId=5.1. Some tasks have been OOM Killed.",
+            "out_of_memory",
+            "node 1 on node-1.slurm.invalid needed more memory than Slurm gave it (slurm.mem)",
+        ),
+    ],
+)
+def test_why_slurm_ended_a_run_is_read_from_what_it_prints(
+    tmp_path: Path, ended: AttemptResult, said: str, kind: str | None, words: str
+) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.logs.mkdir()
+    run_dir.node_log(1).write_text(said + "\n")
+    found = explained(ended, planned(1, 1), run_dir)
+    assert (found.failure and found.failure.kind) == kind
+    assert (found.failure.message if found.failure else found.reason) == words
 
 
 def test_a_path_is_a_word_of_the_jobs_script_whatever_it_holds() -> None:
