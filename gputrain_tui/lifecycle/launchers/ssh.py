@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 MODULES = (
     "trainer.contract.home_folder",
     "trainer.contract.stop_level",
+    "trainer.host.proc_files",
     "trainer.host.boot",
     "trainer.host.processes",
     "trainer.host.descendants",
