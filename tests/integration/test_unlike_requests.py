@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from forked_trainer import ForkedTrainer
 from trained import ENVIRON
+from waiting import LIMIT_S
 
 import trainer
 from trainer.contract.record import Checksum, RunDir, Step, decode_events
@@ -20,15 +23,34 @@ SUPPORT = Path(__file__).parents[1] / "support"
 COMMON = ("--cpu", "--distributed-no-spawn", "--distributed-timeout", "20", "--batch-size", "4", "--threads", "1")
 
 
+class TypedTrainer:
+    """``python -m trainer`` in a folder whose modules come first."""
+
+    def __init__(self, words: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "trainer", *words]
+        self._process = subprocess.Popen(
+            command, cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        output, _ = self._process.communicate(timeout=LIMIT_S)
+        return subprocess.CompletedProcess(self._process.args, self._process.returncode, output, "")
+
+
 def train(
-    folder: Path, own: Sequence[Sequence[str]], *, task: str = TASK, folders: Sequence[Path] = ()
+    folder: Path,
+    own: Sequence[Sequence[str]],
+    *,
+    task: str = TASK,
+    folders: Sequence[Path] = (),
+    begin: type[ForkedTrainer | TypedTrainer] = ForkedTrainer,
 ) -> list[tuple[int, str]]:
     """Start one process per list of flags as one group, each as a person types it; exit codes and what was printed."""
     places = folders or [folder] * len(own)
     meeting = ("--distributed-init-method", f"file://{folder}/meeting", "--distributed-world-size", str(len(own)))
     words = ["--task", task, *(meeting if len(own) > 1 else ()), *COMMON, "--max-epochs", "1", "--distributed-rank"]
     processes = [
-        ForkedTrainer(
+        begin(
             [*words, str(rank), *flags],
             cwd=places[rank],
             environ=ENVIRON | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), str(places[rank])])},
@@ -164,7 +186,8 @@ def test_other_code_on_a_rank_is_refused_by_name(tmp_path: Path, file: str, name
             shutil.copytree(Path(trainer.__file__).parent, folder / "trainer")
         with (folder / file).open("a") as written:
             written.write(f"# of rank {rank}\n")
-    for code, output in train(tmp_path, [[], []], task="own:Own", folders=folders):
+    begin = TypedTrainer if file.startswith("trainer") else ForkedTrainer
+    for code, output in train(tmp_path, [[], []], task="own:Own", folders=folders, begin=begin):
         assert code == 2, output
         assert named in output
         assert output.count("code of ") == 1

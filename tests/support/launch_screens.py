@@ -86,7 +86,13 @@ NOT_READY = msgspec.structs.replace(
 
 
 def validated(
-    text: str, *, name: str, settings: list[str], task: str = "", facts: PreflightFacts = READY
+    text: str,
+    *,
+    name: str,
+    settings: list[str],
+    task: str = "",
+    hosts_max_age_s: float = 0.0,
+    facts: PreflightFacts = READY,
 ) -> ValidatedRecipe:
     """Plan on a machine that is the same for everybody."""
     try:

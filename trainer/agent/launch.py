@@ -69,15 +69,16 @@ def launch(
         words = (script.script, *script.args)
     # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    run_dir, claimed = _run_dir(options), [devices[index].uuid for index in decision.device_ids if index is not None]
-    run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
-    if script is None:
-        words = _resumed(words, run_dir, environ)
+    claimed = [devices[index].uuid for index in decision.device_ids if index is not None]
+    run_id = environ.get(RUN_ID) or (Path(options.run_dir).name if options.run_dir else "")
     with (
         _claim(claimed, run_id, options, environ),
         usable_init_method(decision) as init_method,
         _full_disk_in_one_line(options),
     ):
+        run_dir = _run_dir(options)
+        if script is None:
+            words = _resumed(words, run_dir, environ)
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
