@@ -50,7 +50,7 @@ TOKEN, AGENT, STARTED, BEAT, EXIT = "token", "agent.json", "started", "beat", "e
 """Files of an attempt's folder: of the launching side, of the agent, of the session that starts it, of the newest
 session, and of the agent at its end."""
 HOME = "GPUTRAIN_HOME"
-FILE = re.compile(r"(?:events|logs|digest|nodes)/[A-Za-z0-9._-]{1,255}")
+FILE = re.compile(r"(?:events|logs|digest)/[A-Za-z0-9._-]{1,255}")
 
 
 def is_of_node(name: str, node: int, ranks: Sequence[int]) -> bool:
@@ -58,14 +58,18 @@ def is_of_node(name: str, node: int, ranks: Sequence[int]) -> bool:
     if not FILE.fullmatch(name):
         return False
     folder, _, file = name.partition("/")
-    if folder == "nodes":
-        return file == f"{node}.json"
     if not file.endswith(".log" if folder == "logs" else ".ndjson"):
         return False
     if file.startswith("machine-"):
         return True
     writer = file.partition(".")[0]
     return writer == f"node-{node}" or (writer.isdecimal() and int(writer) in ranks)
+
+
+def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
+    """Return the files of a node's processes that do not grow but are replaced: its outcome, and last collectives."""
+    collectives = [f"logs/collectives_{rank}{suffix}" for rank in ranks for suffix in ("", ".json")]
+    return [*collectives, f"nodes/{node}.json"]
 
 
 def node_command(argv: Sequence[str], setup: str) -> list[str]:
@@ -92,8 +96,8 @@ class Session:
         self._node: int = request["node"]
         self._ranks: list[int] = request["ranks"]
         self._sizes: dict[str, int] = dict(request["sizes"])
-        self._whole: tuple[int, int] | None = None
-        """Time and size of the node's outcome when it was last sent."""
+        self._replaced: dict[str, tuple[int, int]] = {}
+        """Time and size, when they were last sent, of the files that are replaced."""
         here = Path(request["run_dir"])
         self.shared = (here / "agents" / request["attempt"] / TOKEN).exists()
         self.run_dir = here if self.shared else _home(request) / "runs" / here.name
@@ -199,19 +203,18 @@ class Session:
                 sent += len(data)
             self._sizes[name] = begin
         if not sent:
-            sent += self._send_outcome()
+            sent += sum(self._send_replaced(name) for name in replaced_files(self._node, self._ranks))
         return sent > 0
 
-    def _send_outcome(self) -> bool:
-        name = f"nodes/{self._node}.json"
+    def _send_replaced(self, name: str) -> bool:
         try:
             stat = (self.run_dir / name).stat()
         except OSError:
             return False
-        if (stat.st_mtime_ns, stat.st_size) == self._whole:
+        if (stat.st_mtime_ns, stat.st_size) == self._replaced.get(name):
             return False
-        self._whole = stat.st_mtime_ns, stat.st_size
-        self.send(_part(self.run_dir / name, 0, stat.st_size), word="outcome")
+        self._replaced[name] = stat.st_mtime_ns, stat.st_size
+        self.send(_part(self.run_dir / name, 0, stat.st_size), word="whole", name=name)
         return True
 
     def _files(self, folder: str) -> Iterator[tuple[str, int]]:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from gputrain_tui.hosts.host_agent import HOME, TOKEN, is_of_node
+from gputrain_tui.hosts.host_agent import HOME, TOKEN, is_of_node, replaced_files
 from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.inventory_program import packed_program
 from gputrain_tui.hosts.local_facts import local_facts
@@ -249,8 +249,8 @@ class SshProcess:
                         raise RefusedError(str(frame["why"]))
                     case "file":
                         self._append(str(frame["name"]), int(frame["offset"]), data)
-                    case "outcome":
-                        self._write_outcome(data)
+                    case "whole":
+                        self._replace(str(frame["name"]), data)
                     case "exit":
                         return int(frame["code"])
             with suppress(BlockingIOError):
@@ -287,9 +287,12 @@ class SshProcess:
             self._unwritten.add(name)
             print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
-    def _write_outcome(self, data: bytes) -> None:
+    def _replace(self, name: str, data: bytes) -> None:
+        """Write a file that does not grow."""
+        if name not in replaced_files(self.node, self._planned.ranks):
+            raise ConnectionError(f"it sent {name!r}, which is no file of node {self.node}")
         with suppress(OSError):
-            write_atomically(self._run_dir.node_result(self.node), data)
+            write_atomically(self._run_dir.path / name, data)
 
 
 def session_request(
