@@ -13,8 +13,8 @@ import pytest
 import torch
 from loop_on_ranks import state_of, train_on
 from rank_group import Gang
-from test_loop import train
 from torch import Tensor
+from trained import train, train_spawned
 
 from trainer.checkpoint import fit, load_weights
 from trainer.contract.errors import CheckpointError
@@ -262,24 +262,16 @@ def test_what_does_not_fit_is_told_by_name_and_shape() -> None:
 def test_a_warm_start_has_the_weights_and_everything_else_fresh(pretrained: Path, tmp_path: Path) -> None:
     """As a whole command, in which rank 1 sees no such file."""
     flags = (
-        "--batch-size",
-        4,
-        "--max-updates",
-        1,
-        "--lr",
-        "1e-30",
-        "--optimizer",
-        "sgd",
-        "--finetune-from",
+        *["--batch-size", "4", "--max-updates", "1", "--lr", "1e-30", "--optimizer", "sgd", "--finetune-from"],
         pretrained,
     )
-    done = train(tmp_path / "fits", *flags, ranks=2)
+    done = train_spawned(tmp_path / "fits", *flags, ranks=2)
     assert done.code == 0, done.output
     found = state_of(tmp_path / "fits" / "checkpoints")
     assert same(found["model"], state_of(pretrained)["model"])
     assert (found["updates"], found["position"]["epoch"], found["position"]["consumed"]) == (1, 1, 8)
     assert [event["message"] for event in done.of("finding")] == [f"the model begins with 4 weights of {pretrained}"]
-    wider = train(tmp_path / "wider", *flags, "--width", 17, ranks=2)
+    wider = train_spawned(tmp_path / "wider", *flags, "--width", 17, ranks=2)
     assert wider.code == 2
     line = f"{pretrained} does not fit this model, of another shape: 0.weight is [16, 8] and in the model [17, 8], "
     assert len([text for text in wider.output.splitlines() if line in text]) == 1
