@@ -15,10 +15,11 @@ HELD_UP_S = 0.05
 LACKED = pytest.StashKey[float]()
 """What ``lacked_s`` said when the test began."""
 
-# A pytest in the background of a script, as under some CI, inherits an ignored SIGINT, and so would each process that
-# the tests start: the tests that send one would wait for ends that never come.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A pytest in the background of a script or under nohup, as under some CI, inherits an ignored SIGINT or SIGHUP, and so
+# would each process that the tests start: the tests that send one would wait for ends that never come.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -138,7 +138,9 @@ def test_nodes_with_unequal_gpus_count_their_ranks_whoever_else_connects(
     (tmp_path / "tell.py").write_text(TELL)
     visible = "case $SLURM_NODEID in 1) export CUDA_VISIBLE_DEVICES=0;; esac"
     train = "exec python -m trainer --script tell.py --distributed-port 23456 --join-timeout 40 --run-dir record"
-    command = f"export LD_LIBRARY_PATH={driver}; {visible}; {train}"
+    # The nodes of the lab have one /tmp and GPUs of the same names.
+    claims = f"export GPUTRAIN_GPU_CLAIMS={tmp_path}/claims.$SLURM_NODEID"
+    command = f"export LD_LIBRARY_PATH={driver}; {claims}; {visible}; {train}"
     words = ["python", "-c", KNOCK, "n1", "23457"]
     stranger = cluster.login.start(*words, env=cluster.environ, stdin=subprocess.PIPE)
     try:
