@@ -124,8 +124,10 @@ def test_ranks_that_finish_leave_a_record_and_nothing_else(start: Start) -> None
         (1, "spawned", "here", "cpu"),
     ]
     samples = [event for event in parent.events() if isinstance(event, NodeSample)]
-    assert [process.rank for process in samples[0].ranks] == [0, 1]
-    assert all(process.rss_bytes for process in samples[0].ranks)
+    sampled = [process for sample in samples for process in sample.ranks]
+    assert sampled
+    assert {process.rank for process in sampled} <= {0, 1}  # one may have ended before the other had begun
+    assert all(process.rss_bytes for process in sampled)
     assert parent.run_dir.rank_log(1).read_text() == "rank 1 prints\nand complains\n"
     assert not parent.run_dir.tmp.exists()
     assert parent.errors.read_text() == ""

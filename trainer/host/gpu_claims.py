@@ -42,7 +42,7 @@ class GpuClaim:
     def text(self) -> str:
         """Return who it is in words: ``run NAME (pid 7 of ada)``."""
         who = f"run {self.run}" if self.run else "a training"
-        return f"{who} (pid {self.pid}{f' of {self.user}' if self.user else ''})"
+        return f"{who} (pid {self.pid}{f' of {self.user}' if self.user else ''})" if self.pid else who
 
 
 class GpuTakenError(Exception):
