@@ -41,6 +41,8 @@ def evaluation_recipe(
         eval_split=split,
         resume=None,
         save_dir=None,
+        finetune_from=None,
+        finetune_partial=False,
         batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
     )
     changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
