@@ -67,7 +67,7 @@ def test_a_link_in_the_place_of_a_claim_is_not_followed_and_what_it_holds_is_not
         assert mine.read_text() == "precious"
         assert list(claims(names, environ)) == ["../x/GPU-up"]
         (folder / "___x_GPU-up").write_text('{"run": 7, "user": "\\u001b[2J", "pid": "x"}')
-        assert claims(names, environ)["../x/GPU-up"].text == "a training (pid 0)"
+        assert claims(names, environ)["../x/GPU-up"].text == "a training"
     (linked := tmp_path / "linked").symlink_to(folder)
     with claim_gpus(["GPU-z"], "run", shared=False, environ={FOLDER: str(linked)}):
         assert not (folder / "GPU-z").exists()

@@ -19,6 +19,7 @@ from trainer.data.dataset import SizedDataset
 from trainer.data.seeds import seed_all
 from trainer.data.worker_start import start_method
 from trainer.host import process_guard
+from trainer.host.stop_request import save_signals_blocked
 
 Collate = Callable[[list[Any]], Any]
 Bounds = Callable[[int], tuple[int, int]]
@@ -156,7 +157,9 @@ class BatchLoader:
         self._requests.requests = (
             _Request(_indices(order, low, high), mix_seed(seed, low)) for low, high in map(bounds, starts) if low < high
         )
-        self._ahead = iter(self._loader)
+        # A scheduler may signal every process of a job, also a worker that has not yet set what it ignores.
+        with save_signals_blocked():
+            self._ahead = iter(self._loader)
         return self._read_ahead(starts, bounds)
 
     def _read_here(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:

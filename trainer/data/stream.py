@@ -17,7 +17,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.batches import Position, Shares, Update
@@ -26,6 +27,7 @@ from trainer.data.loader import Collate, MicroBatch, Refused, as_it_is, mix_seed
 from trainer.data.seeds import RandomNumbers
 from trainer.data.worker_start import start_method
 from trainer.distributed.encoding import encode
+from trainer.host.stop_request import save_signals_blocked
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank what each of them has given, in rank order."""
@@ -121,18 +123,19 @@ class _Reading:
 
 
 class _InWorker(IterableDataset[Any]):
-    """A pass in a reading process of its own.
-
-    It is the only one of its loader, so that a dataset that shares its samples out by ``get_worker_info`` gives all of
-    them: they are shared out here.
-    """
+    """A pass in the reading processes, which share its blocks out."""
 
     def __init__(self, reading: _Reading) -> None:
         self._reading = reading
 
     def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        reading = replace(self._reading, worker=info.id, workers=info.num_workers)
+        # A dataset that shares its samples out by get_worker_info gives all of them: they are shared out here.
+        torch_worker._worker_info = None
         try:
-            yield from self._reading
+            yield from reading
         except (RequestError, TrainingError) as error:
             yield Refused(error)
 
@@ -171,7 +174,6 @@ class StreamReader:
         )
         self._num_workers = num_workers
         self._pin = pinned if pin_memory else None
-        self._loaders: list[DataLoader[Any]] = []
 
     def read(self, *, epoch: int, skip: int, seed: int) -> Iterator[_Block]:
         """Yield the blocks of an epoch after the first ``skip`` samples, the last one with a total of 0.
@@ -184,40 +186,32 @@ class StreamReader:
         return read if self._pin is None else (replace(block, batch=self._pin(block.batch)) for block in read)
 
     def _read_ahead(self, reading: _Reading) -> Iterator[_Block]:
-        workers = self._num_workers
         method = start_method(reading, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        self._loaders = [
-            DataLoader(
-                _InWorker(replace(reading, worker=worker, workers=workers)),
-                batch_size=None,
-                num_workers=1,
-                collate_fn=as_it_is,
-                worker_init_fn=partial(start_worker, os.getpid(), method),
-                generator=torch.Generator(),
-                multiprocessing_context=method,
-            )
-            for worker in range(workers)
-        ]
-        sources = [iter(loader) for loader in self._loaders]
+        loader = DataLoader(
+            _InWorker(reading),
+            batch_size=None,
+            num_workers=self._num_workers,
+            collate_fn=as_it_is,
+            worker_init_fn=partial(start_worker, os.getpid(), method),
+            generator=torch.Generator(),
+            multiprocessing_context=method,
+        )
+        # A scheduler may signal every process of a job, also a worker that has not yet set what it ignores.
+        with save_signals_blocked():
+            blocks = iter(loader)
         head = ""
-        while True:
-            for source in sources:
-                block = next(source)
-                if isinstance(block, Refused):
-                    raise block.error
-                head = head or block.head
-                if block.head != head:
-                    raise RequestError(
-                        "the reading processes of one rank read different streams: __iter__ must give the same samples "
-                        "in each of them"
-                    )
-                yield block
-                if not block.total:
-                    return
-
-    def close(self) -> None:
-        """End the reading processes."""
-        self._loaders = []
+        for block in blocks:  # of the workers in turn
+            if isinstance(block, Refused):
+                raise block.error
+            head = head or block.head
+            if block.head != head:
+                raise RequestError(
+                    "the reading processes of one rank read different streams: __iter__ must give the same samples in "
+                    "each of them"
+                )
+            yield block
+            if not block.total:
+                return
 
 
 class StreamBatches:
@@ -443,10 +437,6 @@ class StreamBatches:
         if consumed != self.length - (self.length % self._total if self._drop_last else 0):
             self._say(f"an epoch of the training data has {consumed} samples, but its length says {self.length}")
 
-    def close(self) -> None:
-        """End the reading processes."""
-        self._reader.close()
-
 
 class StreamEvalBatches:
     """The batches of one rank over a split that is a stream; the counterpart of ``EvalBatches``."""
@@ -511,7 +501,3 @@ class StreamEvalBatches:
                     f"the ranks read different streams of the {self._split} data: rank 0 has {totals[0]} samples, rank "
                     f"{rank} {total}"
                 )
-
-    def close(self) -> None:
-        """End the reading processes."""
-        self._reader.close()

@@ -29,6 +29,16 @@ STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL)
 """Blocked by whoever starts a supervisor: they stay pending until it has its handlers."""
 
 
+@contextmanager
+def save_signals_blocked() -> Iterator[None]:
+    """Leave signals that ask to save pending; a process that is forked meanwhile never dies of one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class StopRequested(BaseException):
     """A stop request that came in a call that blocks; no Exception, so that nothing swallows it."""
 
