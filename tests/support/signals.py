@@ -16,8 +16,13 @@ WALL = 0x40000000
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Whether a signal that was sent to a process has not reached it yet."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    """Whether a signal that was sent to a process has not reached it yet; one that has ended hears no more."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    if any(line.startswith("State:\tZ") for line in lines):
+        return False
     sets = [line.split()[1] for line in lines if line.startswith(("SigPnd", "ShdPnd"))]
     return any(int(each, 16) >> (number - 1) & 1 for each in sets)
 
