@@ -6,6 +6,7 @@ Each host has a disk of its own at one path that is the same on all of them, bes
 from __future__ import annotations
 
 import os
+import pwd
 import shlex
 import shutil
 import subprocess
@@ -77,6 +78,10 @@ def ssh_lab(
         config.append(f"  UserKnownHostsFile {folder}/known_hosts\n  GlobalKnownHostsFile /dev/null")
         config.append("  StrictHostKeyChecking yes\n  KexAlgorithms curve25519-sha256")
         (folder / "ssh_config").write_text("\n".join(config) + "\n")
+        start_up_file = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".bashrc"  # sshd sets HOME to that folder
+        if not start_up_file.exists():
+            start_up_file.touch()  # a mount needs a place
+            stack.callback(start_up_file.unlink)
         lab = SshLab(hosts, folder)
         lab.disk.mkdir()
         for host in hosts:
@@ -87,7 +92,7 @@ def ssh_lab(
             (folder / f"start_up.{host.name}").write_text((start_up or {}).get(host.name, ""))
             lab.disk_of(host).mkdir()
             host.run("mount", "--bind", lab.disk_of(host), lab.disk)
-            host.run("mount", "--bind", folder / f"start_up.{host.name}", Path.home() / ".bashrc")
+            host.run("mount", "--bind", folder / f"start_up.{host.name}", start_up_file)
             words = (
                 f"ListenAddress {host.address}", f"HostKey {folder}/host_key.{host.name}", "PidFile none",
                 f"AuthorizedKeysFile {folder}/key.pub", "StrictModes no", "UsePAM no", "PasswordAuthentication no",
