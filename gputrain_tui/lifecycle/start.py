@@ -327,7 +327,7 @@ def take_over(run: Run, prepared: Prepared) -> subprocess.Popen[bytes]:
         from gputrain_tui.lifecycle import slurm_jobs
 
         return slurm_jobs.watch(run.dir, leased=True)
-    return start_supervisor(run.dir, leased=False, adopting=True)
+    return start_supervisor(run.dir, leased=True, adopting=True)
 
 
 def adopt(run: Run) -> Run:

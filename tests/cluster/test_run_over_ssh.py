@@ -262,7 +262,7 @@ def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster
     assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host(cluster: Cluster) -> None:
     cluster.write(**ENDLESS)
     command = cluster.start("run", "recipe.toml")
