@@ -23,6 +23,11 @@ class FlagParser(argparse.ArgumentParser):
         self._where = f"{command}: " if command else ""
         super().__init__(prog=self._program, description=description, allow_abbrev=False, add_help=bool(command))
 
+    @property
+    def actions(self) -> Sequence[argparse.Action]:
+        """All flags and positional words that were declared."""
+        return self._actions
+
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a ``RequestError``."""
         raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
@@ -51,7 +56,7 @@ class FlagParser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 self.error(f"{quoted(word)} is one word too many")
             flag = word.partition("=")[0]
-            known = [text for action in self._actions for text in action.option_strings]
+            known = [text for action in self.actions for text in action.option_strings]
             guess = nearest(flag, known) or f"; see `{self._program} --help`"
             raise RequestError(f"{self._where}{flag} is not a known option{guess}")
         assert isinstance(args, argparse.Namespace)

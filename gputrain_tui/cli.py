@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
     "eval": ("gputrain_tui.commands.eval", "evaluate a checkpoint without training, exact over all ranks"),
-    "export": ("gputrain_tui.commands.export", "write the weights of a checkpoint as another program reads them"),
+    "export": (
+        "gputrain_tui.commands.export",
+        "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
+    ),
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
     "check": ("gputrain_tui.commands.check", "say what would go wrong with a recipe here, and the fix; start nothing"),
     "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
@@ -36,8 +39,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
     "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and say what is left of it"),
+    "init": ("gputrain_tui.commands.init", "write a recipe from questions, or from the command of another launcher"),
+    "completion": (
+        "gputrain_tui.commands.completion",
+        "print the script with which bash, zsh or fish completes commands, flags and runs",
+    ),
 }
 """By name: module and one-line help."""
+
+COMPLETE = "__complete"
+"""What the scripts of ``gputrain completion`` ask, at each key; no command for people."""
 
 CONSOLE = "gputrain_tui.console.entry"
 """Module that ``gputrain`` without a command runs by its ``main(words) -> int``."""
@@ -141,6 +152,10 @@ def _dispatch(words: list[str]) -> int:
     if name == "--version":
         print(f"gputrain {VERSION}")
         return ExitCode.FINISHED
+    if name == COMPLETE:
+        for word, text in importlib.import_module(COMMANDS["completion"][0]).complete(rest, COMMANDS):
+            print(f"{word}\t{text}")
+        return ExitCode.FINISHED
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = [*COMMANDS, "--help", "--version"]
@@ -155,7 +170,7 @@ def _run_console(words: list[str]) -> int:
 
 def help_text() -> str:
     """Return the output of ``gputrain --help``."""
-    lines = [f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "Plan, launch, watch and diagnose distributed PyTorch training.",

@@ -1,7 +1,4 @@
-"""An ordinary DistributedDataParallel script: torchrun can run it, and so can `gputrain run recipes/script.toml`.
-
-Two lines (marked) let every step be measured; without them a run still has states, logs, exit causes and the machine.
-"""
+"""An ordinary script for torchrun; `gputrain run recipes/script.toml` measures it as it is."""
 
 import argparse
 import os
@@ -12,8 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-from trainer.watch import watch  # 1
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
@@ -34,15 +29,13 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.L
 optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
 
 loss = torch.zeros(())
-with watch(model, optimizer) as watched:  # 2
-    for epoch in range(options.epochs):
-        sampler.set_epoch(epoch)
-        for x, y in watched.batches(loader):  # without the two lines: in loader
-            loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            watched.report(loss=loss)
-            optimizer.step()
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
+for epoch in range(options.epochs):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch + 1}: loss {loss.item():.4f}")
 dist.destroy_process_group()

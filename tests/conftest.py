@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import compileall
 import functools
 import os
 import signal
+from pathlib import Path
 
 import examples
 import pytest
@@ -21,10 +23,26 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
+# The console takes its colours from the terminal, and its tests none from that of whoever runs them.
+os.environ["TERM"] = "xterm-256color"
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the number of examples before the tests that have them are read."""
+    """Choose the number of examples before the tests that have them are read, and compile the packages."""
     examples.configure(config)
+    if not hasattr(config, "workerinput"):
+        _compile_packages()
+
+
+def _compile_packages() -> None:
+    """Compile both packages once, and have no process of a test write bytecode.
+
+    Under a limit on a file's size, which some tests set, CPython 3.11 leaves half a ``.pyc``, and no later import of
+    that module works.
+    """
+    for package in ("gputrain_tui", "trainer"):
+        compileall.compile_dir(Path(__file__).parents[1] / package, quiet=2)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -120,8 +120,11 @@ def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
     Raises:
         RequestError: the script does not exist, or a flag applies to nothing.
     """
-    values, left = read_flags(words, [option for option in describe(Script) if option.name == "script"])
+    flags = [option for option in describe(Script) if option.name != "args"]
+    values, left = read_flags(words, flags)
     if "script" not in values:
+        if "instrument" in values:
+            raise RequestError("--instrument belongs to --script FILE, which is not given")
         if after is not None:
             raise RequestError("the words after -- are the arguments of a script: name it with --script")
         return None
@@ -137,10 +140,10 @@ def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
             raise RequestError("--script and --task exclude each other: keep one of them")
         raise RequestError(f"{flag} is for tasks, but --script runs a script, whose own arguments follow --")
     if unknown:
-        flags = [flag for option in describe(Distributed) for flag in (option.flag, *option.aliases)]
-        hint = nearest(unknown[0].partition("=")[0], flags) or "; the script's own arguments follow --"
+        names = [flag for option in [*describe(Distributed), *flags] for flag in (option.flag, *option.aliases)]
+        hint = nearest(unknown[0].partition("=")[0], names) or "; the script's own arguments follow --"
         raise RequestError(f"{quoted(unknown[0])} is no option of the trainer{hint}")
-    return Script(script=str(path), args=tuple(after or ()))
+    return check(Script, values | {"script": str(path), "args": list(after or ())}, where=_flag_names(flags))
 
 
 def _check_training(words: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trainer.contract.errors import ExitCode, RequestError, narrate
+from trainer.contract.output_file import require_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     output: Path = args.output
     try:
-        _require_place(output, force=args.force)
+        require_place(output, force=args.force)
         if not _has_safetensors():
             narrate(MISSING, program="trainer")
             return ExitCode.REFUSED
@@ -63,22 +64,6 @@ def main(words: Sequence[str] | None = None) -> int:
         return ExitCode.STOPPED
     print(msgspec.json.encode(exported).decode())
     return ExitCode.FINISHED
-
-
-def _require_place(output: Path, *, force: bool) -> None:
-    """Refuse a place at which no file may be written.
-
-    Raises:
-        RequestError: one line about why.
-    """
-    if output.is_dir():
-        raise RequestError(f"{output} is a folder: name a file in it")
-    if output.exists() and not output.is_file():
-        raise RequestError(f"{output} is no regular file, and is not replaced by one")
-    if output.exists() and not force:
-        raise RequestError(f"{output} is there already: replace it with --force, or name another file")
-    if not output.parent.is_dir():
-        raise RequestError(f"{output}: there is no folder {output.parent}")
 
 
 def _has_safetensors() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from gputrain_tui.commands.rank_flags import RUN_HELP
 from gputrain_tui.console import entry
 
 NAME = "attach"
@@ -17,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="RUN",
         nargs="?",
         default="last",
-        help="run id, a unique prefix of one, a run directory, or `last` (the default)",
+        help=f"{RUN_HELP}; default: last",
     )
     entry.add_fps(parser)
 

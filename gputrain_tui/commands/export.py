@@ -1,24 +1,36 @@
-"""``gputrain export``: writes what a run has made in the format of another program."""
+"""``gputrain export``: writes what a run has made and recorded in the formats of other programs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from gputrain_tui.commands.checkpoint_flags import add_checkpoint
-from gputrain_tui.lifecycle.checkpoints import ChosenCheckpoint, choose_checkpoint
+from gputrain_tui.commands.rank_flags import add_ranks, chosen_ranks
+from gputrain_tui.headless.export_progress import ExportProgress
+from gputrain_tui.history.export.extent import shortcomings, summary
+from gputrain_tui.history.export.steps import RecordedSteps
+from gputrain_tui.history.export.table import write_csv, write_jsonl
+from gputrain_tui.history.export.trace import write_trace
+from gputrain_tui.history.runs import Run, find
+from gputrain_tui.lifecycle.checkpoints import choose_checkpoint, last_trained
 from gputrain_tui.output import narrate
 from gputrain_tui.tables import printable, size
-from trainer.contract.errors import ExitCode
+from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError
+from trainer.contract.output_file import OutputError, output_file, output_folder, require_folder_place, require_place
 
 NAME = "export"
-HELP = "write the weights of a checkpoint as another program reads them"
+HELP = "write a run for other programs: csv, TensorBoard, timeline, archive, weights"
+STDOUT = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +39,10 @@ class ExportFormat:
 
     suffix: str
     """Of the file's name where none is given."""
-    write: Callable[[ChosenCheckpoint, Path, bool], int]
-    """Writes the file, over one that is there if the last argument allows it; returns the command's exit code."""
+    write: Callable[[Namespace, Path | None], int]
+    """Writes the file, by the flags and to the place that is named; returns the command's exit code."""
+    takes: tuple[str, ...] = ()
+    """Flags that not every format has."""
 
 
 class Written(msgspec.Struct, kw_only=True):
@@ -42,8 +56,10 @@ class Written(msgspec.Struct, kw_only=True):
     passed_over: list[str]
 
 
-def _safetensors(chosen: ChosenCheckpoint, output: Path, force: bool) -> int:
-    words = [*(["--force"] if force else []), "--", str(chosen.path), str(output)]
+def _safetensors(args: Namespace, output: Path | None) -> int:
+    chosen = choose_checkpoint(args.named, args.checkpoint)
+    output = output or Path((chosen.path.stem if chosen.run is None else chosen.run.id) + FORMATS[args.to].suffix)
+    words = [*(["--force"] if args.force else []), "--", str(chosen.path), str(output)]
     # A process of its own: reading a checkpoint takes torch, which this one never imports.
     done = subprocess.run(
         [sys.executable, "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
@@ -62,23 +78,148 @@ def _safetensors(chosen: ChosenCheckpoint, output: Path, force: bool) -> int:
     return ExitCode.FINISHED
 
 
-FORMATS = {"safetensors": ExportFormat(suffix=".safetensors", write=_safetensors)}
+def _steps(write: Callable[[RecordedSteps, BinaryIO], None]) -> Callable[[Namespace, Path | None], int]:
+    """Return what exports the single steps of a run to one file."""
+
+    def export(args: Namespace, output: Path | None) -> int:
+        record, progress = _record(args)
+        output = _place(args, record.run, output)
+        with _file(output) as file:
+            with closing(progress):
+                write(record, file)
+            _require_steps(record)
+        return _close(record, output)
+
+    return export
+
+
+def _tensorboard(args: Namespace, output: Path | None) -> int:
+    from gputrain_tui.history.export.tensorboard_folder import PREFIX, write_tensorboard
+
+    record, progress = _record(args, readings=2)
+    output = output or Path(record.run.id + FORMATS[args.to].suffix)
+    if str(output) == STDOUT:
+        raise RequestError("export: --to tensorboard writes a folder: name one with -o FOLDER")
+    require_folder_place(output, force=args.force, prefix=PREFIX)
+    with output_folder(output) as folder:
+        with closing(progress):
+            write_tensorboard(record, folder)
+        _require_steps(record)
+    return _close(record, output)
+
+
+def _archive(args: Namespace, output: Path | None) -> int:
+    from gputrain_tui.history.export.archive import Archive
+
+    run = _run(args)
+    archive = Archive(run)
+    output = _place(args, run, output)
+    progress = ExportProgress(f"{run.id} to {args.to}")
+    progress.total_bytes = archive.total_bytes
+    with _file(output) as file, closing(progress):
+        written = archive.write(file, environment=os.environ, advance=progress.advance)
+    for line in shortcomings(run):
+        narrate(line)
+    for line in written.left_out:
+        narrate(f"left out: {line}")
+    if written.masked:
+        narrate(f"masked, by their names: {', '.join(written.masked)}")
+    _report(output, f"{written.files:,} files of {run.id}, {size(written.bytes)} unpacked, without checkpoints")
+    return ExitCode.FINISHED
+
+
+def _run(args: Namespace) -> Run:
+    return last_trained() if args.named == "last" else find(args.named)
+
+
+def _record(args: Namespace, *, readings: int = 1) -> tuple[RecordedSteps, ExportProgress]:
+    """Return the steps that are wanted, and a progress bar for reading them so many times."""
+    run = _run(args)
+    ranks = chosen_ranks(args, run, command=NAME) or range(run.status.world_size)
+    progress = ExportProgress(f"{run.id} to {args.to}")
+    record = RecordedSteps(run, ranks, advance=progress.advance)
+    progress.total_bytes = readings * record.total_bytes
+    return record, progress
+
+
+def _place(args: Namespace, run: Run, output: Path | None) -> Path:
+    output = output or Path(run.id + FORMATS[args.to].suffix)
+    if str(output) != STDOUT:
+        require_place(output, force=args.force)
+    return output
+
+
+def _file(output: Path) -> AbstractContextManager[BinaryIO]:
+    return nullcontext(sys.stdout.buffer) if str(output) == STDOUT else output_file(output)
+
+
+def _require_steps(record: RecordedSteps) -> None:
+    if not any(extent.steps for extent in record.extents.values()):
+        whose = "" if len(record.ranks) == record.run.status.world_size else " by these ranks"
+        raise RequestError(f"{record.run.id} has recorded no step{whose}: there is nothing to export")
+
+
+def _close(record: RecordedSteps, output: Path) -> int:
+    extents = list(record.extents.values())
+    for line in shortcomings(record.run, extents):
+        narrate(line)
+    _report(output, summary(extents))
+    return ExitCode.FINISHED
+
+
+def _report(output: Path, what: str) -> None:
+    """Say what was written: on standard output, where that is not what was written to."""
+    if str(output) == STDOUT:
+        narrate(what)
+        return
+    files = [path for path in output.rglob("*") if path.is_file()] if output.is_dir() else [output]
+    print(printable(f"{output}: {what}, {size(sum(path.stat().st_size for path in files))}"))
+
+
+FORMATS = {
+    "csv": ExportFormat(suffix=".csv", write=_steps(write_csv), takes=("rank",)),
+    "jsonl": ExportFormat(suffix=".jsonl", write=_steps(write_jsonl), takes=("rank",)),
+    "tensorboard": ExportFormat(suffix=".tensorboard", write=_tensorboard, takes=("rank",)),
+    "chrome-trace": ExportFormat(suffix=".trace.json", write=_steps(write_trace), takes=("rank",)),
+    "archive": ExportFormat(suffix=".tar.gz", write=_archive),
+    "safetensors": ExportFormat(suffix=".safetensors", write=_safetensors, takes=("checkpoint",)),
+}
 """By the name that ``--to`` takes."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     add_checkpoint(parser)
-    parser.add_argument("--to", choices=tuple(FORMATS), required=True, help="the format")
+    add_ranks(parser)
     parser.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="default: the run's or the checkpoint's name, in this folder"
+        "--to",
+        choices=tuple(FORMATS),
+        required=True,
+        help="csv, jsonl: a line per rank and step; tensorboard: a folder of event files; chrome-trace: a timeline for "
+        "Perfetto; archive: recipe, plan, record and logs as one file for `gputrain attach`; safetensors: weights",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="PATH",
+        type=Path,
+        help="default: the run's or the checkpoint's name, in this folder; - is standard output, of one file",
     )
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
 
 
 def run(args: Namespace) -> int:
     """Export; return the exit code."""
-    chosen = choose_checkpoint(args.named, args.checkpoint)
     form = FORMATS[args.to]
-    name = chosen.path.stem if chosen.run is None else chosen.run.id
-    return form.write(chosen, args.output or Path(name + form.suffix), args.force)
+    for flag in ("rank", "checkpoint"):
+        if getattr(args, flag) is not None and flag not in form.takes:
+            able = ", ".join(name for name, other in FORMATS.items() if flag in other.takes)
+            raise RequestError(f"export: --{flag} is for --to {able}, not for {args.to}")
+    try:
+        return form.write(args, args.output)
+    except MachineNotReadyError as error:
+        narrate(str(error))
+        return ExitCode.REFUSED
+    except OutputError as error:
+        narrate(str(error))
+        return ExitCode.FAILED

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from gputrain_tui.commands.rank_flags import RUN_HELP, add_ranks, chosen_ranks
 from gputrain_tui.history.follow import AppendedFile, Follower, by_rank
 from gputrain_tui.history.runs import Run, find, is_over
 from gputrain_tui.tables import ESCAPES, printable
-from trainer.contract.errors import ExitCode, RecordError, RequestError
+from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.record.regular_file import open_regular
 
 NAME = "logs"
@@ -35,21 +36,15 @@ Print = Callable[[str, bytes], None]
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, a run directory, or `last`")
-    parser.add_argument(
-        "--rank", type=int, action="append", metavar="N", help="only this rank; may be given several times"
-    )
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    add_ranks(parser)
     parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
 
 
 def run(args: Namespace) -> int:
     """Print the logs."""
     found = find(args.run)
-    ranks = sorted(set(args.rank or ()))
-    for rank in ranks:
-        if not 0 <= rank < found.status.world_size:
-            last = found.status.world_size - 1
-            raise RequestError(f"logs: run {found.id} has no rank {rank}: its ranks are 0 to {last}")
+    ranks = chosen_ranks(args, found, command=NAME)
     only = {str(rank) for rank in ranks} or None
     out = sys.stdout.buffer
     on_terminal = out.isatty()

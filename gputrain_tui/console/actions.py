@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from textual.binding import Binding
 from textual.keys import format_key
@@ -38,6 +39,8 @@ class Action:
     """Screens whose footer has it; none: all that have the action."""
     folds: int = 0
     """Those with 1, then those with 2 are shortened to keys and group in a narrow footer; 0: never."""
+    offered: Literal["always", "while it runs", "after the end"] = "always"
+    """When a run's footer has it; the key works at any time."""
 
     @property
     def path(self) -> str:
@@ -72,6 +75,8 @@ WELCOME = ("welcome",)
 COMPARE = ("compare",)
 LOG = ("log",)
 """The log, wherever it is shown, while it has the focus."""
+TEXT = ("text",)
+"""Findings, a stack and a plan, while they have the focus."""
 
 
 def _group(
@@ -80,12 +85,13 @@ def _group(
     *rows: tuple[str, str, str, int, str],
     folds: int = 0,
     footers: tuple[str, ...] = (),
+    offered: Literal["always", "while it runs", "after the end"] = "always",
 ) -> Iterator[Action]:
     """Yield the actions of a group on some screens; a row has name, keys, label, rank in the footer, description."""
     for name, keys, label, footer, description in rows:
         yield Action(
             name=name, keys=tuple(keys.split()), label=label, description=description, group=group, places=places,
-            footer=footer, footers=footers, folds=folds,
+            footer=footer, footers=footers, folds=folds, offered=offered,
         )  # fmt: skip
 
 
@@ -97,15 +103,16 @@ ACTIONS: tuple[Action, ...] = (
         ("go('history')", "4", "History", 20, "List all runs, open and compare them"), folds=1, footers=BOTH),
     *_group("Screens", (EVERYWHERE,),
         ("help", "question_mark f1", "Help", 90, "Show every key of this screen"),
-        ("command_palette", "ctrl+p", "Palette", 95, "Find any action by its name"),
+        ("command_palette", "ctrl+p colon", "Palette", 95, "Find any action by its name"),
         ("next_theme", "T", "Theme", 0, "Change between dark, light and the terminal's own colours"),
+        ("help_quit", "ctrl+c", "Copy", 0, "Copy the text that is selected; without any, say which key leaves"),
         ("quit", "q", "Quit", 99, "Leave the console; every run goes on")),
     *_group("Start", WELCOME,
         ("app.demo", "d", "Run the demo", 1, "Train a small model on this machine, about half a minute")),
     *_group("Ranks", RUN,
         ("open_rank", "enter", "Rank", 1, "Open the selected rank"),
         ("sort", "s", "Sort", 22, "Sort the ranks by the next column"),
-        ("reverse", "r", "Reverse", 0, "Turn the order of the ranks around"),
+        ("reverse", "R", "Reverse", 0, "Turn the order of the ranks around"),
         ("filter", "slash", "Filter", 21, "Show only the ranks that match, such as host:node3 or step<100")),
     *_group("Panels", BOTH,
         ("show('loss')", "l", "Loss", 10, "Show the loss of all ranks; again to enlarge it"),
@@ -127,16 +134,24 @@ ACTIONS: tuple[Action, ...] = (
         ("scale", "y", "Log scale", 0, "Change the charts between linear and logarithmic"),
         ("window", "w", "Window", 0, "Change between the whole run and its last 1,000 and 100 steps"),
         ("smooth", "m", "Smooth", 0, "Smooth the curves less or more")),
-    *_group("Run", BOTH, ("stop_run", "S", "Stop", 20, "Stop this run on every machine; asks first")),
-    *_group("Rank", RANK, ("stack", "k", "Stack", 1, "Ask the rank's process for its Python stack")),
+    *_group("Run", BOTH,
+        ("stop_run", "S", "Stop", 20, "Stop this run on every machine; asks first"), offered="while it runs"),
+    *_group("Run", BOTH,
+        ("copy", "c", "Copy", 0, "Copy the failure, the finding, the line or the stack under the cursor")),
+    *_group("Run", RUN,
+        ("resume", "r", "Resume", 3, "Go on from the last checkpoint, as a new run; asks first"),
+        ("relaunch", "e", "Edit and rerun", 4, "Open the run's recipe on the launch screen"),
+        ("compare", "C", "Compare", 5, "Compare with the run before it of the same recipe"), offered="after the end"),
+    *_group("Rank", RANK, ("stack", "K", "Stack", 1, "Ask the rank's process for its Python stack")),
     *_group("Rank", RANK,
+        ("next_flagged", "e", "Flagged", 4, "Go to the next rank that failed or that a finding is about"),
         ("next_rank", "right n", "Next", 3, "Go to the next rank"),
         ("previous_rank", "left N", "Previous", 3, "Go to the previous rank"), folds=1),
     *_group("GPUs", CLUSTER,
         ("toggle_gpu", "space", "Choose", 2, "Choose the GPU for the next launch, or not"),
         ("choose_free", "f", "All free", 3, "Choose every GPU that nobody uses; again to choose none"),
         ("use_gpus", "enter", "Launch on them", 1, "Put the chosen GPUs into the recipe of the launch screen"),
-        ("sample", "r", "Look again", 4, "Look at the machine now")),
+        ("sample", "ctrl+r", "Look again", 4, "Look at the machine now")),
     *_group("Launch", LAUNCH,
         ("launch", "L f5", "Launch", 1, "Start the run, detached, and watch it"),
         ("app.demo", "d", "Run the demo", 11, "Train a small model on this machine, about half a minute")),
@@ -144,7 +159,8 @@ ACTIONS: tuple[Action, ...] = (
         ("edit", "enter", "Edit", 2, "Change the field, or open the recipe under the cursor"),
         ("cycle(1)", "space right", "Next value", 5, "Change a switch or a choice to its next value"),
         ("cycle(-1)", "left", "Previous value", 0, "Change a choice to its value before"),
-        ("reset", "backspace u", "Reset", 6, "Take back what was changed in the field; again for its default"),
+        ("reset", "backspace", "Reset", 6, "Take back what was changed in the field; again for its default"),
+        ("undo", "u", "Undo", 9, "Undo the last change, wherever it was made"),
         ("find", "slash", "Find", 7, "Find a field by its name or help"),
         ("add_node", "a", "Add node", 12, "Add a node to the cluster"),
         ("remove_node", "x", "Remove node", 0, "Remove the node under the cursor")),
@@ -153,6 +169,7 @@ ACTIONS: tuple[Action, ...] = (
         ("save_as", "A", "Save as", 4, "Save the recipe under another name")),
     *_group("Plan", LAUNCH,
         ("copy_commands", "c", "Copy commands", 8, "Copy the command of every node to the clipboard"),
+        ("copy", "y", "Copy", 0, "Copy the command of the node under the cursor, or of every node"),
         ("write_commands", "C", "Commands to a file", 0,
          "Write the command of every node into a file beside the recipe")),
     *_group("Form", LAUNCH,
@@ -177,14 +194,16 @@ ACTIONS: tuple[Action, ...] = (
         ("scroll_pages(-1)", "pageup", "Page up", 0, "Scroll back by a page"),
         ("scroll_pages(1)", "pagedown space", "Page down", 0, "Scroll on by a page"),
         ("oldest", "home", "Oldest", 0, "Go to the oldest line that is kept"),
-        ("follow", "end F", "Follow", 4, "Go to the end and follow it"),
+        ("follow", "end F G", "Follow", 4, "Go to the end and follow it"),
         ("shift(-1)", "left", "Left", 0, "Move long lines back"),
         ("shift(1)", "right", "Right", 0, "Move long lines sideways"),
         ("search", "slash", "Search", 1, "Search the log"),
         ("next_match", "n", "Next match", 2, "Go to the next line that was searched for"),
         ("previous_match", "N", "Previous match", 0, "Go to the line before that was searched for"),
         ("level", "L", "Level", 3, "Show all lines, warnings and errors, or errors only"),
+        ("next_flagged", "e", "Flagged", 4, "Go to the next line of a rank that failed or that a finding is about"),
         ("clear_search", "escape", "Clear", 0, "Forget the search")),
+    *_group("Text", LOG + TEXT, ("screen.copy", "y", "Copy", 5, "Copy what is under the cursor")),
 )  # fmt: skip
 """Every action of the console. A screen's module takes its own rows with ``bindings``."""
 
@@ -215,17 +234,22 @@ def bindings(place: str) -> list[Binding]:
     ]
 
 
-def footer(place: str) -> list[Action]:
-    """Return the actions in a screen's footer, the most important first."""
-    offered = [action for action in available(place) if action.footer and place in (action.footers or (place,))]
+def footer(place: str, *, over: bool = False) -> list[Action]:
+    """Return the actions in a screen's footer, the most important first; ``over``: its run has ended."""
+    absent = "while it runs" if over else "after the end"
+    offered = [
+        action
+        for action in available(place)
+        if action.footer and place in (action.footers or (place,)) and action.offered != absent
+    ]
     return sorted(offered, key=lambda action: action.footer)
 
 
-def footer_of_focus(place: str, focused: str) -> list[Action]:
+def footer_of_focus(place: str, focused: str, *, over: bool = False) -> list[Action]:
     """Return the actions in the footer while a widget with actions of its own has the focus."""
     own = sorted((action for action in of_place(focused) if action.footer), key=lambda action: action.footer)
     taken = {key for action in of_place(focused) for key in action.keys}
-    return own + [action for action in footer(place) if not taken.intersection(action.keys)]
+    return own + [action for action in footer(place, over=over) if not taken.intersection(action.keys)]
 
 
 def groups(place: str) -> dict[str, list[Action]]:

@@ -21,17 +21,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.console import RenderableType
 from textual import events, work
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
 from textual.driver import Driver
 from textual.screen import ModalScreen, Screen
 from textual.widget import AwaitMount
+from textual.widgets import Input
 
-from gputrain_tui.console import settings, stderr_guard
+from gputrain_tui.console import settings, stderr_guard, tmux_buffer
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
+from gputrain_tui.console.end_notice import EndNotice
 from gputrain_tui.console.launch_session import LaunchSession
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, LiveRun
+from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.history.runs import ENDED, Run, list_runs
@@ -64,7 +67,7 @@ THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
 """What the theme key goes through; the last two are the terminal's own sixteen colours."""
 
 
-class GputrainApp(App[int]):
+class GputrainApp(OrderedKeys):
     """The Textual app: wires screens to runs."""
 
     TITLE = "gputrain"
@@ -95,20 +98,17 @@ class GputrainApp(App[int]):
             hosts: machines to show besides this one; they are shown first.
             hostfile: the file that names them.
         """
-        super().__init__()
+        # Without colours the terminal's own are kept, and greys are colours too.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.live: LiveRun | None = None
         """The run that was opened last."""
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
         """State that the screens share."""
         self.warm = warm
         """Processes that have torch loaded; None: without them."""
-        self.quiet_s = math.inf
-        """Seconds without a key before the last one; infinite before a click."""
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
-        self._key_time = -math.inf
-        """When the last key came, on the clock of events."""
         self._first = run
         self._fps = fps
         self._runs = runs
@@ -122,6 +122,7 @@ class GputrainApp(App[int]):
         self._still = 0
         """Beats since there was anything new of the run."""
         self._known: set[str] = set()
+        self._end_notice = EndNotice(self._write_to_terminal, os.environ)
         self._supervisors: list[subprocess.Popen[bytes]] = []
         """Started here: asked now and then whether they have ended, so that none stays a zombie."""
         chosen = settings.theme(os.environ)
@@ -151,16 +152,15 @@ class GputrainApp(App[int]):
             await self.switch_mode(self._page("history"))
 
     async def on_event(self, event: events.Event) -> None:
-        """Measure the time between two keys, drop keys after the exit, and clear notifications that were read."""
-        if self._leaving and isinstance(event, events.InputEvent):
-            return  # keys after the exit are meant for the shell
-        if isinstance(event, events.Key) and not event.is_forwarded:
-            self.quiet_s, self._key_time = event.time - self._key_time, event.time
-            if event.time - self._reported_at > TOAST_READ_S:
-                self.clear_notifications()  # a key after that long means it was read
-        elif isinstance(event, events.MouseDown) and not event.is_forwarded:
-            self.quiet_s = math.inf
-        await super().on_event(event)
+        """Drop what is typed after the exit."""
+        if not (self._leaving and isinstance(event, events.InputEvent)):
+            await super().on_event(event)  # the rest is meant for the shell
+
+    def before_key(self, event: events.Key) -> bool:
+        """Clear notifications that were read; after the exit no key counts."""
+        if event.time - self._reported_at > TOAST_READ_S:
+            self.clear_notifications()  # a key after that long means it was read
+        return not self._leaving
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -176,6 +176,8 @@ class GputrainApp(App[int]):
             return
         if not self._catching_up:
             self._read_on()
+        if self.live is not None:
+            self._end_notice.check(self.live)
         version = self.live.version if self.live is not None else None
         if version != self._seen:
             self._seen, self._still = version, 0
@@ -183,6 +185,15 @@ class GputrainApp(App[int]):
             self.call_later(self.tick)  # after a key that was pressed meanwhile
         else:
             self.tick()
+
+    def _write_to_terminal(self, text: str) -> None:
+        if self._driver is not None and settings.notifies(os.environ):
+            self._driver.write(text)
+            self._driver.flush()
+
+    def _turn_notices(self, on: bool) -> None:
+        settings.keep_notifying(on)
+        self.report(f"the end of a run is {'notified' if on else 'not notified any more'}")
 
     def tick(self) -> None:
         """Repaint the active screen where the run changed."""
@@ -240,6 +251,7 @@ class GputrainApp(App[int]):
 
         before, left = self.live, self._run_mode
         live = self.live = self._follow(run)
+        self._end_notice.check(live)
         live.poll()
         self._opened += 1
         self._run_mode = f"run-{self._opened}"
@@ -259,6 +271,20 @@ class GputrainApp(App[int]):
     def pop_screen(self) -> AwaitComplete:
         """Pop the screen on top, but never a mode's last one: a late event may ask twice."""
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
+
+    async def action_quit(self) -> None:
+        """Leave; recipes with changes that are not saved are asked about."""
+        unsaved = self.session.unsaved
+        if not unsaved:
+            self.exit()
+            return
+        names = ", ".join(unsaved)
+        self.confirm("Leave without saving?", f"The changes of {names} are lost then.", yes="Leave", act=self.exit)
+
+    def action_help_quit(self) -> None:
+        """Say which key leaves."""
+        typing = "esc, then q" if isinstance(self.focused, Input) else "q"
+        self.report(f"{typing} leaves the console; every run goes on")
 
     def action_command_palette(self) -> None:
         """Show the palette."""
@@ -290,12 +316,16 @@ class GputrainApp(App[int]):
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Offer every action of the screen by name."""
         for action in available(str(getattr(screen, "PLACE", EVERYWHERE))):
-            if action.name == "command_palette":
+            if action.name in ("command_palette", "help_quit"):
                 continue
             yield SystemCommand(
                 f"{action.label} ({action.key_text})", action.description, partial(screen.run_action, action.path)
             )
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
+        on = settings.notifies(os.environ)
+        how = "Neither ring nor" if on else "Ring and"
+        what = f"{how} notify the desktop when the run on the screen ends"
+        yield SystemCommand(f"Notices {'off' if on else 'on'}", what, partial(self._turn_notices, not on))
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
     def get_driver_class(self) -> type[Driver]:
@@ -313,6 +343,18 @@ class GputrainApp(App[int]):
         return variables | LIGHT_THEME if self.theme == "textual-light" else variables
 
     # What is done to runs
+
+    def copy(self, text: str, what: str) -> None:
+        """Copy text with the terminal's own clipboard (OSC 52), and report what it was."""
+        super().copy_to_clipboard(text)
+        if tmux_buffer.in_tmux() and not self.is_headless:
+            self.run_worker(partial(tmux_buffer.load_buffer, text), thread=True, group="clipboard")
+        self.report(f"copied {what}")
+
+    def copy_to_clipboard(self, text: str) -> None:
+        """Copy text that was selected."""
+        lines = text.count("\n") + 1
+        self.copy(text, f"{lines} lines" if lines > 1 else f"{len(text)} character{'s' * (len(text) != 1)}")
 
     def report(self, text: str, *, alarm: bool = False) -> None:
         """Show a notification, which a timeout or a later key removes."""
@@ -374,6 +416,43 @@ class GputrainApp(App[int]):
         except RequestError as error:
             self.report(str(error), alarm=True)
 
+    def ask_to_resume(self, run: Run) -> None:
+        """Go on from a run's newest checkpoint as a new run, once the person has confirmed it."""
+        what = "It goes on from its newest checkpoint, as a new run."
+        self.confirm(f"Resume {run.id}?", what, yes="Resume it", act=partial(self._resume, run))
+
+    @work(exclusive=True, group="launch")
+    async def _resume(self, run: Run) -> None:
+        self.report(f"preparing to resume {run.id}")
+        try:
+            prepared = await asyncio.to_thread(_prepared_resume, run)
+        except RequestError as error:
+            self.report(str(error).removeprefix(f"--resume {run.id}: "), alarm=True)
+        else:
+            await self.launch(prepared)
+
+    async def relaunch(self, run: Run) -> None:
+        """Open a run's recipe on the launch screen."""
+        from gputrain_tui.lifecycle import start
+
+        try:
+            self.session.source = start.recipe_of(run)
+        except RequestError as error:
+            self.report(str(error), alarm=True)
+        else:
+            await self.action_go("launch")
+
+    def compare_with_last(self, run: Run) -> None:
+        """Compare a run with the newest one before it of the same recipe, or else with the newest after it."""
+        alike = [other for other in self._runs() if other.status.recipe == run.status.recipe and other.id != run.id]
+        before = [other for other in alike if other.id < run.id]
+        if not alike:
+            self.report(f"there is no other run of {run.status.recipe}; the history (4) compares any")
+            return
+        from gputrain_tui.console.screens.compare import CompareScreen
+
+        self.push_screen(CompareScreen([(before or alike)[0], run]))
+
     def ask_to_stop(self, run: Run) -> None:
         """Stop a run everywhere, once the person has confirmed it."""
         ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
@@ -403,6 +482,12 @@ def _prepared_demo() -> Prepared:
     from gputrain_tui.recipe import demo
 
     return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
+
+
+def _prepared_resume(run: Run) -> Prepared:
+    from gputrain_tui.lifecycle import start
+
+    return start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))
 
 
 def _screen(path: str) -> Screen[Any]:

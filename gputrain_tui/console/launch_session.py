@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.hostfile import HostEntry
+    from gputrain_tui.recipe.draft import Draft
     from gputrain_tui.recipe.model import Recipe
 
 
@@ -18,6 +19,8 @@ class LaunchSession:
 
     folder: Path = field(default_factory=Path.cwd)
     """Folder of recipes."""
+    drafts: dict[Path, Draft] = field(default_factory=dict)
+    """Recipes that were opened, with their changes, by file."""
     source: str | None = None
     """The recipe file that the launch screen is to open next."""
     resume: str | None = None
@@ -30,3 +33,8 @@ class LaunchSession:
     """Machines that are shown also without a recipe."""
     hostfile: str = ""
     """The file that names them."""
+
+    @property
+    def unsaved(self) -> list[str]:
+        """Names of the recipes with changes that are not saved."""
+        return [draft.name for draft in self.drafts.values() if draft.changes]

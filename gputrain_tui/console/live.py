@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from gputrain_tui.history.log_times import LogTimes
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
 from gputrain_tui.history.series import Series
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
+from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.errors import RecordError
-from trainer.contract.record import AnyEvent, RunEnded, Step
+from trainer.contract.record import AnyEvent, NodeSample, RunEnded, Step
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
 
@@ -55,6 +57,9 @@ class LiveRun:
         self._status: Status = run.status
         self._status_at = float("-inf")
         self._revision = 0
+        self._steps = StepWatch()
+        self.log_times: dict[str, LogTimes] = {}
+        """When the lines of each rank's log were written, by the log's name."""
         if known is not None:
             self.series.coarsen(known.steps)
             self._apply(known.events)
@@ -98,6 +103,13 @@ class LiveRun:
         return min(self._read_bytes / self._total_bytes, 1.0)
 
     @property
+    def standstill(self) -> Standstill | None:
+        """How long no step has come; None while they come, and once the run is over."""
+        if self.over or not self.caught_up:
+            return None
+        return self._steps.standstill(self.state, self.now())
+
+    @property
     def elapsed_s(self) -> float | None:
         """Duration of the run until now or its end, seconds."""
         started = self.state.started or self._status.started or None
@@ -118,6 +130,7 @@ class LiveRun:
         while True:
             events = self._source.poll(PORTION_BYTES)
             self._apply(events)
+            self._steps.note(self.state, self.now(), live=self.caught_up)
             backlog = self._source.backlog_bytes
             self._read_bytes = max(self._total_bytes - backlog, self._read_bytes)
             if not backlog:
@@ -140,8 +153,18 @@ class LiveRun:
             self.state.apply(event)
             if isinstance(event, Step | DownsampledBlock):
                 self.series.apply(event)
+            elif isinstance(event, NodeSample):
+                self._date_logs(event)
         if events and isinstance(events[-1], RunEnded):
             self.series.flush()
+
+    def _date_logs(self, sample: NodeSample) -> None:
+        for rank in sample.ranks:
+            if rank.log_bytes is not None:
+                times = self.log_times.get(name := str(rank.rank))
+                if times is None:
+                    times = self.log_times[name] = LogTimes(self.state.world_size)
+                times.note(rank.log_bytes, sample.time)
 
     def _check_status(self, now: float) -> None:
         if now - self._status_at < STATUS_INTERVAL_S:

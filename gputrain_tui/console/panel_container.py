@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,16 @@ LEAST_LIST_LINES = 5
 """Fewest useful lines of a list of findings or a log."""
 GAP_CELLS = 2
 """Cells between two columns of panels."""
+MEDIUM_CELLS, MEDIUM_LINES = 96, 25
+"""Least cells and lines in which all panels but findings or log can be read at once."""
+COLUMN_CELLS, STACKED_LINES = 38, 8
+"""Least cells of a panel beside another, and least lines of one above another, in small and odd terminals."""
+MOST_PANELS = 4
+"""Panels besides the table in a terminal that is too small or too narrow for all of them."""
+FINDINGS_CELLS = 48
+"""Least cells of the findings at the right of a table."""
+CHARTS: tuple[PanelName, ...] = ("loss", "sync", "bars", "late")
+"""Panels that are empty before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +50,15 @@ class PanelChoice:
     """Whether no rank has made a step: charts would be empty."""
     hosts: int = 1
     """Hosts of the run: the rendezvous view has a line for each."""
+    table_cells: int = 0
+    """Cells of the table with all of its columns; 0: not known."""
     root_cause_lines: int = 0
     """Lines that the root cause card needs; 0: nothing failed."""
 
 
 def layout_size(width: int, height: int) -> Literal["narrow", "medium", "wide"]:
     """Return the layout for a size."""
-    if width < 96 or height < 28:
+    if width < MEDIUM_CELLS or height < MEDIUM_LINES:
         return "narrow"
     return "wide" if width >= 160 and height >= 44 else "medium"
 
@@ -61,23 +74,55 @@ def arrange(width: int, height: int, choice: PanelChoice) -> dict[str, Region]:
     if choice.root_cause_lines:
         root_cause_lines = min(choice.root_cause_lines, max(height // 2, 3))
         placed["root_cause"], area = area.split_horizontal(root_cause_lines)
-    size = layout_size(width, height)
+    size = layout_size(area.width, area.height)
     placed |= _narrow(area, choice) if size == "narrow" else _large(area, choice, wide=size == "wide")
     return {name: region for name, region in placed.items() if region.width > 0 and region.height > 0}
 
 
 def _narrow(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return the table and one panel below it."""
+    """Return the table, and below it as many panels as can be read: above each other, or else side by side."""
     if choice.panel == "ranks" or area.height < 8:
         return {"ranks": area}
     top, below = area.split_horizontal(_table_height(area, choice, share=0.45))
-    return {"ranks": top, _lower_panel(choice): below}
+    columns, lines = grid_shape(below)
+    names = _chosen(choice, min(columns * lines, MOST_PANELS), narrow=columns > 1 and lines == 1)
+    return {"ranks": top, **place_in_grid(below, names, columns)}
 
 
-def _lower_panel(choice: PanelChoice) -> str:
-    if choice.rendezvous and choice.panel in ("loss", "sync", "bars", "late"):
-        return "rendezvous"
-    return choice.panel
+def grid_shape(area: Region) -> tuple[int, int]:
+    """Return in how many columns and lines of panels an area can be read; above each other rather than beside."""
+    lines = max(area.height // STACKED_LINES, 1)
+    side_by_side = max((area.width + GAP_CELLS) // (COLUMN_CELLS + GAP_CELLS), 1)
+    return min(side_by_side, 3 if lines == 1 else 2 if area.width >= MEDIUM_CELLS else 1), lines
+
+
+def place_in_grid(area: Region, names: Sequence[str], columns: int) -> dict[str, Region]:
+    """Return panels in so many columns at most, each filled from above."""
+    columns = min(columns, len(names))
+    lines = -(-len(names) // columns)
+    placed: dict[str, Region] = {}
+    for number, column in enumerate(_columns(area, columns)):
+        stack = names[number * lines : (number + 1) * lines]
+        edges = [column.height * index // len(stack) for index in range(len(stack) + 1)]
+        for name, begin, end in zip(stack, edges, edges[1:], strict=False):
+            placed[name] = Region(column.x, column.y + begin, column.width, end - begin)
+    return placed
+
+
+def _chosen(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence[str]:
+    """Return so many panels in their order, the one that was asked for among them; ``narrow``: of few cells."""
+    panel = choice.panel
+    if choice.rendezvous:
+        first = "rendezvous" if panel in CHARTS else panel
+        return [first] if count < 2 or narrow or first == "log" else [first, "log"]
+    if narrow and panel == "log":
+        return [panel]
+    lists: list[PanelName] = ["findings", "sync"] if choice.right == "findings" else ["sync"]
+    order: list[PanelName] = ["loss", *lists, "log", "bars", "late", "findings"]
+    if narrow:
+        order.remove("log")
+    shown = order[:count] if panel in order[:count] else [*order[: count - 1], panel]
+    return sorted(shown, key=PANELS.index)
 
 
 def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region]:
@@ -92,7 +137,11 @@ def _table_above_charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
     """Return the whole table above everything else."""
     top, rest = area.split_horizontal(_table_height(area, choice, share=0.34))
     if not choice.rendezvous:
-        return {"ranks": top, **_panels_below_table(rest, choice)}
+        table, findings = top, None
+        if 0 < choice.table_cells <= area.width - GAP_CELLS - FINDINGS_CELLS and top.height >= LEAST_LIST_LINES:
+            table, beside = top.split_vertical(max(choice.table_cells, area.width - GAP_CELLS - 2 * FINDINGS_CELLS))
+            findings = Region(beside.x + GAP_CELLS, beside.y, beside.width - GAP_CELLS, beside.height)
+        return {"ranks": table, **_panels_below_table(rest, choice, findings)}
     rendezvous, log = _columns(rest, 2)
     return {"ranks": top, "rendezvous": rendezvous, "log": log}
 
@@ -111,13 +160,19 @@ def _table_beside_charts(
     return {"ranks": left, **_charts(right, choice), **dict(zip(names, _columns(bottom, len(names)), strict=True))}
 
 
-def _panels_below_table(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return curves below a short table; below them step bars, lateness and findings, the log beside."""
+def _panels_below_table(area: Region, choice: PanelChoice, above: Region | None) -> dict[str, Region]:
+    """Return curves below a short table; below them step bars, lateness and findings, the log beside.
+
+    ``above``: where the findings stand if that is beside the table.
+    """
     charts, bottom = area.split_horizontal((area.height + 1) // 2)
     loss, sync = _columns(charts, 2)
     left, right = _columns(bottom, 2)
     bars, rest = left.split_horizontal(min(choice.ranks + HEAD_LINES, max((left.height + 1) // 2, left.height - 9)))
     placed = {"loss": loss, "sync": sync, "bars": bars}
+    if above is not None:
+        alone = choice.ranks < 2 and choice.panel != "late"
+        return placed | ({"bars": left} if alone else {"late": rest}) | {"findings": above, "log": right}
     if choice.ranks < 2 and choice.panel != "late":  # lateness compares ranks
         return placed | {"findings": rest, "log": right}
     lines = min(heat_lines(choice.ranks, rest.height), 2 * choice.ranks + HEAD_LINES)

@@ -1,43 +1,80 @@
-"""Settings kept between starts: the theme, with a default by the terminal."""
+"""Settings kept between starts: the theme, with a default by the terminal, and whether the end of a run is notified."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gputrain_tui import paths
 from trainer.contract.record import write_atomically
 
 FILE = "console.json"
+MANY_COLOURS = ("256color", "kitty")
+"""Last part of ``TERM`` of terminals for which Rich, which draws, takes more than sixteen colours."""
 
 
 def theme(environ: Mapping[str, str]) -> str | None:
-    """Return the theme to start with: from the environment, the last choice, or the kind of terminal."""
-    return environ.get("TEXTUAL_THEME") or _kept(environ) or _of_terminal(environ)
+    """Return the theme to start with: from the environment, the last choice, or the kind of terminal.
+
+    A terminal of sixteen colours keeps its own ones, whatever was chosen in another, and so does one without colours.
+    """
+    if chosen := environ.get("TEXTUAL_THEME"):
+        return chosen
+    chosen = _kept(environ).get("theme")
+    kept = chosen if isinstance(chosen, str) else None
+    if has_few_colours(environ) and not (kept or "").startswith("ansi-"):
+        is_light = kept.endswith("-light") if kept else _is_light(environ)
+        return "ansi-light" if is_light else "ansi-dark"
+    return kept or ("textual-light" if _is_light(environ) else None)
+
+
+def has_few_colours(environ: Mapping[str, str]) -> bool:
+    """Return whether a terminal has at most sixteen colours, as ``TERM=xterm`` and ``linux``, or is to show none."""
+    if "NO_COLOR" in environ:
+        return True
+    if environ.get("COLORTERM", "").strip().lower() in ("truecolor", "24bit"):
+        return False
+    if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") != "auto":
+        return environ["TEXTUAL_COLOR_SYSTEM"] == "standard"
+    name = environ.get("TERM", "").strip().lower()
+    return bool(name) and name.rpartition("-")[2] not in MANY_COLOURS
 
 
 def keep_theme(name: str) -> None:
     """Save a theme for the next start, if the folder can be written."""
+    _keep("theme", name)
+
+
+def notifies(environ: Mapping[str, str]) -> bool:
+    """Return whether the console rings and notifies when a run ends: yes, unless somebody has turned it off."""
+    return _kept(environ).get("notify") is not False
+
+
+def keep_notifying(on: bool) -> None:
+    """Save whether to notify for the next start, if the folder can be written."""
+    _keep("notify", on)
+
+
+def _keep(name: str, value: str | bool) -> None:
     folder = paths.config_folder()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(folder / FILE, json.dumps({"theme": name}).encode() + b"\n")
+        write_atomically(folder / FILE, json.dumps({**_kept(os.environ), name: value}).encode() + b"\n")
 
 
-def _kept(environ: Mapping[str, str]) -> str | None:
+def _kept(environ: Mapping[str, str]) -> dict[str, Any]:
     file: Path = paths.config_folder(environ) / FILE
-    with suppress(OSError, ValueError, AttributeError):
-        name = json.loads(file.read_text("utf-8")).get("theme")
-        return name if isinstance(name, str) else None
-    return None
+    with suppress(OSError, ValueError):
+        kept = json.loads(file.read_text("utf-8"))
+        return kept if isinstance(kept, dict) else {}
+    return {}
 
 
-def _of_terminal(environ: Mapping[str, str]) -> str | None:
-    """Return the theme by ``TERM`` and ``COLORFGBG``: sixteen colours, a light ground."""
+def _is_light(environ: Mapping[str, str]) -> bool:
+    """Return whether ``COLORFGBG`` names a light ground."""
     ground = environ.get("COLORFGBG", "").rpartition(";")[2]
-    light = ground.isdecimal() and int(ground) in (7, *range(9, 16))
-    if environ.get("TERM") in ("linux", "xterm-16color", "vt100", "ansi") and not environ.get("COLORTERM"):
-        return "ansi-light" if light else "ansi-dark"
-    return "textual-light" if light else None
+    return ground.isdecimal() and int(ground) in (7, *range(9, 16))

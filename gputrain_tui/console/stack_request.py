@@ -64,7 +64,8 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
 def _request_over_ssh(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.node is None or not attempt_folders(run_dir, view.node):
         raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGQUIT to process {view.pid} there")
-    from gputrain_tui.lifecycle.launchers.ssh import RefusedError, request_stacks  # the console starts without it
+    from gputrain_tui.hosts.agent_connection import RefusedError  # the console starts without them
+    from gputrain_tui.lifecycle.launchers.ssh import request_stacks
 
     node = read_plan(run_dir).nodes[view.node]
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from itertools import takewhile
 
 from gputrain_tui.diagnosis.bounds import bounds
-from gputrain_tui.diagnosis.health import MemoryGrowth, desync, losses
+from gputrain_tui.diagnosis.contention import Contention
+from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
+from gputrain_tui.diagnosis.imbalance import Imbalance
+from gputrain_tui.diagnosis.memory import MemoryGrowth
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
 from gputrain_tui.diagnosis.straggler import WINDOW_ROWS, stragglers
 from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, host_and_device
@@ -20,8 +23,11 @@ from trainer.contract.record import Finding
 __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
 KINDS = frozenset(
-    ("straggler", "input_bound", "communication_bound", "memory_creep", "non_finite", "loss_spike", "stalled")
-)
+    (
+        "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
+        "loss_spike", "stalled",
+    )
+)  # fmt: skip
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
 
 Key = tuple[str, int | None]
@@ -34,7 +40,10 @@ class Diagnosis:
         self._raised: dict[Key, tuple[Finding, float]] = {}
         """Raised findings, each with the value below which it is cleared."""
         self._timeline = Timeline()
+        self._imbalance = Imbalance()
+        self._contention = Contention()
         self._memory = MemoryGrowth()
+        self._non_finite = NonFinite()
         self._activity = RankActivity()
         self._adopted = False
 
@@ -64,13 +73,17 @@ class Diagnosis:
         timeline = self._timeline
         before = timeline.rows[-1] if timeline.rows else None
         timeline.follow(state)
+        added = list(takewhile(lambda row: row is not before, reversed(timeline.rows)))[::-1]
         if any(kind == "straggler" for kind, _ in self._raised):
-            for row in takewhile(lambda row: row is not before, reversed(timeline.rows)):
+            for row in added:
                 row.straggling = True
         return [
-            *stragglers(state, timeline),
+            *stragglers(state, timeline, uneven=("imbalance", None) in self._raised),
+            *self._imbalance.symptoms(timeline, added),
             *bounds(state, timeline),
-            *losses(state, timeline),
+            *self._contention.symptoms(state),
+            *self._non_finite.symptoms(state),
+            *loss_spikes(state, timeline),
             *self._memory.symptoms(state),
             *([] if self._ranks_reported_desync(state) else desync(state)),
             *stalls(state, self._activity, now),
@@ -123,6 +136,8 @@ class Diagnosis:
 
 def _finding(symptom: Symptom, state: RunState, now: float) -> Finding:
     host, device = host_and_device(state, symptom.rank) if symptom.rank is not None else (None, None)
+    if symptom.host is not None:
+        host, device = symptom.host, None
     return Finding(
         time=now,
         kind=symptom.kind,

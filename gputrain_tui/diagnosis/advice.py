@@ -49,16 +49,25 @@ ADVICE = {
     "ranks wait for data before every step",
     "communication_bound": "synchronise less often (update_freq), reduce larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
+    "imbalance": "batches of unequal length are the usual reason: group samples of equal length (sort them, "
+    "max_tokens) or balance the tokens over the ranks; else look for work that one rank does now and then: "
+    "augmentation, reading, logging, garbage collection",
+    "imbalance_tokens": "give all ranks equally many tokens in each step: group samples of equal length (sort them, "
+    "max_tokens), or balance the tokens over the ranks",
+    "imbalance_samples": "give all ranks equally many samples in each step (a DistributedSampler with drop_last), or "
+    "as many as their speed allows if they differ",
     "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, caches without a bound",
-    "non_finite": "stop and resume from the last checkpoint with a lower learning rate or gradient clipping "
-    "(clip_norm); look at the batch of this step",
+    "non_finite": "stop: nothing more is learnt. Go on from a checkpoint that is older than step {step}, with a lower "
+    "learning rate or gradients clipped from there on (clip_norm; a NaN that is clipped stays NaN), in fp16 with bf16 "
+    "instead. If it comes again at the same step, look at that batch; torch.autograd.set_detect_anomaly(True) names "
+    "the operation",
     "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
     "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
-    "stalled_behind": "in the console (gputrain attach), k on the rank's page prints where its Python code hangs; a "
+    "stalled_behind": "in the console (gputrain attach), K on the rank's page prints where its Python code hangs; a "
     "rank that leaves the common path waits for nobody and everybody waits for it",
     "stalled_left": "give all ranks equally many batches (drop_last, a DistributedSampler), or leave the loop on all "
     "of them together",
-    "stalled_together": "in the console (gputrain attach), k on a rank's page prints where its Python code hangs; an "
+    "stalled_together": "in the console (gputrain attach), K on a rank's page prints where its Python code hangs; an "
     "unequal number of synchronisations and a dead network are the usual reasons",
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.row import StepRow, base_ms, wire_ms
-from gputrain_tui.diagnosis.statistics import median, median_low, quantile
+from gputrain_tui.diagnosis.statistics import median, quantile
 from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
@@ -31,14 +31,13 @@ def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
     usual_ms = base_ms(window)
     if usual_ms <= 0.0:
         return []
-    found = [_input(window, usual_ms), _communication(state, window, usual_ms)]
+    found = [_input(window, usual_ms), _communication(state, window)]
     return [symptom for symptom in found if symptom is not None]
 
 
 def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
     # A single rank that reads slowly is a straggler; the lower quartile ignores delayed steps.
-    series = zip(*([rank_phases.data for rank_phases in row.phases] for row in window), strict=True)
-    data_ms = median_low([quantile(waits, 0.25) for waits in series])
+    data_ms = quantile([row.data_ms for row in window], 0.25)
     share = data_ms / usual_ms
     return Symptom(
         kind="input_bound",
@@ -53,17 +52,18 @@ def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
     )
 
 
-def _communication(state: RunState, window: Sequence[StepRow], usual_ms: float) -> Symptom | None:
+def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None:
     bare_ms = wire_ms(window)
     if bare_ms is None or len(window[0].phases) < 2 or not window[-1].synced:
         return None
-    share = bare_ms / usual_ms
+    step_ms = median([row.step_ms for row in window])
+    share = bare_ms / step_ms
     if share < CLEAR_SHARE * MIN_WIRE_SHARE:
         return None
     # The threads that transfer need cores as the ranks do: where those wait, the transfer's time is not the network's.
     if median([row.core_wait_ms for row in window]) > MAX_CORE_WAIT_SHARE * bare_ms:
         return None
-    evidence = {"wire_exposed_ms": bare_ms, "step_ms": usual_ms, "wire_share": share}
+    evidence = {"wire_exposed_ms": bare_ms, "step_ms": step_ms, "wire_share": share}
     evidence["compute_ms"] = median([row.compute_ms for row in window])
     last = next((view.last for view in state.ranks.values() if view.last is not None), None)
     # On a GPU nothing waits for a core; of CPU ranks that do not count it, the transfer has it in it.
@@ -80,7 +80,7 @@ def _communication(state: RunState, window: Sequence[StepRow], usual_ms: float) 
         cause="communication",
         step=window[-1].step,
         message=f"exchanging gradients takes {percent(share)} of a step that nothing hides "
-        f"({bare_ms:.1f} of {usual_ms:.1f} ms), with no rank late"
+        f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits so long"
         + (" (at most: waits for a core were not measured and are in it)" if estimate else ""),
         evidence=evidence,
         advice=ADVICE["communication_bound"],

@@ -1,37 +1,28 @@
-"""Detects desync, non-finite or spiking losses, and growing memory."""
+"""Detects desync, and non-finite or spiking losses."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from itertools import islice, pairwise
 
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
-from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, percent
+from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
+from trainer.contract.record import Step
 
 MIN_EARLIER_EVENTS = 20
 """Step events with a finite loss before one without counts as non-finite, and before a jump counts as a spike."""
+MIN_KNOWN_SHARE = 0.75
+"""Of the step events before, which must have a finite value."""
+MIN_NORM_EVENTS = 3
+"""Step events without a finite gradient norm: a loss scaler leaves out a step whose gradients overflow now and then."""
 SPIKE_EVENTS = 3
 """Step events that a jump must last: a single hard batch is no finding."""
 SPIKE_SIGMAS = 10.0
 """Height of a jump in standard deviations of the losses before it."""
 MIN_SPIKE_SHARE = 0.5
 """Height of a jump as a share of the loss before it."""
-GROWTH_BLOCKS = 6
-"""Equal blocks of the samples; memory must have grown from each to the next."""
-MIN_SAMPLES = 90
-"""Machine samples, one a second, before memory growth is computed."""
-SETTLING_SAMPLES = 30
-"""First samples after the first step that are skipped: caches fill, optimizers create their state."""
-MIN_GROWTH_SHARE = 0.10
-"""Growth as a share of the first block's memory."""
-MIN_BLOCK_GROWTH_SHARE = 0.5
-"""Growth between two blocks as a share of the mean growth: a cache that fills up grows less and less."""
-GROWTH_SIGMAS = 5.0
-"""Growth in standard deviations of the memory within a block."""
 
 
 def desync(state: RunState) -> list[Symptom]:
@@ -59,43 +50,64 @@ def desync(state: RunState) -> list[Symptom]:
     ]
 
 
-def losses(state: RunState, timeline: Timeline) -> list[Symptom]:
-    """Return non-finite losses and gradient norms, and a spike of the loss."""
-    found = [_non_finite(state.ranks[rank]) for rank in sorted(state.ranks)]
-    found.append(_spike(state, timeline))
-    return [symptom for symptom in found if symptom is not None]
+class NonFinite:
+    """Detects losses and gradient norms that became non-finite: the record leaves such numbers out."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, tuple[str, int]] = {}
+        """By rank, what is not finite and since which step."""
+        self._first: int | None = None
+        """The rank that a finding names, as long as it stands."""
+
+    def symptoms(self, state: RunState) -> list[Symptom]:
+        """Return one symptom for all ranks: the reduced gradients bring a number that is not finite to every rank."""
+        for view in state.ranks.values():
+            newest = next((event for event in reversed(view.steps) if event.samples), None)
+            name, _ = self._since.get(view.rank, ("", 0))
+            if newest is None or (name and _is_number(getattr(newest, name))):
+                self._since.pop(view.rank, None)
+            elif not name and (since := _non_finite_since(view, newest)) is not None:
+                self._since[view.rank] = since
+        if not self._since:
+            self._first = None
+            return []
+        # A loss that is not finite makes the norm of the same step so too.
+        begins = {rank: (step, name != "loss") for rank, (name, step) in self._since.items()}
+        if self._first not in begins or begins[self._first] > min(begins.values()):
+            self._first = min(begins, key=lambda rank: (begins[rank], rank))
+        name, step = self._since[self._first]
+        what = "loss" if name == "loss" else "gradient norm"
+        others = sum(begin == begins[self._first] for begin in begins.values()) - 1
+        who = f"rank {self._first}" + (f" and of {others:,} other rank{'s' * (others > 1)}" if others else "")
+        return [
+            Symptom(
+                kind="non_finite",
+                rank=self._first,
+                value=1.0,
+                threshold=1.0,
+                severity="critical",
+                cause=name,
+                step=step,
+                message=f"the {what} of {who} is NaN or infinite since step {step}: the weights are, too, once such a "
+                "step is applied",
+                evidence={"first_step": float(step), "ranks": float(len(self._since))},
+                advice=ADVICE["non_finite"].format(step=step),
+            )
+        ]
 
 
-def _non_finite(view: RankView) -> Symptom | None:
-    """Return a loss or gradient norm that became non-finite: the record leaves such numbers out."""
-    for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        newest = next((event for event in reversed(view.steps) if event.samples), None)
-        if newest is None or _is_number(getattr(newest, name)):
+def _non_finite_since(view: RankView, newest: Step) -> tuple[str, int] | None:
+    """Return what of a rank became non-finite, and since which step."""
+    for name, least in (("loss", 1), ("grad_norm", MIN_NORM_EVENTS)):
+        oldest = next(event for event in view.steps if event.samples)
+        if _is_number(getattr(newest, name)) or not _is_number(getattr(oldest, name)):
             continue
-        first_event = next(event for event in view.steps if event.samples)
-        if not _is_number(getattr(first_event, name)):
-            continue
-        events = list(view.steps)
-        values = [getattr(event, name) for event in events if event.samples]
-        if len(values) <= MIN_EARLIER_EVENTS:
-            continue
-        bad = [not _is_number(value) for value in values]
-        first = bad.index(True)
-        if first < MIN_EARLIER_EVENTS:
-            continue
-        step = [event.step for event in events if event.samples][first]
-        return Symptom(
-            kind="non_finite",
-            rank=view.rank,
-            value=1.0,
-            threshold=1.0,
-            severity="critical",
-            cause=name,
-            step=step,
-            message=f"rank {view.rank} has a {what} that is not a finite number since step {step}",
-            evidence={"first_step": float(step), "steps": float(sum(bad))},
-            advice=ADVICE["non_finite"],
-        )
+        events = [event for event in view.steps if event.samples]
+        known = [_is_number(getattr(event, name)) for event in events]
+        begin = len(known) - known[::-1].index(True)
+        # One that is measured now and then is absent from most steps.
+        if sum(known) >= max(MIN_EARLIER_EVENTS, MIN_KNOWN_SHARE * begin) and len(events) - begin >= least:
+            return name, events[begin].step
     return None
 
 
@@ -103,86 +115,27 @@ def _is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _spike(state: RunState, timeline: Timeline) -> Symptom | None:
-    """Compare the newest mean losses over the ranks with the earlier ones."""
+def loss_spikes(state: RunState, timeline: Timeline) -> list[Symptom]:
+    """Return a jump of the newest mean losses over the ranks against the earlier ones."""
     losses = list(timeline.losses)
     if len(losses) < MIN_EARLIER_EVENTS + SPIKE_EVENTS:
-        return None
+        return []
     before, newest = losses[:-SPIKE_EVENTS], losses[-SPIKE_EVENTS:]
     usual = median(before)
     noise = max(spread(before), jitter(before))
     threshold = max(SPIKE_SIGMAS * noise, MIN_SPIKE_SHARE * abs(usual))
     height = median(newest) - usual
     if threshold <= 0.0 or height < threshold / 2:
-        return None
-    return Symptom(
-        kind="loss_spike",
-        value=height,
-        threshold=threshold,
-        confirmed=min(newest) - usual >= threshold / 2,
-        step=state.step,
-        message=f"the loss jumped from {usual:.4g} to {median(newest):.4g} nats",
-        evidence={"loss_nats": median(newest), "usual_loss_nats": usual, "noise_nats": noise},
-        advice=ADVICE["loss_spike"],
-    )
-
-
-class MemoryGrowth:
-    """Detects growing memory of each rank's process and GPU, once per sample."""
-
-    def __init__(self) -> None:
-        self._last_symptoms: dict[tuple[int, str], tuple[float, Symptom | None]] = {}
-        """By rank and kind of memory: time of the newest sample, and its symptom."""
-
-    def symptoms(self, state: RunState) -> list[Symptom]:
-        """Return the ranks whose memory grows steadily; of process and GPU the one that grows more."""
-        found = []
-        for view in state.ranks.values():
-            candidates = (self._symptom(view, "process", view.rss_bytes), self._symptom(view, "GPU", view.gpu_bytes))
-            if symptoms := [symptom for symptom in candidates if symptom is not None]:
-                found.append(max(symptoms, key=lambda symptom: symptom.value))
-        return found
-
-    def _symptom(self, view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
-        if len(samples) < SETTLING_SAMPLES + MIN_SAMPLES:
-            return None
-        newest, _ = samples[-1]
-        known = self._last_symptoms.get((view.rank, what))
-        if known is None or known[0] != newest:
-            known = self._last_symptoms[view.rank, what] = newest, _growth_symptom(view, what, samples)
-        return known[1]
-
-
-def _growth_symptom(view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
-    used = [float(each) for _, each in islice(samples, SETTLING_SAMPLES, None)]
-    size = len(used) // GROWTH_BLOCKS
-    last = size * (GROWTH_BLOCKS - 1)
-    if median(used[last : last + size]) < (1 + CLEAR_SHARE * MIN_GROWTH_SHARE) * median(used[:size]):
-        return None
-    blocks = [used[start : start + size] for start in range(0, size * GROWTH_BLOCKS, size)]
-    levels = [median(block) for block in blocks]
-    growth = levels[-1] - levels[0]
-    mean = growth / (GROWTH_BLOCKS - 1)
-    grown = growth / levels[0] if levels[0] > 0 else 0.0
-    noise = median([jitter(block) for block in blocks])
-    seconds = samples[-1][0] - samples[SETTLING_SAMPLES][0]
-    per_hour = growth / max(seconds * (GROWTH_BLOCKS - 1) / GROWTH_BLOCKS, 1.0) * 3600
-    return Symptom(
-        kind="memory_creep",
-        rank=view.rank,
-        value=grown,
-        threshold=MIN_GROWTH_SHARE,
-        confirmed=growth >= GROWTH_SIGMAS * noise
-        and all(b - a >= MIN_BLOCK_GROWTH_SHARE * mean for a, b in pairwise(levels)),
-        cause=what.lower(),
-        step=view.step,
-        message=f"the {what}'s memory of rank {view.rank} has grown by {percent(grown)} "
-        f"in {seconds / 60:.0f} minutes and goes on growing",
-        evidence={
-            "first_bytes": float(levels[0]),
-            "last_bytes": float(levels[-1]),
-            "growth_bytes_per_hour": per_hour,
-            "watched_s": seconds,
-        },
-        advice=ADVICE["memory_creep"],
-    )
+        return []
+    return [
+        Symptom(
+            kind="loss_spike",
+            value=height,
+            threshold=threshold,
+            confirmed=min(newest) - usual >= threshold / 2,
+            step=state.step,
+            message=f"the loss jumped from {usual:.4g} to {median(newest):.4g} nats",
+            evidence={"loss_nats": median(newest), "usual_loss_nats": usual, "noise_nats": noise},
+            advice=ADVICE["loss_spike"],
+        )
+    ]

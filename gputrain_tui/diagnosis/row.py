@@ -43,6 +43,10 @@ class StepPhases(NamedTuple):
     """The same without the wait for a core at its end."""
     step: float
     """Duration of the whole step, as the clock saw it."""
+    samples: float
+    """Read by this rank in the step."""
+    tokens: float | None
+    """Likewise."""
 
     @property
     def before_forward(self) -> float:
@@ -63,7 +67,7 @@ class StepRow:
         self.phases = all_phases
         """In the order of the ranks."""
         self.waits = waits
-        """Per step the ranks' waits for the synchronisation, ms; one mean where the record has no single values."""
+        """Per step the ranks' waits for the synchronisation, ms; empty where the record has only their means."""
         self.straggling = False
         """Whether a straggler was known at this step: then the row is no sample of the usual noise."""
         self._sorted: dict[str, list[float]] = {}
@@ -80,12 +84,32 @@ class StepRow:
         return median_low([rank_phases.own for rank_phases in self.phases])
 
     @cached_property
+    def data_ms(self) -> float:
+        """Median over ranks of their wait for data."""
+        return median_low(self._column("data"))
+
+    @cached_property
     def wire_ms(self) -> float | None:
-        """Bare transfer: in each step the wait of the last rank to arrive; the rest of the waits is imbalance."""
-        if not self.synced:
+        """Bare transfer: in each step the wait of the last rank to arrive, as the others wait for that rank too.
+
+        None where only means over several steps are known, in which ranks that are late in turns all wait.
+        """
+        if not self.synced or not self.waits:
             return None
         mean = min(rank_phases.wire for rank_phases in self.phases if rank_phases.wire is not None)
         return min(mean, fmean(map(min, self.waits)))
+
+    @cached_property
+    def waits_with_cores(self) -> Sequence[Sequence[float]]:
+        """Per step the waits for the synchronisation that there would be if no rank waited for a core, ms."""
+        if not any(rank_phases.core_wait for rank_phases in self.phases):
+            return self.waits
+        # Of a rank's waits for a core those in the synchronisation lengthen it, and the others shorten it.
+        shifts = [
+            rank_phases.core_wait - 2 * ((rank_phases.exposed or 0.0) - (rank_phases.wire or 0.0))
+            for rank_phases in self.phases
+        ]
+        return [[wait + shift for wait, shift in zip(waits, shifts, strict=True)] for waits in self.waits]
 
     @cached_property
     def step_ms(self) -> float:
@@ -126,7 +150,8 @@ class StepRow:
 
     def late_ms(self, index: int) -> float:
         """Return a rank's lateness for the synchronisation: the longest wait of any rank less its own, ms."""
-        return fmean(max(waits) - waits[index] for waits in self.waits)
+        waits = self.waits or [tuple(rank_phases.exposed or 0.0 for rank_phases in self.phases)]
+        return fmean(max(each) - each[index] for each in waits)
 
     def without_broadcast_wait(self, leader: int, followers: frozenset[int]) -> StepRow:
         """Return the row without the waits of followers for a leader in their forward pass, all by index."""

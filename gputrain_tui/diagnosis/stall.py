@@ -16,6 +16,8 @@ from gputrain_tui.state import RankView, RunState
 
 MIN_STALL_S = 10.0
 """Machines pause this long without fault: a slow disk, a suspended guest."""
+MIN_STOPPED_S = 3.0
+"""The same of a process that is stopped, which does not go on by itself."""
 STAY_MULTIPLE = 4.0
 """Of the longest stay in the same stage so far."""
 STEP_MULTIPLE = 20.0
@@ -93,7 +95,14 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     running = [view for view in state.ranks.values() if view.state != "finished"]
     if not running or any(view.state in (None, "failed") for view in running):
         return []
-    silences = {view.rank: now - activity.progressed_at.get(view.rank, now) for view in running}
+    if any(kind == "host_silent" for kind, _ in state.findings):
+        return []  # what its ranks do is not known, and the others wait for them
+    # What a host has not sent in its silence comes later.
+    silences = {
+        view.rank: now - max(activity.progressed_at.get(view.rank, now), state.hosts_heard_at) for view in running
+    }
+    if stopped := [view for view in running if _is_stopped(view) and silences[view.rank] >= MIN_STOPPED_S]:
+        return [_stopped_symptom(view, silences[view.rank]) for view in stopped]
     shortest_s = min(silences.values())
     if shortest_s < MIN_STALL_S / 2:
         return []
@@ -120,7 +129,7 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         return found
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
-        return _idle_symptoms(running, activity, now)
+        return _idle_symptoms(running, activity, now, state.hosts_heard_at)
     busy = all(view.stage == "training" and _busy_or_idle(view) == "busy" for view in running)
     threshold_s = max(learnt_s, NEW_STAGE_BUSY_S if busy else MIN_COMMON_STALL_S)
     return (
@@ -179,9 +188,9 @@ def _step_s(views: Sequence[RankView]) -> list[float]:
     return [event.step_ms * event.steps / 1e3 for view in views for event in view.steps if event.step_ms is not None]
 
 
-def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float) -> list[Symptom]:
+def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float, heard_at: float) -> list[Symptom]:
     """Return the stall of ranks without events, as of scripts that are not measured, by their processes."""
-    silences = {view.rank: now - activity.active_at.get(view.rank, now) for view in views}
+    silences = {view.rank: now - max(activity.active_at.get(view.rank, now), heard_at) for view in views}
     silent = [view for view in views if silences[view.rank] >= NEW_STAGE_IDLE_S / 2]
     seen = all(_busy_or_idle(view) is not None for view in views)
     threshold_s = max(
@@ -208,6 +217,15 @@ def _behind_symptom(
         f"{_position_text(view)}"
     )
     return _stall(view, silence_s, threshold_s, message, ADVICE["stalled_behind"])
+
+
+def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
+    where = f" on {view.host}" if view.host else ""
+    message = f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for {silence_s:.0f} s{_position_text(view)}"
+    advice = (
+        f"`kill -CONT {view.pid}`{where} continues it" if view.pid else f"send SIGCONT to its process{where}"
+    ) + "; Ctrl-Z, kill -STOP or a debugger has stopped it"
+    return replace(_stall(view, silence_s, MIN_STOPPED_S, message, advice), cause="stopped")
 
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
@@ -288,6 +306,10 @@ def _busy_or_idle(view: RankView) -> str | None:
     return "busy" if view.process.cpu_percent + (view.process.wait_percent or 0.0) >= BUSY_PERCENT else "idle"
 
 
+def _is_stopped(view: RankView) -> bool:
+    return view.process is not None and view.process.held == "T"
+
+
 def _is_active(view: RankView) -> bool:
     """Whether the last sample of a rank's process or GPU shows any activity."""
     if _busy_or_idle(view) == "busy":
@@ -303,9 +325,13 @@ def _position_text(view: RankView) -> str:
     """Return a rank's position and its process's activity as the end of a sentence; empty where unknown."""
     phase, doing = _phase(view), _busy_or_idle(view)
     known = [f"rank {view.rank} is {PHASE_TEXT[phase]}"] if phase is not None else []
+    if _is_stopped(view):
+        continues = f"; `kill -CONT {view.pid}` continues it" if view.pid else ""
+        return f"; its process is stopped (state T){continues}"
     if doing is not None:
         place = view.process.sleeps_in
         what = f"sleeps in the kernel's {place}" if place and not place.startswith(LOCK_PREFIX) else f"is {doing}"
+        what = "is held by a debugger" if view.process.held else what
         known.append(f"its process {what}" if known else f"the process of rank {view.rank} {what}")
     last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""
     return ("; " + ", and ".join(known) if known else "") + last

@@ -60,5 +60,9 @@ def spread(values: Sequence[float]) -> float:
 
 
 def jitter(values: Sequence[float]) -> float:
-    """Return a robust standard deviation of the noise, from successive differences: a shifting level has no effect."""
-    return 1.4826 * median([abs(b - a) for a, b in pairwise(values)]) / math.sqrt(2)
+    """Return a robust standard deviation of the noise, from successive differences: a shifting level has no effect.
+
+    The interquartile mean of the differences (0.693 for normal values), as their median may be 0 where values jump
+    between two levels.
+    """
+    return midmean([abs(b - a) for a, b in pairwise(values)]) / 0.693 / math.sqrt(2)

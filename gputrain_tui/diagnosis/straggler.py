@@ -50,10 +50,11 @@ CORE_WAIT_AGREEING_SHARE = 0.80
 """Of these rows, in which the wait must be at least half of the median."""
 
 
-def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
+def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> list[Symptom]:
     """Return the late ranks, each with its cause if that is known.
 
-    Rows whose waits for the synchronisation were not measured are skipped.
+    Rows whose waits for the synchronisation were not measured are skipped. Where work is known to be uneven, a rank may
+    by chance be late in most steps of a window, but not in those of several.
     """
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW_ROWS)):
         return []
@@ -68,7 +69,7 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
     owns = _own_excess(window)
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
-    merged = short < WINDOW_ROWS and len(rows) >= short + MIN_EARLIER_ROWS
+    merged = short < WINDOW_ROWS and len(rows) >= short + MIN_EARLIER_ROWS and not uneven
     known = len(rows) >= MIN_ROWS
     waits = _core_wait_excess(rows)
     found = []
@@ -79,7 +80,7 @@ def stragglers(state: RunState, timeline: Timeline) -> list[Symptom]:
             if symptom.cause == "unattributed":  # a moment's load of the machine: reported when it lasts
                 symptom = None
         if symptom is None and known and owns[index] >= WARNING_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
-            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS)
+            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.explain(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
@@ -101,7 +102,14 @@ def _own_excess(window: Sequence[StepRow]) -> list[float]:
 
 
 def _own_work_symptom(
-    state: RunState, ranks: Sequence[int], rows: Sequence[StepRow], index: int, base: float, length: int
+    state: RunState,
+    ranks: Sequence[int],
+    rows: Sequence[StepRow],
+    index: int,
+    base: float,
+    length: int,
+    *,
+    uneven: bool = False,
 ) -> Symptom:
     """Return the symptom of a rank whose own work takes longer than the others'.
 
@@ -112,6 +120,7 @@ def _own_work_symptom(
         index: of the rank in the rows.
         base: duration of a step without stragglers, ms.
         length: number of the last rows that are compared.
+        uneven: whether ranks are known to be late in turns.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
@@ -128,13 +137,15 @@ def _own_work_symptom(
     agreed_ms = median([row.own_excess[index] for row in agreeing])  # of the same steps as its phases
     phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
     cause = cause_of(state, rank, agreed_ms, phases, agreeing, ranks)
-    if noise > gate and cause.name in PHASES:  # a phase may stand out from its own noise where all of them are noisier
+    if (noise > gate or uneven) and cause.name in PHASES:
+        # A phase may stand out from its own noise where all of them are noisier.
         alone = [row.excess(cause.name, index) for row in rows]
         noise_alone = _noise(alone, straggling)
+        uneven = uneven and noise_alone > gate
         if median(alone[-length:]) >= noise_alone:
             noise = min(noise, noise_alone)
     threshold = max(gate, noise)
-    windows = SUSTAINED_WINDOWS if late_ms < ONE_WINDOW_SHARE * step_ms else 0
+    windows = SUSTAINED_WINDOWS if uneven or late_ms < ONE_WINDOW_SHARE * step_ms else 0
     if cause.name == "unattributed":
         windows = max(windows, UNEXPLAINED_WINDOWS if _on_gpu(state, rank) else _windows_of(window, UNEXPLAINED_S))
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])

@@ -21,6 +21,8 @@ class Symptom:
     kind: str
     rank: int | None = None
     """None for the run as a whole."""
+    host: str | None = None
+    """Where it is about a host; else that of the rank."""
     value: float
     """Magnitude, in the unit of ``threshold``."""
     threshold: float

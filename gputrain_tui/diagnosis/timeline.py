@@ -32,7 +32,7 @@ class StepRange(NamedTuple):
     """None where its phases were not measured."""
     loss: float | None
     waits: Sequence[float | None]
-    """Its wait for the synchronisation in each step, ms."""
+    """Its wait for the synchronisation in each step, ms; None where the record has only a mean over several."""
 
 
 class RankSteps:
@@ -69,7 +69,7 @@ class RankSteps:
         loss = event.loss if event.loss is not None and math.isfinite(event.loss) else None
         waits = event.sync_exposed_ms_each
         if waits is None or len(waits) != event.steps:
-            waits = [event.sync_exposed_ms] * event.steps
+            waits = [event.sync_exposed_ms if event.steps == 1 else None] * event.steps
         rank_phases, end_wait = _step_phases(event)
         if rank_phases is None:
             self._step_end = None
@@ -166,10 +166,9 @@ class Timeline:
             self.losses.append(sum(known) / len(known))
         measured = [phases for phases in map(_mean_phases, parts) if phases is not None]
         if last > self._last_warm_up and len(measured) == len(parts):
-            means = tuple(phases.exposed or 0.0 for phases in measured)
             singles = zip(*(_waits(each, first, last) for each in parts), strict=True)
             waits = [cast(tuple[float, ...], each) for each in singles if None not in each]
-            self.rows.append(StepRow(last, measured, waits or [means], last - first + 1))
+            self.rows.append(StepRow(last, measured, waits, last - first + 1))
 
 
 def _within(steps: RankSteps, first: int, last: int) -> Iterator[tuple[int, StepRange]]:
@@ -240,6 +239,9 @@ def _step_phases(event: Step) -> tuple[StepPhases | None, float]:
             wire = max(0.0, exposed - waits.get("sync", 0.0))
     own = data + h2d + forward + backward + optimizer + other
     gc = event.gc_ms or 0.0
+    samples = event.samples / event.steps
+    tokens = None if event.tokens is None else event.tokens / event.steps
     return StepPhases(
-        data, h2d, forward, backward, optimizer, other, own, core_wait, core_wait_before, gc, exposed, wire, step_ms
-    ), end_wait
+        data, h2d, forward, backward, optimizer, other, own, core_wait, core_wait_before, gc, exposed, wire, step_ms,
+        samples, tokens,
+    ), end_wait  # fmt: skip

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.figures import run_figures
+from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import TableColumn, duration, evaluation, of_weights, printable, size, table, width as cells
 from trainer.contract.outcome import EVALUATED_CHECKPOINT, NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Failure, Finding, Lost, Queued, Step, Validation
@@ -86,13 +87,13 @@ def percent(share: float | None) -> str:
 # ------------------------------------------------------------------------------------------- the progress line
 
 
-def progress_line(state: RunState, width: int, *, now: float) -> list[Piece]:
+def progress_line(state: RunState, width: int, *, now: float, standstill: Standstill | None = None) -> list[Piece]:
     """Return one line of at most ``width`` columns; the least important measures are omitted first."""
     if state.step == 0:
         return clip(_starting(state, now), width)
     progress = state.progress
     for compact, least, dropped in LINE_FORMS:
-        parts = [pieces for name, pieces in _measures(state, compact=compact) if name not in dropped]
+        parts = [pieces for name, pieces in _measures(state, standstill, compact=compact) if name not in dropped]
         taken = sum(length(pieces) + 2 for pieces in parts) - 2
         lead = least + 2 if progress is not None else 0
         if taken + lead <= width:
@@ -128,20 +129,24 @@ def clip(pieces: Sequence[Piece], width: int) -> list[Piece]:
     return [*cut, ("…", "dim")]
 
 
-def _measures(state: RunState, *, compact: bool = False) -> list[tuple[str, list[Piece]]]:
+def _measures(
+    state: RunState, standstill: Standstill | None, *, compact: bool = False
+) -> list[tuple[str, list[Piece]]]:
     """Return name and text of each measure in the order of the line."""
-    total, figures = state.updates_total, run_figures(state.ranks.values())
+    total, figures = state.updates_total, state.figures
     epochs = f"/{state.max_epochs}" if state.max_epochs else ""
     steps = f"{state.step}/{total}" if total else f"{state.step}"
     measures: list[tuple[str, list[Piece]]] = [
         ("epoch", [("ep " if compact else "epoch ", "dim"), (f"{figures.epoch}{epochs}", "")]),
         ("step", [("" if compact else "step ", "dim"), (steps, "")]),
         ("loss", [("loss ", "dim"), (loss_text(figures.loss), "bold")]),
-        (
-            "rate",
-            [(number(figures.samples_per_s, 0 if compact else 1), ""), ("/s" if compact else " samples/s", "dim")],
-        ),
     ]
+    if standstill is not None:
+        measures.append(("standstill", [(standstill.text, "" if standstill.activity else "alarm")]))
+        if standstill.is_long:
+            return measures
+    rate = number(figures.samples_per_s, 0 if compact else 1)
+    measures.append(("rate", [(rate, ""), ("/s" if compact else " samples/s", "dim")]))
     slowest = state.slowest()
     if slowest is not None:
         rank, late_ms = slowest
@@ -193,13 +198,13 @@ def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
 # ------------------------------------------------------------------------------------------------- plain lines
 
 
-def plain_line(state: RunState, *, now: float) -> str:
+def plain_line(state: RunState, *, now: float, standstill: Standstill | None = None) -> str:
     """Return the state of a run as one line for a log."""
     if state.step == 0:
         return paint(_starting(state, now), colour=False)
     done = f" ({state.progress:.0%})" if state.progress is not None else ""
     measures = [
-        paint(pieces, colour=False) + (done if name == "step" else "") for name, pieces in _measures(state) if pieces
+        paint(pieces, colour=False) + (done if name == "step" else "") for name, pieces in _measures(state, standstill)
     ]
     return "  ".join(measures)
 
@@ -240,7 +245,7 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
     (TableColumn("host"), 2, lambda view: view.host or ""),
     (TableColumn("device"), 3, lambda view: view.device or ""),
     (TableColumn("steps", right=True), 0, lambda view: number(view.totals.steps, 0)),
-    (TableColumn("loss", right=True), 0, lambda view: loss_text(view.recent.mean_loss)),
+    (TableColumn("loss", right=True), 0, lambda view: loss_text(view.loss)),
     (TableColumn("samples/s", right=True), 0, lambda view: number(view.totals.samples_per_s)),
     (TableColumn("step ms", right=True), 4, lambda view: number(view.totals.mean_step_ms)),
     (TableColumn("data", right=True), 0, lambda view: percent(view.totals.data_share)),
@@ -250,7 +255,7 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
 )
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
-The loss is a mean over the last events, all else over the whole run.
+The loss is that of the rank's last step, all else is over the whole run.
 """
 
 
@@ -305,11 +310,10 @@ def closing_lines(
 
 def finding_lines(state: RunState) -> list[list[Piece]]:
     """Return a line per finding, those that are not cleared first."""
-    found = [finding for finding in state.past_findings if finding.state == "raised" and finding.severity != "info"]
-    newest = {(finding.kind, finding.rank): finding for finding in found}
     lines: list[list[Piece]] = []
-    for key, finding in sorted(newest.items(), key=lambda item: item[0] not in state.findings):
-        stands = key in state.findings
+    for finding, stands in newest_findings(state):
+        if finding.severity == "info":
+            continue
         since = f" since step {finding.step}" if finding.step is not None else ""
         what = finding.message or finding.kind.replace("_", " ")
         title = (f"{'finding' if stands else 'was found':<11}", "dim")
@@ -393,6 +397,7 @@ class ProgressView:
         self._drawn_at = float("-inf")
         self._drawn = ""
         self._plain_at = now()
+        self._steps = StepWatch()
         self._first_line: Sequence[Piece] | None = None
         """The first line while it is held back."""
 
@@ -413,20 +418,23 @@ class ProgressView:
         """Show the changes by events that are already applied to the state."""
         if any(view.state in PAST_REFUSAL for view in self._state.ranks.values()):
             self.open()
-        for event in events:
+        for event in roll_up(events, self._state.ranks):
             # A terminal shows the last checkpoint at the end, a log each one as it comes.
             if type(event) is Step or (self._live and type(event) is Checkpoint):
                 continue
             if (line := event_line(event)) is not None:
                 self.say(line)
         now = self._now()
+        self._steps.note(self._state, now)
+        standstill = self._steps.standstill(self._state, now)
         if self._live:
             if now - self._drawn_at >= REDRAW_S:
                 self._drawn_at = now
-                self._draw(paint(progress_line(self._state, self._width() - 1, now=now), colour=self._colour))
+                line = progress_line(self._state, self._width() - 1, now=now, standstill=standstill)
+                self._draw(paint(line, colour=self._colour))
         elif now - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
             self._plain_at = now
-            self.say([(plain_line(self._state, now=now), "")])
+            self.say([(plain_line(self._state, now=now, standstill=standstill), "")])
 
     def say(self, pieces: Sequence[Piece]) -> None:
         """Write a permanent line."""

@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import nan
 from typing import Any
 
@@ -15,8 +16,9 @@ from gputrain_tui.history.series import Series, interpolate
 from gputrain_tui.recipe.draft import value_text
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.state.step_losses import newest_loss
 from trainer.contract.builtin_tasks import BUILT_IN
-from trainer.contract.record import AnyEvent, RunStarted, Step, Validation
+from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation
 from trainer.contract.schema import describe
 
 MIN_RUNS, MAX_RUNS = 2, 6
@@ -105,27 +107,36 @@ class LossHistory:
         """Unix seconds."""
         self._steps = array("q")
         self._seconds = array("d")
-        """End of each of ``_steps`` on rank 0, since the start."""
+        """End of each of ``_steps`` on rank 0, since the start; before the first one, its beginning."""
+        self._newest: dict[int, tuple[Step, ...]] = {}
+        """The last two step events of each rank, newest first."""
 
     def apply(self, event: AnyEvent) -> None:
         """Apply an event."""
         if isinstance(event, Step):
             self.series.apply(event)
+            self._newest[event.rank] = (event, *self._newest.get(event.rank, ())[:1])
             if event.rank == 0:
+                began = event.time - (event.step_ms or 0.0) / 1000 * event.steps
                 if self._started is None:
-                    self._started = event.time - (event.step_ms or 0.0) / 1000 * event.steps
-                if not self._steps or event.step > self._steps[-1]:
+                    self._started = began
+                if not self._steps:
+                    self._steps.append(event.step - event.steps)
+                    self._seconds.append(max(began - self._started, 0.0))
+                if event.step > self._steps[-1]:
                     self._steps.append(event.step)
                     self._seconds.append(event.time - self._started)
         elif isinstance(event, RunStarted) and self._started is None:
             self._started = event.time
         elif isinstance(event, Validation):
             self.validations.append(event)
+        elif isinstance(event, RunEnded):
+            self.series.flush()  # a rank that was killed has not recorded its last step
 
     @property
     def first_step(self) -> int:
         """Oldest step: a resumed run does not begin at 1."""
-        return self._steps[0] if self._steps else 0
+        return self._steps[0] + 1 if self._steps else 0
 
     @property
     def last_step(self) -> int:
@@ -139,8 +150,9 @@ class LossHistory:
 
     @property
     def loss(self) -> float:
-        """Newest median loss, nats; NaN before the first."""
-        return self.series.latest["loss"].median
+        """Mean of the ranks' losses at the newest step that all of them have done, nats; NaN before the first."""
+        _, loss = newest_loss(self._newest.values())
+        return nan if loss is None else loss
 
     @property
     def best_validation(self) -> float | None:
@@ -148,12 +160,17 @@ class LossHistory:
         return min((v.loss for v in self.validations if v.split == "valid"), default=None)
 
     def points(self, columns: int, *, over_time: bool) -> CurvePoints:
-        """Return the curve at ``columns`` evenly spaced steps."""
+        """Return the curve in ``columns`` columns of equally many steps, each at its middle."""
         window = self.series.window("loss", columns)
-        span = window.last_step - window.first_step
         if not window.last_step:
             return CurvePoints(at=(), values=())
-        steps = [window.first_step + span * (column + 0.5) / columns for column in range(columns)]
+        first, count = window.first_step, window.last_step - window.first_step + 1
+        edges = [-(-column * count // columns) for column in range(columns + 1)]
+        # A column between two steps has none of its own, and stands between them.
+        steps = [
+            first + ((low + high - 1) / 2 if high > low else column * count / columns)
+            for column, (low, high) in enumerate(pairwise(edges))
+        ]
         at = [self.seconds_at(step) for step in steps] if over_time else steps
         return CurvePoints(at=at, values=window.median)
 

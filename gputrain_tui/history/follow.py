@@ -158,6 +158,10 @@ class Follower:
             if lines:
                 yield name, lines
 
+    def offset(self, name: str) -> int:
+        """Return the bytes of a file that were read or passed over."""
+        return self._files[name].offset
+
     def remainders(self) -> Iterator[tuple[str, bytes]]:
         """Yield the torn last lines: for files that are no longer written."""
         for name, file in self._files.items():

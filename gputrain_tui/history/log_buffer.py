@@ -7,8 +7,9 @@ view keeps its position while old lines are dropped.
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class LogLine(NamedTuple):
     """Without newline, and only the last version of what was overwritten in place."""
     cut_bytes: int
     """Bytes that were cut off its end."""
+    end: int = 0
+    """Bytes of its file up to its end; 0 where not known."""
 
 
 def level_of(raw: bytes) -> Level:
@@ -81,6 +84,8 @@ class LogBuffer:
         self._most_lines, self._most_bytes = lines, size_bytes
         self._lines: list[bytes] = []
         self._names: list[str] = []
+        self._ends = array("q")
+        """Per line the bytes of its file up to its end."""
         self._first = 0
         """Number of the oldest line."""
         self._bytes = 0
@@ -91,21 +96,24 @@ class LogBuffer:
         """Numbers of the visible lines; unused for ALL."""
         self._in_traceback: set[str] = set()
 
-    def feed(self, name: str, data: bytes) -> None:
-        """Add bytes that were appended to a file; the last line may be unfinished."""
+    def feed(self, name: str, data: bytes, *, begin: int = 0) -> None:
+        """Add bytes that were appended to a file from ``begin`` on; the last line may be unfinished."""
         parts = data.split(b"\n")
         self.names.add(name)
         number = self._unfinished.pop(name, -1)
         if number >= self._first:
-            self._continue_line(number, parts.pop(0), ended=bool(parts))
+            rest = parts.pop(0)
+            self._continue_line(number, rest, ended=bool(parts))
+            begin += len(rest) + bool(parts)
+            self._ends[number - self._first] = begin
             if not parts:
                 self._unfinished[name] = number
         if parts:
             torn = parts.pop()
-            self._append_lines(name, parts)
+            begin = self._append_lines(name, parts, begin)
             if torn:
                 self._unfinished[name] = self._first + len(self._lines)
-                self._append_lines(name, [torn], ended=False)
+                self._append_lines(name, [torn], begin, ended=False)
         self._trim()
         self.version += 1
 
@@ -138,7 +146,9 @@ class LogBuffer:
     def line(self, number: int) -> LogLine:
         """Return a line by its number."""
         index = number - self._first
-        return LogLine(self._names[index], self._lines[index].rstrip(b"\r"), self._cut_bytes.get(number, 0))
+        return LogLine(
+            self._names[index], self._lines[index].rstrip(b"\r"), self._cut_bytes.get(number, 0), self._ends[index]
+        )
 
     def find(self, text: str, row: int, *, forward: bool) -> int | None:
         """Return the next row after or before ``row`` that contains a text, ignoring case and wrapping around."""
@@ -153,10 +163,21 @@ class LogBuffer:
                 return at
         return None
 
-    def _append_lines(self, name: str, lines: list[bytes], *, ended: bool = True) -> None:
-        """Append lines of a file."""
+    def find_of(self, names: Container[str], row: int) -> int | None:
+        """Return the next row after ``row`` that one of some files has, wrapping around."""
+        count = self.rows
+        for distance in range(1, count + 1):
+            at = (row + distance) % count
+            if self._names[self.number(at) - self._first] in names:
+                return at
+        return None
+
+    def _append_lines(self, name: str, lines: list[bytes], begin: int, *, ended: bool = True) -> int:
+        """Append lines of a file from ``begin`` on; return where they end."""
         number = self._first + len(self._lines)
         for line in lines:
+            begin += len(line) + ended
+            self._ends.append(begin)
             if b"\r" in line:
                 line = newest_version(line, ended=ended)
             if len(line) > MAX_LINE_BYTES:
@@ -167,6 +188,7 @@ class LogBuffer:
         self._names.extend([name] * len(lines))
         if ended and self.level is not Level.ALL:
             self._index_lines(range(number - len(lines), number))
+        return begin
 
     def _continue_line(self, number: int, data: bytes, *, ended: bool) -> None:
         """Append to the unfinished line of a file."""
@@ -215,7 +237,7 @@ class LogBuffer:
         if not excess:
             return
         self._bytes -= sum(map(len, self._lines[:excess]))
-        del self._lines[:excess], self._names[:excess]
+        del self._lines[:excess], self._names[:excess], self._ends[:excess]
         self._first += excess
         del self._visible[: bisect_left(self._visible, self._first)]
         self._cut_bytes = {number: more for number, more in self._cut_bytes.items() if number >= self._first}

@@ -22,6 +22,7 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.plan.planner import Plan, stop_grace
+from gputrain_tui.state.step_losses import newest_loss
 from trainer.contract.errors import ExitCode, RecordError, RequestError, nearest, quoted
 from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
 from trainer.contract.record import (
@@ -43,6 +44,8 @@ RunStateName = RunStatusName | Literal["lost"]
 """``lost``: by its status it runs, but its supervisor is dead."""
 
 ENDED = ("finished", "failed", "stopped")
+ARCHIVES = (".tar.gz", ".tgz")
+"""Ends of the names of archives."""
 
 
 class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -76,6 +79,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Mean over the ranks at that step, in nats."""
     tested: Validation | None = None
     """The last test, or what an evaluation found; written at the end."""
+    archived: UnixSeconds | None = None
+    """When this copy of the run was made for an archive, Unix seconds; nothing goes on in it."""
 
 
 class SlurmJob(msgspec.Struct, kw_only=True):
@@ -232,7 +237,7 @@ def _as_recorded(run: RunDir, status: Status) -> Status:
         return msgspec.structs.replace(status, status="running" if began else "starting")
     failure = root_cause((int(end.failure.time * 1e9), end.failure) for end in ends if end.failure is not None)
     code = exit_code_of(failure) if failure is not None else max(end.exit_code for end in ends)
-    last = last_step(run)
+    step, loss = newest_loss_of(run, status.world_size)
     how: RunStatusName = "finished" if code == 0 else "stopped" if code == ExitCode.STOPPED else "failed"
     return msgspec.structs.replace(
         status,
@@ -240,8 +245,8 @@ def _as_recorded(run: RunDir, status: Status) -> Status:
         exit_code=int(code),
         ended=max(run.node_result(end.node).stat().st_mtime for end in ends),
         message=None if failure is None else failure.message,
-        step=None if last is None else last.step,
-        loss=None if last is None else last.loss,
+        step=step,
+        loss=loss,
     )
 
 
@@ -291,7 +296,9 @@ def open_run(path: Path) -> Run | None:
 
 
 def state_of(status: Status) -> RunStateName:
-    """Return the state by a run's status; ``lost`` where it runs without a supervisor."""
+    """Return the state by a run's status; ``lost`` where it runs without a supervisor, as in an archive of before."""
+    if status.archived is not None and status.status not in ENDED:
+        return "lost"
     if status.status in ENDED or status.supervisor is None or is_alive(status.supervisor) is not False:
         return status.status
     return "lost"
@@ -382,13 +389,17 @@ def open_directory(path: Path) -> Run:
 
 
 def find(wanted: str, root: Path | None = None) -> Run:
-    """Return the run of an id, a unique prefix of one, ``last``, or a run directory's path.
+    """Return the run of an id, a unique prefix of one, ``last``, a run directory's path, or an archive of a run.
 
     Raises:
-        RequestError: no run or several match.
+        RequestError: no run or several match, or it is no archive of a run.
     """
     if "/" in wanted and Path(wanted).is_dir():
         return open_directory(Path(wanted))
+    if wanted.endswith(ARCHIVES) or ("/" in wanted and Path(wanted).exists()):
+        from gputrain_tui.history.open_archive import unpack
+
+        return open_directory(unpack(Path(wanted)))
     folder = paths.runs_folder() if root is None else root
     runs, unreadable = list_all(folder)
     if wanted == "last" and runs:
@@ -408,14 +419,25 @@ def find(wanted: str, root: Path | None = None) -> Run:
     raise RequestError(f"no run is called {quoted(wanted)}{guess}")
 
 
-def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> Step | None:
-    """Return the newest step that a rank recorded, read from the end of its file."""
+def last_steps(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> list[Step]:
+    """Return the newest steps that a rank recorded, read from the end of its file, in order."""
     try:
         data = read_tail(run.rank_events(rank), tail_bytes)
     except OSError:
-        return None
-    steps = [event for event in decode_events(data[: data.rfind(b"\n") + 1]) if isinstance(event, Step)]
+        return []
+    return [event for event in decode_events(data[: data.rfind(b"\n") + 1]) if isinstance(event, Step)]
+
+
+def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = 16_384) -> Step | None:
+    """Return the newest step that a rank recorded."""
+    steps = last_steps(run, rank, tail_bytes=tail_bytes)
     return steps[-1] if steps else None
+
+
+def newest_loss_of(run: RunDir, world_size: int) -> tuple[int | None, float | None]:
+    """Return the newest step that all ranks recorded, None for none, and the mean of their losses at that step."""
+    step, loss = newest_loss(list(reversed(last_steps(run, rank)[-2:])) for rank in range(world_size))
+    return step or None, loss
 
 
 def last_test(run: RunDir, *, tail_bytes: int = 16_384) -> Validation | None:

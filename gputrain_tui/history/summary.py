@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, last_step
+from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, newest_loss_of
 from trainer.contract.record import Validation
 
 MAX_NAME_CHARS = 60
@@ -34,9 +34,9 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
     """Return the summary of a run; unknown values are None."""
     status = run.status
     step, loss = status.step, status.loss
-    if status.status not in ENDED:  # the status is written at the end only: rank 0 stands for all ranks
-        newest = last_step(run.dir)
-        step, loss = (step, loss) if newest is None else (newest.step, newest.loss)
+    if status.status not in ENDED:  # the status has them at the end only
+        newest = newest_loss_of(run.dir, status.world_size)
+        step, loss = newest if newest[0] is not None else (step, loss)
     over = run.state != status.status or status.status in ENDED
     until = status.ended if over else now
     return {

@@ -32,8 +32,8 @@ from trainer.host.proc_environ import RUN
 from trainer.host.processes import environ_value, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL, STACK_SIGNAL, signal_of
 
-POLL_S = 0.1
-"""Interval at which a session looks for what the record has grown by, as often as a rank writes."""
+POLL_S = 0.25
+"""Interval at which a session sends what the record has grown by; the launching side pays per rank and interval."""
 LEASE_S = 3.0
 """How long the node of a leased run goes on without a session, in which a broken connection is opened again."""
 LEAVE_S = 3.0
@@ -82,7 +82,7 @@ def node_command(argv: Sequence[str], setup: str) -> list[str]:
     return [shell, "-lc", f'{setup}\n{failed}\nexec "$@"', "setup", *argv]
 
 
-class Refused(Exception):  # noqa: N818 - it is no error of this program
+class NodeRefusedError(Exception):
     """What keeps the node from being started here, in one line."""
 
 
@@ -108,10 +108,17 @@ class Session:
     # --- frames and words ---------------------------------------------------------------------------------------
 
     def send(self, data: bytes = b"", **fields: Any) -> None:
-        """Send one frame: the mark, a line of JSON, and bytes."""
-        frame = self._mark + json.dumps(fields | {"bytes": len(data)}).encode() + b"\n" + data
-        while frame:
-            frame = frame[os.write(1, frame) :]
+        """Send one frame."""
+        self._write(self._frame(data, **fields))
+
+    def _frame(self, data: bytes = b"", **fields: Any) -> bytes:
+        """Return a frame: the mark, a line of JSON, and bytes."""
+        return self._mark + json.dumps(fields | {"bytes": len(data)}).encode() + b"\n" + data
+
+    @staticmethod
+    def _write(frames: bytes) -> None:
+        while frames:
+            frames = frames[os.write(1, frames) :]
 
     def words(self, timeout_s: float) -> Iterator[dict[str, Any]]:
         """Yield the words that have come; end this process where no more can come."""
@@ -132,7 +139,7 @@ class Session:
             if self._request["start"]:
                 self._start()
             agent = self._agent()
-        except Refused as refused:
+        except NodeRefusedError as refused:
             self.send(word="refused", why=str(refused))
             return
         except OSError as error:
@@ -141,11 +148,11 @@ class Session:
         self.send(word="hello", shared=self.shared, run_dir=str(self.run_dir), agent=agent)
         while True:
             over = self._over(agent)  # asked before the record is read: what it wrote is sent
-            grown = self._send_record()
-            if over is not None and not grown:
+            sent = self._send_record()
+            if over is not None and not sent:
                 self.send(word="exit", code=over)
                 return
-            for word in self.words(0 if grown else POLL_S):
+            for word in self.words(POLL_S if over is None and sent < ROUND_BYTES else 0):
                 self._follow(word, agent)
 
     def _follow(self, word: Mapping[str, Any], agent: Mapping[str, Any]) -> None:
@@ -183,28 +190,30 @@ class Session:
 
     # --- the record ---------------------------------------------------------------------------------------------
 
-    def _send_record(self) -> bool:
-        """Send what grew of the node's files, where the launching side does not see them; return whether any did."""
+    def _send_record(self) -> int:
+        """Send what grew of the node's files, where the launching side does not see them; return how many bytes."""
         if self.shared:
-            return False
+            return 0
         sent = 0
+        frames = []
         # Listed first and sent last: a reader finds no summary of events that are not there yet.
         found = [(name, size) for folder in ("digest", "events", "logs") for name, size in self._files(folder)]
         for name, size in reversed(found):
             begin = self._sizes.get(name, 0)
             if name not in self._sizes and not size:
-                self.send(word="file", name=name, offset=0)
+                frames.append(self._frame(word="file", name=name, offset=0))
             while begin < size and sent < ROUND_BYTES:
                 data = _part(self.run_dir / name, begin, min(size - begin, FRAME_BYTES))
                 if not data:
                     break
-                self.send(data, word="file", name=name, offset=begin)
+                frames.append(self._frame(data, word="file", name=name, offset=begin))
                 begin += len(data)
                 sent += len(data)
             self._sizes[name] = begin
+        self._write(b"".join(frames))  # together: the launching side wakes up once
         if not sent:
             sent += sum(self._send_replaced(name) for name in replaced_files(self._node, self._ranks))
-        return sent > 0
+        return sent
 
     def _send_replaced(self, name: str) -> bool:
         try:
@@ -233,7 +242,7 @@ class Session:
         """Leave an agent behind, unless another session of this attempt has done so.
 
         Raises:
-            Refused: what the node needs is not here.
+            NodeRefusedError: what the node needs is not here.
             OSError: the run directory cannot be made or written.
         """
         self.run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -262,15 +271,15 @@ class Session:
         """Return the processes of the agent and its node.
 
         Raises:
-            Refused: there is none.
+            NodeRefusedError: there is none.
         """
         deadline = time.monotonic() + START_S
         while (agent := _read(self.folder / AGENT)) is None:
             if not (self.folder / STARTED).exists() or time.monotonic() > deadline:
-                raise Refused("no agent of this run is here")
+                raise NodeRefusedError("no agent of this run is here")
             time.sleep(0.005)
         if "why" in agent:
-            raise Refused(agent["why"])
+            raise NodeRefusedError(agent["why"])
         return agent
 
 
@@ -278,7 +287,7 @@ def prepared(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict
     """Return the command, the environment and the folder of a node.
 
     Raises:
-        Refused: the folder or the interpreter is not here.
+        NodeRefusedError: the folder or the interpreter is not here.
     """
     here = str(request["run_dir"])
     argv = [
@@ -289,9 +298,9 @@ def prepared(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict
     workdir = expand_home(request["workdir"])
     env = {**os.environ, **request["env"], RUN: str(run_dir), LEASE: "stdin"}
     if not workdir.is_dir():
-        raise Refused(f"there is no folder {workdir}")
+        raise NodeRefusedError(f"there is no folder {workdir}")
     if not request["setup"] and shutil.which(argv[0], path=env.get("PATH")) is None:
-        raise Refused(f"there is no interpreter {argv[0]}")
+        raise NodeRefusedError(f"there is no interpreter {argv[0]}")
     return node_command(argv, request["setup"]), env, str(workdir)
 
 

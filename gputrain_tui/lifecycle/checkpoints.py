@@ -56,7 +56,7 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
         if which is not None:
             raise RequestError(f"--checkpoint {which} chooses among those of a run, but {named} is a file: name one")
         return _named_file(path)
-    run = _last_trained() if named == "last" else find(named)
+    run = last_trained() if named == "last" else find(named)
     if checkpoint := evaluates(run.dir):
         raise RequestError(f"{run.id} is an evaluation, of {checkpoint}: name that, or the run that trained")
     if which not in (None, "best", "newest"):
@@ -77,7 +77,7 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
     return ChosenCheckpoint(path=newest.absolute(), run=run, why=why)
 
 
-def _last_trained() -> Run:
+def last_trained() -> Run:
     """Return the newest run that is no evaluation."""
     return next((run for run in list_runs() if not evaluates(run.dir)), None) or find("last")
 

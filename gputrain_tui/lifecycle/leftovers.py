@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,10 +56,10 @@ def open_process(pid: int, run_dir: Path, mark: str = MARK) -> int | None:
     return None
 
 
-def kill_processes(run_dir: Path, patience_s: float = 5.0) -> list[int]:
-    """Kill every process of a run; return those that do not end."""
+def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[int] = ()) -> list[int]:
+    """Kill every process of a run but some; return those that do not end."""
     deadline = time.monotonic() + patience_s
-    while left := processes_of(run_dir):
+    while left := [pid for pid in processes_of(run_dir) if pid not in keep]:
         if time.monotonic() > deadline:
             break
         for pid in left:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from gputrain_tui.history.runs import Status, last_step, last_test, read_status, write_status
+from gputrain_tui.history.runs import Status, last_test, newest_loss_of, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.plan.planner import Plan
@@ -36,6 +36,11 @@ class RunStatusWriter:
         """Descriptor of the run's own events; negative while nothing has been recorded."""
         self.remark = ""
         """Added to the message of the end: what the record lacks."""
+
+    @property
+    def status(self) -> Status:
+        """The status as it was last written."""
+        return self._status
 
     def take_over(self) -> None:
         """Record this process as the run's supervisor."""
@@ -101,11 +106,7 @@ class RunStatusWriter:
         status = self._status
         status.status, status.exit_code, status.message = ended.status, int(code), message
         status.ended = self._now()
-        last = [step for rank in range(self._plan.world_size) if (step := last_step(self._dir, rank)) is not None]
-        if last:
-            status.step = min(step.step for step in last)
-            losses = [step.loss for step in last if step.loss is not None]
-            status.loss = sum(losses) / len(losses) if losses else None
+        status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
         status.tested = last_test(self._dir)
         self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
         self._write_status()
@@ -113,6 +114,11 @@ class RunStatusWriter:
             os.close(self._events)
             self._events = -1
         return code
+
+    def warn(self, line: str) -> None:
+        """Add a line to the message of a run that has ended."""
+        self._status.message = "; ".join(filter(None, [self._status.message, line]))
+        self._write_status()
 
     def confirm(self, ended: RunEnded) -> None:
         """Write the status from the last event, after which the supervisor was killed."""

@@ -60,17 +60,17 @@ def recorded_exit_code(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] 
 
     A supervisor may have been killed between its last event and the status: the status is then written from the event.
     """
-    status = read_status(run_dir)
-    if status is not None and status.status in ENDED:
-        return ExitCode.FAILED if status.exit_code is None else status.exit_code
-    try:
-        events = decode_events(read_tail(run_dir.run_events, TAIL_BYTES).rpartition(b"\n")[0] + b"\n")
-    except OSError:
-        return None
-    if not events or not isinstance(events[-1], RunEnded):
-        return None
-    RunStatusWriter(run_dir, plan, now=now).confirm(events[-1])
-    return events[-1].exit_code
+    status, writer = read_status(run_dir), RunStatusWriter(run_dir, plan, now=now)
+    if status is None or status.status not in ENDED:
+        try:
+            events = decode_events(read_tail(run_dir.run_events, TAIL_BYTES).rpartition(b"\n")[0] + b"\n")
+        except OSError:
+            return None
+        if not events or not isinstance(events[-1], RunEnded):
+            return None
+        writer.confirm(events[-1])
+    _report_end(run_dir, writer)
+    return ExitCode.FAILED if writer.status.exit_code is None else writer.status.exit_code
 
 
 def settle(
@@ -107,7 +107,16 @@ def settle(
         if not left:
             attempt_outcome.delete_partial_checkpoints(run_dir)
         ended = _ended(run_dir, plan, returncode, launched.since, now())
-        return RunStatusWriter(run_dir, plan, now=now).close(ended, left=left)
+        writer = RunStatusWriter(run_dir, plan, now=now)
+        code = writer.close(ended, left=left)
+        _report_end(run_dir, writer)
+        return code
+
+
+def _report_end(run_dir: RunDir, writer: RunStatusWriter) -> None:
+    from gputrain_tui.lifecycle.report import report_end  # a healthy run's supervisor does not wait for it
+
+    report_end(run_dir, writer)
 
 
 def _ended(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int], now: float) -> AttemptResult:

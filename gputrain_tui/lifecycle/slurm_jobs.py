@@ -21,6 +21,7 @@ from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, settle
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, placed
+from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
 from gputrain_tui.plan.planner import Plan
@@ -208,7 +209,9 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
         else:
             what = slurm.WORDS.get(state) or f"its job in Slurm is over ({state.lower() or 'forgotten'})"
             ended = _failed("slurm", f"{what}, and its supervisor has not recorded why")
-        RunStatusWriter(run_dir, plan, now=time.time).close(ended, left=[])
+        writer = RunStatusWriter(run_dir, plan, now=time.time)
+        writer.close(ended, left=[])
+        report_end(run_dir, writer)
 
 
 def _last_line(run_dir: RunDir) -> str:

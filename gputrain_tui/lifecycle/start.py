@@ -85,6 +85,8 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
     settings = list(overrides)
     if resume is not None:
         run = find(resume)
+        if run.status.archived is not None:
+            raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
         if run.state in ("queued", "starting", "running", "stopping"):
             raise RequestError(
                 f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"

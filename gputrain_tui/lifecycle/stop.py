@@ -72,6 +72,8 @@ def stop(found: Run) -> tuple[str, list[int]]:
         RequestError: the run belongs to another machine, or no supervisor could end it.
     """
     path = found.dir.path
+    if found.status.archived is not None:
+        raise RequestError(f"stop: {found.id} is an archive, of which nothing runs")
     if found.status.by_hand and found.state not in ENDED:
         raise RequestError(f"stop: the commands of {found.id} were typed by hand: Ctrl-C there, or scancel, ends them")
     job = read_job(found.dir)

@@ -50,6 +50,7 @@ from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
+    from gputrain_tui.lifecycle.report import RunReport
     from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
 
 STOP_GRACE_S = 5.0
@@ -100,6 +101,8 @@ class Supervisor:
         """When the run directory is checked for next, monotonic seconds."""
         self._silent: set[int] = set()
         """Nodes of which nothing is heard."""
+        self._report: RunReport | None = None
+        """What the recipe wants reported."""
         self._deleted: Failure | None = None
         """The failure of a run whose directory is gone."""
 
@@ -148,6 +151,8 @@ class Supervisor:
             if restarts is None:  # the nodes are on their way: nothing before them delays the first step
                 self._status_writer.started()
             write_launched(self.dir, attempt, str(self._tmp))
+            if restarts is None:
+                self._begin_report()
             self._watch(attempt)
             ended = self._result_of(attempt)
             if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
@@ -183,12 +188,17 @@ class Supervisor:
             self._poll.register(process, select.POLLIN)
         return attempt
 
+    def _warn(self, problems: Sequence[str]) -> None:
+        for problem in problems:
+            self._status_writer.record(Finding(time=self._now(), kind="not_reported", message=problem))
+
     def _adopt(self) -> AttemptResult:
         """Watch the nodes that a killed supervisor launched; those of a leased run have ended with it."""
         launched = read_launched(self.dir)
         tmp = Path(launched.tmp)
         self._tmp = tmp if is_temporary_of(self.dir, tmp) else self.dir.tmp
         self._status_writer.take_over()
+        self._begin_report()
         node_launcher = launcher(self._plan.launcher)
         attempt = Attempt(since=launched.since)
         for node in self._plan.nodes:
@@ -227,6 +237,7 @@ class Supervisor:
             if time.monotonic() >= self._directory_check_at:
                 self._check_directory()
                 self._check_hosts(attempt)
+                self._warn([] if self._report is None else self._report.problems())
             if not attempt.stop_level and time.monotonic() >= self._diagnose_at:
                 self._diagnose()
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
@@ -377,9 +388,10 @@ class Supervisor:
 
     def _sweep(self) -> list[int]:
         """Kill every process of the run that is left; return the pids of those that do not end."""
-        left = sorted(kill_descendants(timeout_s=SWEEP_S, wait=self._stop_request.wait))
+        keep = set() if self._report is None else self._report.pids()
+        left = sorted(kill_descendants(keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait))
         reap()
-        return left or (leftovers.kill_processes(self.dir.path) if self._adopting else [])
+        return left or (leftovers.kill_processes(self.dir.path, keep=keep) if self._adopting else [])
 
     def _close(self, ended: AttemptResult, left: list[int]) -> ExitCode:
         if self._tmp is not None:
@@ -387,7 +399,20 @@ class Supervisor:
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
         self._status_writer.remark = attempt_outcome.not_recorded(self.dir, [node.node for node in self._plan.nodes])
-        return self._status_writer.close(ended, left=left)
+        level = self._stop_request.level
+        code = self._status_writer.close(ended, left=left)
+        if self._report is not None:
+            self._report.end(self._status_writer, hurried=lambda: self._stop_request.level > level)
+        return code
+
+    def _begin_report(self) -> None:
+        """Begin what the recipe wants reported; once the nodes are under way."""
+        from gputrain_tui.lifecycle.report import read_report
+
+        self._report = read_report(self.dir, adopted=self._adopting)
+        self._warn([] if self._report is None else self._report.begin())
+        if not self._adopting and slurm.is_requeued():
+            self.dir.on_end_log.unlink(missing_ok=True)  # of the end before
 
     def _failure(self, kind: str, message: str, *, host: str | None = None) -> Failure:
         return Failure(time=self._now(), kind=kind, message=message, host=host)

@@ -168,7 +168,8 @@ def _training_flags(recipe: Recipe) -> list[str]:
     if recipe.script is None:
         return [*to_flags(recipe.train), *task_flags(recipe.task_options)]
     arguments = recipe.script.args
-    return ["--script", recipe.script.script, *(["--", *arguments] if arguments else [])]
+    switch = [] if recipe.script.instrument else ["--no-instrument"]
+    return ["--script", recipe.script.script, *switch, *(["--", *arguments] if arguments else [])]
 
 
 def task_flags(options: Mapping[str, Any]) -> list[str]:

@@ -67,6 +67,7 @@ def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: Loca
         *_devices(recipe, plan, facts, local),
         *machine_checks(recipe, plan, facts, here),
         *_folders(recipe, plan, facts),
+        *_sinks(recipe, facts),
         *_unchecked_hosts(plan, facts, local),
     ]
     return [with_location(result, recipe) for result in found]
@@ -124,6 +125,13 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) 
     if recipe.train.resume and here[0].node == 0:  # rank 0 reads it for all
         yield _missing_result("resume", facts.resume) or CheckResult(
             status="ok", check="resume", what=f"{recipe.train.resume} is there", key="train.resume"
+        )
+
+
+def _sinks(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
+    if recipe.report.tensorboard or recipe.report.wandb:
+        yield _missing_result("report", facts.report) or CheckResult(
+            status="ok", check="report", what="the packages that it needs are installed"
         )
 
 

@@ -5,6 +5,8 @@ Imports only what starting a run needs anyway, so that the preflight does not sl
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +52,8 @@ def collect_facts(
     """
     here = [node for node in plan.nodes if is_local(node.host, local)]
     if not here:
-        return PreflightFacts(home=folder_facts(paths.runs_folder()), inventories=inventories)
+        home = folder_facts(paths.runs_folder())
+        return PreflightFacts(report=_report(recipe), home=home, inventories=inventories)
     rendezvous, port = rendezvous_facts(plan, local)
     memory, limits = read_memory(), resource_limits.read_limits()
     first = plan.nodes[0] is here[0]
@@ -59,6 +62,7 @@ def collect_facts(
         data=_data(recipe),
         data_checked=recipe.train.task in BUILT_IN,
         script=_script(recipe),
+        report=_report(recipe),
         resume=_resume(recipe) if first else None,
         port=port,
         rendezvous=rendezvous,
@@ -128,6 +132,17 @@ def _script(recipe: Recipe) -> MissingInput | None:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         return MissingInput(key="train.script", what=f"{path}{line} is not Python: {said}", fix="mend the script")
+    return None
+
+
+def _report(recipe: Recipe) -> MissingInput | None:
+    """Return the live sink whose package the supervisor, which runs here, could not import."""
+    for name in ("tensorboard", "wandb"):
+        found = importlib.util.find_spec(name) if getattr(recipe.report, name) else None
+        # Without an origin it is a folder of that name, as wandb makes one where it logs.
+        if getattr(recipe.report, name) and (found is None or found.origin is None):
+            what = f"{name} is not installed for {sys.executable}"
+            return MissingInput(key=f"report.{name}", what=what, fix=f"{sys.executable} -m pip install {name}")
     return None
 
 

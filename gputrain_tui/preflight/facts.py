@@ -32,6 +32,8 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     data_checked: bool = False
     """Whether the data was looked for: that of a user's own task is read by its ranks only."""
     script: MissingInput | None = None
+    report: MissingInput | None = None
+    """The package of a live sink, where it is not installed."""
     resume: MissingInput | None = None
     port: Port | None = None
     rendezvous: RendezvousFile | None = None

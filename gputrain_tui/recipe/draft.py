@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, NodeOptions, Script, whole_number
+from gputrain_tui.recipe.model import (
+    LAUNCH_OPTIONS,
+    RANK_KEYS,
+    ClusterOptions,
+    NodeOptions,
+    Script,
+    SlurmOptions,
+    whole_number,
+)
+from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -22,8 +32,15 @@ from trainer.contract.options import Distributed, Training
 from trainer.contract.schema import Option, check, describe
 
 NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
-MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|slurm|train|task)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
+MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|slurm|train|task|report)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
 """The first key that a message names."""
+ENV = Option(name="env", kind="str", help="environment variables of the ranks, such as NCCL_DEBUG=INFO")
+"""The table ``env`` of the cluster or of a node, as one line."""
+PATH_NAMES = ("resume", "finetune_from", "eval_only", "script", "task", "workdir", "python")
+PATH_ENDINGS = ("_path", "_dir", "_file", "_folder")
+ONE_RANK = {"ranks": 1}
+"""What a node runs where a recipe without nodes gets a second one."""
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,12 @@ class Field:
         return value_text(self.value)
 
     @property
+    def is_path(self) -> bool:
+        """Whether it may name a file: an option that is text and may differ between ranks is a path."""
+        named = self.name in PATH_NAMES or self.name.endswith(PATH_ENDINGS)
+        return self.option.kind == "str" and (self.option.per_rank or named)
+
+    @property
     def values(self) -> tuple[str, ...]:
         """The choices; empty where any value of the kind is allowed."""
         if self.key == "train.task":
@@ -76,6 +99,8 @@ def value_text(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict):
+        return " ".join(f"{name}={shlex.quote(str(item))}" for name, item in value.items())
     if isinstance(value, list | tuple):
         if any(isinstance(item, str) and set(item) & set(', []"') for item in value):
             return json.dumps(list(value))
@@ -103,6 +128,8 @@ class Draft:
         self._source = parse(text, name=name)
         self._schemas: dict[str, type[Any]] = {}
         """By task, of users' own tasks."""
+        self._undo: list[tuple[str, dict[str, Any], str]] = []
+        """Per change its key, and changes and text of before."""
 
     @property
     def settings(self) -> list[str]:
@@ -134,12 +161,16 @@ class Draft:
         found = [self._field(data, "name", "Recipe", name)]
         found += self._task_fields(data)
         found += self._node_fields(data)
-        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in describe(ClusterOptions)]
+        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in (*describe(ClusterOptions), ENV)]
         launch = {option.name: option for option in describe(Distributed)}
         found += [self._field(data, f"train.{name}", "Cluster", launch[name]) for name in LAUNCH_OPTIONS]
+        found += [self._field(data, f"slurm.{option.name}", "Slurm", option) for option in describe(SlurmOptions)]
         for option in describe(Training):
             if option.name != "task":
                 found.append(self._field(data, f"train.{option.name}", option.group, option))
+        found += [
+            self._field(data, f"report.{option.name}", option.group, option) for option in describe(ReportOptions)
+        ]
         return found
 
     def _field(self, data: Any, key: str, group: str, option: Option) -> Field:
@@ -171,7 +202,7 @@ class Draft:
         return task_schema(self.task) if self.task in BUILT_IN else self._schemas.get(self.task)
 
     def _node_fields(self, data: Any) -> list[Field]:
-        options = {option.name: option for option in describe(NodeOptions)}
+        options = {option.name: option for option in (*describe(NodeOptions), ENV)}
         saved = self.nodes(self._source.data)
         found = []
         for index, node in enumerate(self.nodes(data)):
@@ -202,13 +233,36 @@ class Draft:
 
     def set(self, key: str, text: str) -> None:
         """Set a field to typed text, unchecked; empty text resets it to the default."""
+        self._edit(key, lambda: self._set(key, text))
+
+    def undo(self) -> str | None:
+        """Undo the last edit since the recipe was opened or saved; return its key, None where there is none."""
+        if not self._undo:
+            return None
+        key, self.changes, text = self._undo.pop()
+        if text != self.text:
+            self.text, self._source = text, parse(text, name=self.name)
+        return key
+
+    def _edit(self, key: str, change: Callable[[], R]) -> R:
+        """Make a change that can be undone."""
+        before = dict(self.changes), self.text
+        result = change()
+        if (self.changes, self.text) != before:
+            self._undo.append((key, *before))
+        return result
+
+    def _set(self, key: str, text: str) -> None:
         if not text:
-            self.reset(key)
-            self.reset(key)
+            self._reset(key)
+            self._reset(key)
             return
         node = NODE_KEY.fullmatch(key)
         if node is None:
-            self.changes[key] = text
+            if text == self._saved_text(key):
+                self.changes.pop(key, None)
+            else:
+                self.changes[key] = _env(text) if key == "cluster.env" else text
             return
         nodes = self.nodes()
         entry = nodes[int(node[1])]
@@ -216,21 +270,37 @@ class Draft:
             for other in RANK_KEYS:
                 entry.pop(other, None)
         entry.pop(node[2], None)
-        if text:
-            entry[node[2]] = _node_value(node[2], text)
-        self.changes["cluster.nodes"] = nodes
+        entry[node[2]] = _node_value(node[2], text)
+        self._put_nodes(nodes)
+
+    def _saved_text(self, key: str) -> str | None:
+        """Return the text of a value in the file; None where it is not written."""
+        value: Any = self._source.data
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return None if value is None else value_text(value)
+
+    def _put_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """Change the nodes; those of the file are no change."""
+        if list(nodes) == self.nodes(self._source.data):
+            self.changes.pop("cluster.nodes", None)
+        else:
+            self.changes["cluster.nodes"] = [dict(node) for node in nodes]
 
     def settings_with(self, key: str, text: str) -> list[str]:
         """Return ``settings`` as they would be after ``set(key, text)``, without making the change."""
         before = dict(self.changes)
         try:
-            self.set(key, text)
+            self._set(key, text)
             return self.settings
         finally:
             self.changes = before
 
     def reset(self, key: str) -> None:
-        """Undo the change of a key; without one, remove the key from the recipe, which means the default."""
+        """Take back the change of a key; without one, remove the key from the recipe, which means the default."""
+        self._edit(key, lambda: self._reset(key))
+
+    def _reset(self, key: str) -> None:
         node = NODE_KEY.fullmatch(key)
         if node is not None:
             nodes = self.nodes()
@@ -241,10 +311,7 @@ class Draft:
                 nodes[index] = dict(before)
             else:
                 nodes[index].pop(name, None)
-            if nodes == written:
-                self.changes.pop("cluster.nodes", None)
-            else:
-                self.changes["cluster.nodes"] = nodes
+            self._put_nodes(nodes)
         elif key in self.changes:
             del self.changes[key]
         elif self._source.format == "toml":
@@ -259,6 +326,8 @@ class Draft:
             table = table.get(part, {})
         if path[-1] in table:
             del table[path[-1]]
+            if path[0] == "slurm" and not table:
+                del document["slurm"]  # even empty it would submit the run
             self.text = tomlkit.dumps(document)
             self._source = parse(self.text, name=self.name)
 
@@ -266,8 +335,8 @@ class Draft:
         """Add a node like the last one; return its index."""
         nodes = self.nodes()
         last = {key: value for key, value in nodes[-1].items() if key != "host"}
-        nodes = [node or {"ranks": 1} for node in nodes]
-        self.changes["cluster.nodes"] = [*nodes, last or {"ranks": 1}]
+        added = [*(node or ONE_RANK for node in nodes), last or ONE_RANK]
+        self._edit(f"cluster.nodes[{len(nodes) - 1}].host", lambda: self._put_nodes(added))
         return len(nodes)
 
     def remove_node(self, index: int) -> bool:
@@ -276,7 +345,9 @@ class Draft:
         if len(nodes) < 2:
             return False
         del nodes[index]
-        self.changes["cluster.nodes"] = nodes
+        if nodes == [ONE_RANK] and self.nodes(self._source.data) == [{}]:
+            nodes = [{}]  # as it was before a second node made it say what it runs
+        self._edit(f"cluster.nodes[{max(index - 1, 0)}].host", lambda: self._put_nodes(nodes))
         return True
 
     def set_gpus(self, index: int, gpus: Sequence[int]) -> None:
@@ -284,17 +355,18 @@ class Draft:
         nodes = self.nodes()
         nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS}
         nodes[index]["gpus"] = list(gpus)
-        self.changes["cluster.nodes"] = nodes
+        self.set_nodes(nodes)
 
     def set_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         """Replace all nodes."""
-        self.changes["cluster.nodes"] = [dict(node) for node in nodes]
+        self._edit("cluster.nodes[0].gpus", lambda: self._put_nodes(nodes))
 
     def mark_saved(self, text: str, *, name: str) -> None:
         """Continue from a saved text, without changes."""
         self.text, self.name = text, name
         self._source = parse(text, name=name)
         self.changes.clear()
+        self._undo.clear()
 
     # What is wrong
 
@@ -304,7 +376,12 @@ class Draft:
         try:
             if node is not None and not text:
                 return ""
-            if field.name == "gpus" and node is not None:
+            if field.option is ENV:
+                values = _env(text)
+                if isinstance(values, str):
+                    return f"env is {text!r}, but must be NAME=VALUE, several with blanks between, quoted as in a shell"
+                recipes.check_env(values, where=lambda *key: ".".join(key))
+            elif field.name == "gpus" and node is not None:
                 recipes.parse_gpus(_node_value("gpus", text), where=field.name)
             else:
                 check(self._schema(field), {field.option.name: text}, where=lambda name: name)
@@ -320,6 +397,10 @@ class Draft:
             return NodeOptions
         if table == "cluster":
             return ClusterOptions
+        if table == "slurm":
+            return SlurmOptions
+        if table == "report":
+            return ReportOptions
         if table == "task":
             return self._task_schema() or Script
         if field.name in LAUNCH_OPTIONS:
@@ -357,11 +438,24 @@ def find_field(fields: Sequence[Field], key: str) -> Field | None:
     return next(below, None)
 
 
+def _env(text: str) -> dict[str, str] | str:
+    """Parse ``NAME=VALUE NAME="VALUE"`` as a shell does; return other text as it is."""
+    try:
+        pairs = [word.partition("=") for word in shlex.split(text)]
+    except ValueError:  # a quotation mark has no second one
+        return text
+    return {name: value for name, _, value in pairs} if all(equals for _, equals, _ in pairs) else text
+
+
 def _node_value(name: str, text: str) -> Any:
     """Parse the text of a node's field: a number or a list where it looks like one."""
     text = text.strip()
+    if name == "env":
+        return _env(text)
+    if name not in RANK_KEYS:
+        return text
     number = whole_number(text)
-    if number is not None and name != "host":
+    if number is not None:
         return number
     if name == "gpus" and ("," in text or text.startswith("[")):
         words = [word.strip(" \"'") for word in text.strip("[]").split(",")]
@@ -379,5 +473,6 @@ def _inline_toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_inline_toml, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_inline_toml(item)}" for key, item in value.items()) + "}"
+        items = (f"{_inline_toml(str(key))} = {_inline_toml(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
     return str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import tomllib
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES, TOP_LEVEL_KEYS
+from trainer.contract.home_folder import expand_home
 
 MAX_FILES_PER_FOLDER = 200
 """Keeps the list fast in a folder of thousands of TOML files."""
@@ -35,6 +37,28 @@ def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
         for path in _toml_files(place)
         if (name := recipe_name(path)) is not None
     ]
+
+
+def complete_path(text: str, folder: Path) -> tuple[str, list[str]]:
+    """Complete a path as a shell does.
+
+    Returns:
+        The path with what all files that begin like it have in common, and the names of these files, folders with a
+        slash at the end.
+    """
+    head, slash, begin = text.rpartition("/")
+    try:
+        with os.scandir(folder / expand_home(head + slash)) as entries:
+            names = sorted(
+                entry.name + "/" * entry.is_dir()
+                for entry in entries
+                if entry.name.startswith(begin) and (begin or not entry.name.startswith("."))
+            )
+    except (OSError, ValueError):
+        return text, []
+    if not names:
+        return text, []
+    return head + slash + os.path.commonprefix(names), names  # noqa: RUF071 - the characters that they share
 
 
 def _toml_files(folder: Path) -> Iterable[Path]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Annotated, Any, Literal, TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from gputrain_tui.recipe.pytext import is_pytext, translate
+from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source, override, parse, read
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.options import Distributed, Script, Training
@@ -208,6 +209,7 @@ class Recipe:
     script: Script | None
     task_options: Mapping[str, Any]
     """The ``[task]`` table: the options that the recipe gives, as the task's schema types them."""
+    report: ReportOptions
     source: str
     """The file as the person named it, or ``stdin``."""
     text: str
@@ -280,6 +282,7 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
         launch=launch,
         script=script,
         task_options=_task_options(source, train.task),
+        report=_check(ReportOptions, _table(source, "report"), source, "report"),
         source=source.name,
         text=source.text,
         notes=notes,
@@ -404,18 +407,25 @@ def _check_place(options: NodeOptions | ClusterOptions, source: Source, *table: 
 
 
 def _env(source: Source, values: Any, *table: str | int) -> dict[str, str]:
-    """Check a table ``env``: names of environment variables, each with text or a number."""
+    return check_env(values, where=lambda *key: source.where((*table, *key)))
+
+
+def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
+    """Check a table ``env``: names of environment variables, each with text or a number.
+
+    Raises:
+        RecipeError: anything else; ``where`` names a key of the table, such as ``env`` or ``env``, ``NAME``.
+    """
     if not isinstance(values, dict):
-        where = source.where((*table, "env"))
-        raise RecipeError(f'{where} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
+        raise RecipeError(f'{where("env")} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
     for name, value in values.items():
-        where = source.where((*table, "env", name))
+        place = where("env", name)
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise RecipeError(f"{where} is no name of an environment variable: letters, digits and _")
+            raise RecipeError(f"{place} is no name of an environment variable: letters, digits and _")
         if name in COMPUTED_VARIABLES:
-            raise RecipeError(f"{where} is computed; {COMPUTED_VARIABLES[name]}")
+            raise RecipeError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RecipeError(f"{where} is {quoted(value)}, but must be text or a number")
+            raise RecipeError(f"{place} is {quoted(value)}, but must be text or a number")
     return {name: str(value) for name, value in values.items()}
 
 

@@ -34,26 +34,24 @@ DEFAULTS: dict[Key, Any] = {
 }
 """PyText's own defaults, where they differ from the trainer's."""
 
-COLUMN_FORMATS = {
-    ("text", "doc_label"): "text_label",
-    ("text", "label"): "text_label",
-    ("doc_label", "text"): "label_text",
-    ("label", "text"): "label_text",
-}
-"""PyText's columns of a TSV file → ``docnn``'s name of the format."""
+SCHEMA_NAMES = {"text": "text", "label": "label", "doc_label": "label"}
+"""PyText's names of the columns that the task reads → the kind of ``docnn``'s column."""
+
+FIELD_NAMES: tuple[Key, ...] = (("data_handler", "columns_to_read"), ("data", "source", "field_names"))
+"""Lists of a file's columns; the file has no header then."""
+COLUMN_MAPPING: Key = ("data", "source", "column_mapping")
+"""The file's names of columns → PyText's."""
 
 KEY_MAP: dict[Key, Key] = {
     ("data_handler", "train_path"): ("task", "train_path"),
     ("data_handler", "eval_path"): ("task", "eval_path"),
     ("data_handler", "test_path"): ("task", "test_path"),
-    ("data_handler", "columns_to_read"): ("task", "format"),
     ("data_handler", "train_batch_size"): ("train", "batch_size"),
     ("data_handler", "eval_batch_size"): ("train", "valid_batch_size"),
     ("data_handler", "shuffle"): ("train", "shuffle"),
     ("data", "source", "train_filename"): ("task", "train_path"),
     ("data", "source", "eval_filename"): ("task", "eval_path"),
     ("data", "source", "test_filename"): ("task", "test_path"),
-    ("data", "source", "field_names"): ("task", "format"),
     ("data", "batcher", "train_batch_size"): ("train", "batch_size"),
     ("data", "batcher", "eval_batch_size"): ("train", "valid_batch_size"),
     ("trainer", "epochs"): ("train", "max_epochs"),
@@ -192,6 +190,8 @@ def _doc_classification(
         raise RecipeError(f"{source.where(written)} is {quoted(table)}, but must be a table")
     values[("train", "task")], origins[("train", "task")] = "docnn", written
     values |= {path: value for path, value in DEFAULTS.items() if path not in values}
+    names: tuple[Any, Key] | None = None
+    mapping: dict[str, tuple[Any, Key]] = {}
     for path, value in _leaves(table, ()):
         place = (*written, *path)
         where = source.where(place)
@@ -201,18 +201,53 @@ def _doc_classification(
         plain = tuple(part for part in path if part not in CLASS_NAMES)
         if value is None or value == {}:
             continue
+        if plain in FIELD_NAMES:
+            names = (value, place)
+            continue
+        if plain == COLUMN_MAPPING:
+            raise RecipeError(f"{where} is {quoted(value)}, but must be a table of the file's names to text and label")
+        if plain[:-1] == COLUMN_MAPPING:
+            mapping[str(plain[-1])] = (value, place)
+            continue
         target = KEY_MAP.get(plain)
         if target is None:
-            known = [".".join(map(str, rule)) for rule in KEY_MAP]
+            known = [".".join(map(str, rule)) for rule in (*KEY_MAP, *FIELD_NAMES, COLUMN_MAPPING)]
             raise RecipeError(f"{where} is not understood{nearest('.'.join(map(str, plain)), known)}")
-        if target == ("task", "format"):
-            columns = tuple(value) if isinstance(value, list) else (value,)
-            if not all(isinstance(column, str) for column in columns) or columns not in COLUMN_FORMATS:
-                raise RecipeError(f'{where} is {quoted(value)}, but must be ["text", "doc_label"] in either order')
-            value = COLUMN_FORMATS[columns]
         if target == ("train", "optimizer") and isinstance(value, str):
             value = value.lower()
         values[target], origins[target] = value, place
+    for column, (name, place) in _columns(source, names, mapping).items():
+        values[("task", column)], origins[("task", column)] = name, place
+
+
+def _columns(
+    source: Source, names: tuple[Any, Key] | None, mapping: Mapping[str, tuple[Any, Key]]
+) -> dict[str, tuple[str, Key]]:
+    """Return ``docnn``'s columns: by number where PyText lists those of the file, by name in its header otherwise."""
+    for value, place in mapping.values():
+        if not isinstance(value, str) or value not in SCHEMA_NAMES:
+            guess = nearest(value, SCHEMA_NAMES) if isinstance(value, str) else ""
+            raise RecipeError(f"{source.where(place)} is {quoted(value)}, but must be text or label{guess}")
+    listed, where = names or (None, ())
+    columns = {name: name for name in mapping}
+    if names is not None:
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise RecipeError(f"{source.where(where)} is {quoted(listed)}, but must be a list of names of columns")
+        columns = {name: str(index) for index, name in enumerate(listed)}
+        for name, (_, place) in mapping.items():
+            if name not in columns:
+                raise RecipeError(f"{source.where(place)} is no column of {quoted(listed)}{nearest(name, columns)}")
+    found: dict[str, tuple[str, Key]] = {}
+    for name, column in columns.items():
+        value, place = mapping.get(name, (name, where))
+        kind = SCHEMA_NAMES.get(value)
+        if kind in found:
+            raise RecipeError(f"{source.where(place)}: two columns are the {kind}; keep one of them")
+        if kind is not None:
+            found[kind] = (column, place)
+    if names is not None and len(found) < 2:
+        raise RecipeError(f'{source.where(where)} is {quoted(listed)}, but must have a "text" and a "doc_label"')
+    return {f"{kind}_column": column for kind, column in found.items()}
 
 
 def _task_class(task: Mapping[str, Any]) -> str | None:

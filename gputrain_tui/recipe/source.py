@@ -20,7 +20,7 @@ from trainer.contract.errors import RequestError, nearest, quoted
 Key = tuple[str | int, ...]
 """Path of a value: table names and list positions."""
 
-TOP_LEVEL_KEYS = ("name", "cluster", "slurm", "train", "task")
+TOP_LEVEL_KEYS = ("name", "cluster", "slurm", "train", "task", "report")
 
 STDIN = "stdin"
 """Name of standard input in messages."""

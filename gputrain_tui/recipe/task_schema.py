@@ -86,6 +86,7 @@ def _type(option: Option) -> Any:
             "spellings": option.spellings,
             "switches": option.switches,
             "per_rank": option.per_rank,
+            "or_kind": option.or_kind,
         },
     }
     # Types made at run time, from values that mypy cannot read as types.

@@ -11,7 +11,7 @@ import tomlkit
 from tomlkit import items
 
 from gputrain_tui.recipe.model import CLUSTER_KEYS, LAUNCH_OPTIONS, Recipe
-from trainer.contract.options import Distributed, Training
+from trainer.contract.options import Distributed, Script, Training
 
 
 def dump_toml(recipe: Recipe) -> str:
@@ -41,9 +41,12 @@ def _explicit_values(recipe: Recipe) -> dict[str, Any]:
             for node in recipe.cluster.nodes
         ]
     script = {} if recipe.script is None else msgspec.to_builtins(recipe.script)
+    if script.get("instrument"):
+        del script["instrument"]
     task = {key: value for key, value in recipe.task_options.items() if value is not None}
     slurm = {} if recipe.slurm is None else _set_values(recipe.slurm)
-    tables = {"cluster": cluster, "slurm": slurm, "train": train | launch | script, "task": task}
+    report = _set_values(recipe.report)
+    tables = {"cluster": cluster, "slurm": slurm, "train": train | launch | script, "task": task, "report": report}
     return {"name": recipe.name, **{key: table for key, table in tables.items() if table}}
 
 
@@ -69,7 +72,7 @@ def _with_written_spelling(wanted: Mapping[str, Any], written: Mapping[str, Any]
     result: dict[str, Any] = {}
     if "name" in written or recipe.name != recipe.origin.default_name:
         result["name"] = wanted["name"]
-    for table in ("cluster", "slurm", "train", "task"):
+    for table in ("cluster", "slurm", "train", "task", "report"):
         before = written.get(table, {})
         after = dict(wanted.get(table, {}))
         for key, value in before.items():
@@ -87,9 +90,9 @@ def _current_value(recipe: Recipe, table: str, key: str) -> Any:
     """Return the recipe's value of a key, defaults included."""
     if table == "task":
         return recipe.task_options.get(key)
-    if table in ("cluster", "slurm"):
+    if table in ("cluster", "slurm", "report"):
         value = getattr(getattr(recipe, table), key)
-    elif key in ("script", "args"):
+    elif key in Script.__struct_fields__:
         value = getattr(recipe.script, key, None)
     else:
         value = getattr(recipe.launch if key in LAUNCH_OPTIONS else recipe.train, key)
@@ -102,6 +105,8 @@ def _means_same(written: Any, now: Any) -> bool:
     """Whether a written value means ``now``; a scalar stands for a list of one."""
     if written == now:
         return type(written) is not bool or written is now
+    if isinstance(written, bool | int) and isinstance(now, str):
+        return str(written).lower() == now
     if isinstance(now, list | tuple) and not isinstance(written, list):
         return len(now) == 1 and _means_same(written, now[0])
     if isinstance(now, list | tuple) and isinstance(written, list):

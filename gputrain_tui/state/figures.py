@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gputrain_tui.state.rank import RankView
+from gputrain_tui.state.step_losses import mean_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,9 @@ class RunFigures:
     step: int = 0
     epoch: int = 0
     loss: float | None = None
-    """Mean of the ranks' newest losses, nats."""
+    """Mean of the ranks' losses at ``step``, nats."""
+    step_ms: float | None = None
+    """Mean duration of a step over the ranks' last events."""
     samples_per_s: float | None = None
     """Of all ranks together, over their last events."""
     compute_share: float | None = None
@@ -25,23 +28,18 @@ class RunFigures:
 
 
 def run_figures(views: Iterable[RankView]) -> RunFigures:
-    """Return the figures, in one pass over the ranks."""
-    steps: list[int] = []
-    epoch = 0
-    loss, losses = 0.0, 0
+    """Return the figures; the step is the newest that every reporting rank has done."""
+    reporting = [(view, view.last) for view in views if view.last is not None]
+    step = min((last.step for _, last in reporting), default=0)
+    epoch = min((last.epoch for _, last in reporting), default=0)
     rate, rates = 0.0, 0
+    timed_ms, timed_steps = 0.0, 0
     parts = working = synced = exposed = 0.0
-    for view in views:
-        last = view.last
-        if last is None:
-            continue
-        steps.append(last.step)
-        epoch = last.epoch if not epoch else min(epoch, last.epoch)
-        if last.loss is not None:
-            loss += last.loss
-            losses += 1
+    for view, _ in reporting:
         new, old = view.totals, view.totals_window[0]
         step_ms = new.step_ms - old.step_ms
+        timed_ms += step_ms
+        timed_steps += new.timed_steps - old.timed_steps
         if step_ms > 0:
             rate += 1000 * (new.timed_samples - old.timed_samples) / step_ms
             rates += 1
@@ -50,9 +48,12 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
         synced += new.synced_ms - old.synced_ms
         exposed += new.exposed_ms - old.exposed_ms
     return RunFigures(
-        step=min(steps, default=0),
+        step=step,
         epoch=epoch,
-        loss=loss / losses if losses else None,
+        loss=mean_loss(
+            last.loss if last.step == step and last.losses is None else view.loss_at(step) for view, last in reporting
+        ),
+        step_ms=timed_ms / timed_steps if timed_steps else None,
         samples_per_s=rate if rates else None,
         compute_share=working / parts if parts > 0 else None,
         sync_share=exposed / synced if synced > 0 else None,

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.record import Doing, Failure, Step
 
@@ -40,6 +41,8 @@ class RankView:
     """Time of its first step event, Unix seconds."""
     last: Step | None = None
     """Its newest step event."""
+    before: Step | None = None
+    """The step event before that: ranks' events end at different steps, and one of them may be behind."""
     doing: Doing | None = None
     """Its position within a step that takes unusually long, or outside of steps while it waits for others."""
     entered: float | None = None
@@ -79,6 +82,15 @@ class RankView:
         return self.last.step if self.last is not None else 0
 
     @property
+    def loss(self) -> float | None:
+        """Its loss at its newest step, nats."""
+        return self.loss_at(self.step)
+
+    def loss_at(self, step: int) -> float | None:
+        """Return its loss at one of its newest steps, nats."""
+        return loss_at((event for event in (self.last, self.before) if event is not None), step)
+
+    @property
     def stage(self) -> str:
         """Its state; ``first_step`` before its first step, ``group`` while it waits for others outside of steps."""
         if self.doing is not None and self.doing.part == "group":
@@ -91,6 +103,11 @@ class RankView:
     def display_state(self) -> str | None:
         """Its outcome, or else its state: only a rank that failed by itself is ``failed``."""
         return self.outcome or self.state
+
+    @property
+    def phase(self) -> str | None:
+        """The phase of a step that takes unusually long; None while steps come."""
+        return self.doing.part if self.doing is not None and self.state == "training" else None
 
     @property
     def recent(self) -> Totals:

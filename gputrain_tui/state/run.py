@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gputrain_tui.state.desync import DesyncState
+from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
 from gputrain_tui.state.rank_outcome import rank_outcome
@@ -68,6 +69,8 @@ class RunState:
         """What the scheduler said last, while the run waits for it."""
         self.time = 0.0
         """Newest time of any event, Unix seconds."""
+        self.step_time = 0.0
+        """Newest time of a step event, Unix seconds."""
         self.ranks: dict[int, RankView] = {rank: RankView(rank, history) for rank in range(world_size)}
         self.joining: Joining | None = None
         """Newest report of the ranks that have joined; None once training began."""
@@ -85,10 +88,14 @@ class RunState:
         self.nodes: dict[int, NodeSample] = {}
         """Newest machine sample per node."""
         self.sample: Sample | None = None
+        self.hosts_heard_at = 0.0
+        """When a host was last found to be silent, or heard of again, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self._lateness = Lateness()
         self._pace = Pace()
+        self._figures = RunFigures()
+        self._figures_version = -1
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._run_started,
             RankState: self._rank_state,
@@ -138,6 +145,13 @@ class RunState:
         return min((view.step for view in self.ranks.values() if view.last is not None), default=0)
 
     @property
+    def figures(self) -> RunFigures:
+        """Step, loss and rates of the whole run, as every view shows them."""
+        if self._figures_version != self.version:
+            self._figures, self._figures_version = run_figures(self.ranks.values()), self.version
+        return self._figures
+
+    @property
     def updates_total(self) -> int | None:
         """Optimizer steps after which the training ends by its own limits, where that is known."""
         limits = [self.max_updates] if self.max_updates else []
@@ -176,6 +190,13 @@ class RunState:
         """Ranks that have not joined yet."""
         here = set(self.joined)
         return [rank for rank in sorted(self.ranks) if rank not in here]
+
+    @property
+    def flagged(self) -> set[int]:
+        """Ranks about which a finding stands, or that failed by themselves."""
+        found = {rank for _, rank in self.findings if rank is not None}
+        failed = {view.rank for view in self.ranks.values() if view.display_state == "failed"} if self.failures else ()
+        return found.union(failed)
 
     def lateness(self) -> dict[int, float]:
         """Return, by rank, how much later than the first it is ready to synchronise, ms, over recent steps."""
@@ -219,7 +240,9 @@ class RunState:
         if view.first_step_time is None:
             view.first_step_time = event.time
             self.joining = None
-        view.last = event
+        if event.time > self.step_time:
+            self.step_time = event.time
+        view.before, view.last = view.last, event
         view.doing = None
         view.events += 1
         if self._history:
@@ -335,6 +358,8 @@ class RunState:
 
     def _finding(self, event: Finding) -> None:
         self.past_findings.append(event)
+        if event.kind == "host_silent":
+            self.hosts_heard_at = event.time
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:

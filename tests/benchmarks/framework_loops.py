@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from trainer.data.batches import epoch_order
+from trainer.data.epoch_order import epoch_order
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -148,8 +149,6 @@ LOOPS = {"ddp": run_ddp, "accelerate": run_accelerate, "lightning": run_lightnin
 
 
 def main() -> None:
-    import os
-
     warnings.simplefilter("ignore")
     request = json.loads(sys.argv[2])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -164,7 +163,8 @@ def main() -> None:
     LOOPS[sys.argv[1]](task, batches, request["optimizer"], request["clip_norm"], watch)
     if rank == 0:
         print(json.dumps({"samples_per_s": watch.samples_per_s(request["batch_size"] * world_size)}), flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # torch's gloo may abort a process that takes its group down (pytorch issue 190489)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from trainer.contract.options import Training
 from trainer.contract.record import EventWriter
-from trainer.data.batches import epoch_order
+from trainer.data.epoch_order import epoch_order
 from trainer.engine.loop import Loop
 from trainer.engine.optimizers import build_optimizer
 from trainer.engine.worker_context import WorkerContext

@@ -95,7 +95,7 @@ def ssh_lab(
             host.run("mount", "--bind", folder / f"start_up.{host.name}", start_up_file)
             words = (
                 f"ListenAddress {host.address}", f"HostKey {folder}/host_key.{host.name}", "PidFile none",
-                f"AuthorizedKeysFile {folder}/key.pub", "StrictModes no", "UsePAM no", "PasswordAuthentication no",
+                f"AuthorizedKeysFile {folder}/key.pub", "StrictModes no", "UsePAM no", "PasswordAuthentication yes",
                 "KbdInteractiveAuthentication no", "PermitRootLogin yes", "UseDNS no", "PrintMotd no",
             )  # fmt: skip
             (folder / f"sshd_config.{host.name}").write_text("\n".join(words) + "\n")

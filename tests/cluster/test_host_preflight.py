@@ -151,6 +151,35 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
     assert "\x1b" not in stderr
 
 
+def test_a_host_that_does_not_let_us_in_is_one_line_and_nobody_is_asked(lab: SshLab) -> None:
+    names = {
+        "moved": "HostKeyAlias h5",
+        "stranger": f"HostKeyAlias h3\n  IdentityFile {lab.folder}/host_key.h3",
+        "locked": "HostKeyAlias h4\n  PubkeyAuthentication no",  # it would ask for a password
+    }
+    config = lab.folder / "ssh_config"
+    before = config.read_text()
+    key = f"  IdentityFile {lab.folder}/key\n"
+    lines = [
+        f"Host {name}\n  HostName {host.address}\n  {options}\n"
+        for (name, options), host in zip(names.items(), lab.hosts[1:], strict=False)
+    ]
+    config.write_text("".join(lines) + before.replace(key, "") + f"Host * !stranger\n{key}")
+    try:
+        code, found = check(lab, ["h1", *names])
+        ran, stdout, stderr = typed(lab, "run", ["h1", *names])
+    finally:
+        config.write_text(before)
+    assert {host: [each["what"] for each in lines] for host, lines in found.items()} == {
+        "moved": ["its host key has changed: `ssh-keygen -R moved` if that is right"],
+        "stranger": ["it refuses the key: `ssh stranger true` must work without a password"],
+        "locked": ["it refuses the key: `ssh locked true` must work without a password"],
+    }
+    assert (code, ran, stdout) == (3, 3, "")
+    assert [host for host in names if f"{host}: it" not in stderr] == []
+    assert "assword:" not in stderr
+
+
 def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(lab: SshLab) -> None:
     h2, h3, h4, h5 = lab.hosts[1:5]
     cut = ((h3, h4), (h4, h3), (h5, h2))

@@ -1,7 +1,8 @@
-"""A task of a user's own, one rank of which becomes slow at chosen steps in a chosen part of the step."""
+"""A task of a user's own, of which one rank or another becomes slow at chosen steps in a chosen part of the step."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +21,9 @@ class FaultOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     width: int = 512
     layers: int = 6
     faults: str = ""
-    """``WHERE:RANK:FROM:UNTIL`` (forward, backward, data or optimizer; steps from 1, the last one excluded), with
-    commas between several; empty for a balanced run."""
+    """``WHERE:WHO:FROM:UNTIL`` (forward, backward, data or optimizer; steps from 1, the last one excluded), with
+    commas between several; empty for a balanced run. WHO is a rank, ``turns`` for one rank after the other, ``random``
+    for one of them at random, or ``lengths`` for all of them, each for some time."""
     delay_ms: float = 30.0
     batch_norm: bool = False
     """Whether layers keep running means, which are buffers."""
@@ -37,8 +39,8 @@ class FaultTask(Task):
         super().__init__(options)
         self.steps = 0
         self.faults = [
-            (where, int(rank), range(int(first), int(last)))
-            for where, rank, first, last in (fault.split(":") for fault in options.faults.split(",") if fault)
+            (where, who, range(int(first), int(last)))
+            for where, who, first, last in (fault.split(":") for fault in options.faults.split(",") if fault)
         ]
 
     def datasets(self) -> Mapping[str, SizedDataset]:
@@ -62,9 +64,17 @@ class FaultTask(Task):
 
     def wait(self, where: str) -> None:
         """Hold this rank up where and when the options say."""
-        for place, rank, steps in self.faults:
-            if where == place and self.steps + 1 in steps and dist.get_rank() == rank:
-                time.sleep(self.options.delay_ms / 1000)
+        for place, who, steps in self.faults:
+            if where == place and self.steps + 1 in steps:
+                time.sleep(self.share(who) * self.options.delay_ms / 1000)
+
+    def share(self, who: str) -> float:
+        """Share of the delay by which this rank is held up now."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if who == "lengths":
+            return random.Random(self.steps * ranks + rank).expovariate(1.0)  # many are short and few are long
+        turn = {"turns": self.steps % ranks, "random": random.Random(self.steps).randrange(ranks)}
+        return float(rank == (turn[who] if who in turn else int(who)))
 
 
 class _SlowBackward(torch.autograd.Function):

@@ -35,7 +35,8 @@ def main(words: list[str]) -> int:
         return 2
     states("spawned", "training")
     for rank in ranks:
-        tell(rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in (1, 2)))
+        steps = range(1, int(flags.get("--steps", "2")) + 1)
+        tell(rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in steps))
     if mode == "told":
         (run_dir.path / "waiting").touch()
         while not (run_dir.path / "go").exists():

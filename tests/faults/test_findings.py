@@ -31,6 +31,7 @@ broadcast_buffers = {batch_norm}
 
 [task]
 faults = "{faults}"
+delay_ms = {delay_ms}
 batch_norm = {batch_norm}
 samples = {samples}
 """
@@ -60,7 +61,7 @@ PARTS = ("forward", "backward", "data", "optimizer")
 @dataclass(frozen=True)
 class Fault:
     where: str
-    rank: int
+    rank: int | str
     first: int = BALANCED + 1
     last: int = 10**6
 
@@ -89,7 +90,9 @@ def train(
     updates: int,
     faults: Sequence[Fault] = (),
     batch_norm: bool = False,
+    delay_ms: float = 30.0,
     timeout: float = 300,
+    cores: int | None = None,
 ) -> Record:
     task = Path(__file__).with_name("fault_task.py")
     words = {
@@ -97,18 +100,21 @@ def train(
         "updates": updates,
         "task": task,
         "faults": ",".join(map(str, faults)),
+        "delay_ms": delay_ms,
         "batch_norm": str(batch_norm).lower(),
         "samples": 192 * 24 if batch_norm else 4096,  # a batch norm takes no batch of one, as the last one may be
     }
-    return run(folder, RECIPE.format(**words), timeout=timeout)
+    return run(folder, RECIPE.format(**words), timeout=timeout, cores=cores)
 
 
-def run(folder: Path, text: str, *, timeout: float) -> Record:
+def run(folder: Path, text: str, *, timeout: float, cores: int | None = None) -> Record:
+    """Run a recipe, on so many cores; None: on all of them."""
     recipe = folder / "recipe.toml"
     recipe.write_text(text)
     home = folder / "home"
+    bound = ["taskset", "--cpu-list", ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))]
     done = subprocess.run(
-        [sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
+        [*bound, sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
         env={**os.environ, "GPUTRAIN_HOME": str(home), "NO_COLOR": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -150,7 +156,7 @@ def test_a_rank_that_is_held_up_is_named_with_its_part_and_cleared_when_it_is_ov
 
 @pytest.mark.slow
 def test_nothing_is_found_but_what_is_wrong(held_up: Record) -> None:
-    assert len(held_up.findings) == 2 * len(FAULTS)
+    assert len([f for f in held_up.findings if f.kind != "cpu_contention"]) == 2 * len(FAULTS)
 
 
 @pytest.mark.slow
@@ -198,10 +204,36 @@ def test_ranks_that_wait_for_another_s_buffers_in_their_forward_pass_are_not_bla
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("who", "spared_ms"), [("turns", 50.0), ("random", 45.0), ("lengths", 35.0)])
+def test_ranks_that_are_late_in_turns_are_uneven_work_and_no_slow_network(
+    tmp_path: Path, who: str, spared_ms: float
+) -> None:
+    """Two ranks: of 100 ms by which one is late the half is spared where both have as much to do."""
+    record = train(tmp_path, ranks=2, updates=100, faults=[Fault("forward", who, first=1)], delay_ms=100.0)
+    print([finding.message for finding in record.findings])
+    # Other work on the machine may take its cores meanwhile, which is told besides.
+    (found,) = (finding for finding in record.findings if finding.kind != "cpu_contention")
+    assert (found.kind, found.state, found.cause) == ("imbalance", "raised", "unattributed")
+    assert found.evidence["imbalance_ms"] == pytest.approx(spared_ms, rel=0.35)
+    assert "uneven work costs" in record.stderr
+
+
+@pytest.mark.slow
+def test_ranks_without_a_core_each_are_told_with_the_threads_to_set_for_as_long_as_it_lasts(tmp_path: Path) -> None:
+    record = train(tmp_path, ranks=4, updates=250, cores=2, timeout=600)
+    print([(finding.state, finding.message, finding.advice) for finding in record.findings])
+    (found,) = [finding for finding in record.findings if finding.kind == "cpu_contention"]
+    assert (found.state, found.rank, found.evidence["cores"], found.evidence["ranks"]) == ("raised", None, 2, 4)
+    assert found.advice.startswith("start at most 2 ranks on this host, one a core (cpu_ranks = 2, threads = 1)")
+    assert {finding.kind for finding in record.findings}.isdisjoint({"communication_bound", "imbalance"})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_thousand_balanced_steps_are_no_finding(tmp_path: Path, ranks: int) -> None:
     record = train(tmp_path, ranks=ranks, updates=1000, timeout=600)
-    assert [(f.kind, f.rank, f.message) for f in record.findings] == []
+    # Four ranks on two cores wait for them, and so do two where other work goes on: that is told.
+    assert [(f.kind, f.rank, f.message) for f in record.findings if f.kind != "cpu_contention"] == []
 
 
 @pytest.mark.slow

@@ -191,6 +191,25 @@ def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
     assert re.match(r"no rank has done a step for \d+ s", found.message)
 
 
+def test_a_stopped_rank_is_told_with_the_command_that_continues_it_and_cleared_by_it(bench: Bench) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER))
+    run = bench.training()
+    pid = pid_of_rank(run, 1)
+
+    def stalls() -> list[Finding]:
+        return [finding for finding in read(run)[0].past_findings if finding.kind == "stalled"]
+
+    os.kill(pid, signal.SIGSTOP)
+    (found,) = until(stalls)
+    assert (found.rank, found.cause) == (1, "stopped")
+    assert found.message.endswith(f"its process is stopped (state T); `kill -CONT {pid}` continues it")
+    subprocess.run(["kill", "-CONT", str(pid)], check=True)
+    until(lambda: [finding.state for finding in stalls()] == ["raised", "cleared"])
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert f"`kill -CONT {pid}` on {found.host} continues it" in err
+
+
 def test_a_killed_fork_server_is_the_cause_and_no_rank(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
     run = bench.training()

@@ -281,9 +281,14 @@ def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> N
 
 
 VANISHING_SCRIPT = """\
-import os, pathlib, sys
+import os, pathlib, time
 print("rank", os.environ["RANK"], "has worked")
-if os.environ["RANK"] == "1":
+other = pathlib.Path(__file__).with_name("begun")
+if os.environ["RANK"] == "0":
+    other.touch()
+else:
+    while not other.exists():  # the other rank has read its script
+        time.sleep(0.01)
     pathlib.Path(__file__).unlink()
     raise ValueError("no more data")
 """

@@ -10,17 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from signals import is_pending, traced
+from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
-from gputrain_tui.history.runs import Run, RunReader, create, open_run, read_status
+from gputrain_tui.history.runs import Run, RunReader, open_run, read_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.start import adopt, start_supervisor
-from gputrain_tui.plan.planner import Plan, PlannedNode, with_run_dir
+from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from trainer.contract.record import Event, Failure, RunEnded, RunStarted
-
-STAND_IN = Path(__file__).with_name("stand_in.py")
-PORT = "tcp://127.0.0.1:29999"
 
 MakeRun = Callable[..., Run]
 
@@ -30,30 +28,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     made: list[Run] = []
 
     def make(*modes: str, ranks_per_node: int = 2, recipe: str = "") -> Run:
-        nodes = []
-        for index, mode in enumerate(modes):
-            ranks = list(range(index * ranks_per_node, (index + 1) * ranks_per_node))
-            argv = [sys.executable, str(STAND_IN), mode, ",".join(map(str, ranks))]
-            nodes.append(
-                PlannedNode(
-                    node=index,
-                    host="localhost",
-                    first_rank=ranks[0],
-                    ranks=ranks,
-                    devices=["cpu"] * len(ranks),
-                    argv=[*argv, "--distributed-init-method", PORT, "--stop-grace", "3600"],
-                    env={},
-                )
-            )
-        world_size = len(modes) * ranks_per_node
-        plan = Plan(world_size=world_size, init_method=PORT, backend="gloo", launcher="local", nodes=nodes)
-        run = create(
-            "stand-in",
-            world_size=world_size,
-            recipe_toml=recipe,
-            plan=lambda run_dir: msgspec.json.encode(with_run_dir(plan, str(run_dir.path))),
-            root=tmp_path / "runs",
-        )
+        run = stand_in_run(tmp_path / "runs", *modes, ranks_per_node=ranks_per_node, recipe=recipe)
         made.append(run)
         return run
 

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 import synthetic
 from screen_frames import console, played, press, rows, settle
+from screens_at_rest import toasts
 from textual.events import Click, Key
 
 from gputrain_tui.commands import attach
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.live import LiveRun
+from gputrain_tui.console.palette import Palette
+from gputrain_tui.console.screens.compare import CompareScreen
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.history.runs import RunReader, list_runs
 from gputrain_tui.lifecycle.stop import stop
 from gputrain_tui.recipe.demo import recipe_path
@@ -129,6 +133,114 @@ async def test_the_palette_has_the_actions_of_the_screen(home: Path) -> None:
         assert {"Stop (S)", "Findings (f)", "Help (?)", "Quit (q)"} <= titles
 
 
+LISTS = {"run": "", "findings": "f", "log": "o o", "rank": "enter", "stack": "enter K tab", "help": "question_mark"}
+"""Keys that give a list or a text the keys."""
+
+
+@pytest.mark.parametrize("name", LISTS)
+@played
+async def test_the_ends_of_lists_and_texts_are_reached_as_in_vi(name: str, home: Path) -> None:
+    run = synthetic.run(home / "runs", nodes=8, ranks_per_node=8, steps=60, straggler=5)
+    run.dir.rank_log(0).write_text("".join(f"line {number}\n" for number in range(500)))
+    app = console(run)
+    async with app.run_test(size=(160, 45)) as pilot:
+        await settle(pilot)
+        await press(pilot, *LISTS[name].split(), "home")
+        first = rows(app)
+        await press(pilot, "G")
+        last = rows(app)
+        assert name == "stack" or last != first
+        for _ in range(2):  # as fast as one types
+            app.post_message(Key("g", "g"))
+        await settle(pilot)
+        await settle(pilot)
+        assert rows(app) == first
+        await press(pilot, "end")
+        assert rows(app) == last
+        await press(pilot, "j", "k", "G")
+        assert rows(app) == last
+
+
+@played
+async def test_g_alone_shows_the_synchronisation(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gputrain_tui.console.ordered_keys.DOUBLE_KEY_S", 0.0)
+    app = console(synthetic.run(home / "runs", steps=60))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "g")
+        assert "sync wait ms" in "\n".join(rows(app))
+        assert not app.screen.query_one(RankGrid).display, "it is shown beside the table already, so it is enlarged"
+        await press(pilot, "g")
+        assert app.screen.query_one(RankGrid).display, "slowly pressed again, it goes back"
+
+
+@played
+async def test_a_colon_opens_the_palette(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "colon")
+        assert isinstance(app.screen, Palette)
+
+
+@pytest.mark.parametrize(("keys", "said"), [("", "q leaves the console"), ("slash", "esc, then q leaves the console")])
+@played
+async def test_ctrl_c_says_which_key_leaves(keys: str, said: str, home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await settle(pilot)
+        await press(pilot, *keys.split(), "ctrl+c")
+        assert any(told.startswith(said) for told in toasts(app))
+        assert app.is_running
+
+
+@played
+async def test_keys_typed_at_once_go_where_each_one_leads(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", nodes=2, ranks_per_node=4, steps=30))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        for character in "/node001q4":
+            app.post_message(Key("slash" if character == "/" else character, character))
+        await settle(pilot)
+        await settle(pilot)
+        assert app.screen.query_one(RankGrid).filter_text == "node001q4"
+        await press(pilot, "backspace", "backspace", "tab")
+        assert app.screen.query_one(RankGrid).filter_text == "node001"
+        await press(pilot, "S")
+        assert isinstance(app.screen, Confirm), "after tab, keys are commands again"
+
+
+@played
+async def test_a_run_that_ended_is_compared_edited_and_resumed_from_its_own_screen(home: Path) -> None:
+    old, alone, new = (
+        synthetic.run(home / "runs", name=name, steps=20, status="finished") for name in ("demo", "other", "demo")
+    )
+    app = console(new, runs=lambda: [new, alone, old])
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await settle(pilot)
+        assert "r Resume  e Edit and rerun  C Compare" in rows(app)[-1]
+        await press(pilot, "C")
+        assert isinstance(app.screen, CompareScreen)
+        await press(pilot, "escape", "r")
+        assert f"Resume {new.id}?" in "\n".join(rows(app))
+        await press(pilot, "n", "e")
+        assert app.place == "launch"
+        await app.open_run(alone)
+        await settle(pilot)
+        await press(pilot, "C")
+        assert any("no other run of other" in told for told in toasts(app))
+
+
+@played
+async def test_a_run_that_goes_on_is_not_resumed(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=20))
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await settle(pilot)
+        assert "Resume" not in rows(app)[-1]
+        await press(pilot, "r")
+        assert any("S stops it" in told for told in toasts(app))
+
+
 @played
 async def test_a_palette_is_not_left_behind_when_the_screen_changes(home: Path) -> None:
     app = console(synthetic.run(home / "runs", steps=5))
@@ -183,6 +295,15 @@ def test_a_light_terminal_gets_a_light_theme(monkeypatch: pytest.MonkeyPatch) ->
     assert GputrainApp().theme == "textual-dark"
 
 
+@pytest.mark.parametrize(
+    ("term", "name"), [("xterm", "ansi-dark"), ("linux", "ansi-dark"), ("tmux-256color", "textual-dark")]
+)
+def test_a_terminal_of_sixteen_colours_gets_its_own(term: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("COLORTERM", raising=False)
+    assert GputrainApp().theme == name
+
+
 @played
 async def test_a_click_in_the_footer_does_what_the_key_does(home: Path) -> None:
     app = console(synthetic.run(home / "runs", steps=5))
@@ -201,6 +322,13 @@ async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.Monke
         await settle(pilot)
         await settle(pilot)
         assert app.no_color
+        await press(pilot, "down")
+        styles = [segment.style for strip in app.screen._compositor.render_strips() for segment in strip]
+        assert {style.color.name for style in styles if style is not None and style.color is not None} <= {"default"}
+        assert {style.bgcolor.name for style in styles if style is not None and style.bgcolor is not None} <= {
+            "default"
+        }
+        assert any(style is not None and style.reverse for style in styles)  # the cursor
         panels = app.screen.query("Panel")
         assert panels
         for panel in panels:  # red without its colour is a grey that says less than the text beside it

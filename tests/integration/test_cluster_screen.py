@@ -272,7 +272,7 @@ async def test_looking_again_waits_for_the_look_that_is_going_on() -> None:
         screen.action_sample()
         await settle(pilot)
         assert len(looks) == 1
-        await pilot.press("r")
+        await pilot.press("ctrl+r")
         await settle(pilot)
         assert len(looks) == 2
 
@@ -331,7 +331,7 @@ async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledg
         await settle(pilot)
         assert "2 of 2 free on 3 machines" in seen(app)
         clock[0] = 65.0
-        await pilot.press("r")
+        await pilot.press("ctrl+r")
         await settle(pilot)
         text = seen(app)
         assert text.count("it does not answer") == 2

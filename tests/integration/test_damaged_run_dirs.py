@@ -316,7 +316,14 @@ def test_a_folder_that_a_killed_supervisor_s_file_names_is_not_deleted_unless_it
 @example(damage=Damage("logs", "bytes", b""))
 def test_commands_that_only_read_end_in_order_whatever_a_run_directory_holds(template: Path, damage: Damage) -> None:
     with damaged(template, damage) as (home, run):
-        for words in (["runs"], ["runs", "--json"], ["logs", run], ["logs", run, "--rank", "1"]):
+        output = ["-o", str(home / "out"), "--force"]
+        for words in (
+            ["runs"],
+            ["runs", "--json"],
+            ["logs", run],
+            ["logs", run, "--rank", "1"],
+            *(["export", run, "--to", form, *output] for form in ("csv", "jsonl", "chrome-trace", "archive")),
+        ):
             code, out, err = call(home, *words)
             assert code in (0, 2), (words, err)
             assert harmless(out), words

@@ -127,7 +127,7 @@ async def test_marking_two_runs_compares_their_curves_and_recipes(three: list[Ru
         assert "step 80" in text
         assert "differ in 3 keys" in text
         assert next(row for row in text.splitlines() if "train.lr" in row).split() == ["train.lr", "0.2", "0.01"]
-        assert any("valid   1.500" in row for row in text.splitlines())
+        assert any("valid  1.5000" in row for row in text.splitlines())
         await pilot.press("t")
         await settle(pilot)
         assert "nats over time since the start" in seen(app)

@@ -57,6 +57,12 @@ def test_errors_come_first_and_what_there_is_no_room_for_is_counted() -> None:
     assert rows(found, height=4)[3] == "  ! data  slow"
 
 
+def test_an_error_is_whole_however_long_it_is() -> None:
+    drawn = rows([result("error", what="word " * 20, fix="mend it")], height=9)
+    words = " ".join(["word"] * 10)
+    assert [line.strip(" ✗") for line in drawn[1:]] == [f"data  {words}", words, "→ mend it"]
+
+
 def test_a_recipe_that_is_wrong_is_not_called_ready() -> None:
     assert rows([], problem="train.lr is 0")[1] == "  ✗ train.lr is 0"
     assert rows([]) == [rows([])[0]]

@@ -8,11 +8,15 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_screens import TEXT, launching, put, small_folder
-from screens_at_rest import in_loop, seen, settle
+from screens_at_rest import in_loop, seen, settle, toasts
+from textual.events import Key
+from textual.widgets import Input
 
+from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.form import Form, form_lines
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrap_command
+from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
 from gputrain_tui.history.runs import find
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe.draft import Draft
@@ -35,12 +39,25 @@ def test_a_command_is_broken_between_words_into_what_a_shell_reads_as_one() -> N
     assert any("--lr 0.1" in line for line in lines)
 
 
+def test_in_a_wide_terminal_commands_stand_beside_the_nodes() -> None:
+    argv = ["/bin/python3", "-m", "trainer", "--cpu"]
+    nodes = [
+        PlannedNode(node=index, host=f"n{index}", first_rank=index, ranks=[index], devices=["cpu"], argv=argv, env={})
+        for index in range(3)
+    ]
+    plan = Plan(world_size=3, init_method=None, backend="gloo", launcher="ssh", nodes=nodes)
+    narrow, wide = draw_plan(plan, 100), draw_plan(plan, 169)
+    assert len(wide) == 8 < len(narrow)
+    assert [len(row_text(row)) for row in wide] == [169] * 8
+    assert row_text(wide[1]).split() == ["0", "n0", "0", "0", "CPU", *argv]
+
+
 def test_a_long_path_of_the_interpreter_leaves_room_for_the_command() -> None:
     argv = [f"/home/ada/{'deep/' * 20}bin/python3", "-m", "trainer", "--cpu"]
     node = PlannedNode(node=0, host="n", first_rank=0, ranks=[0], devices=["cpu"], argv=argv, env={})
     plan = Plan(world_size=1, init_method=None, backend="gloo", launcher="local", nodes=[node])
     assert row_text(draw_plan(plan, 60)[-1]).strip() == "…/python3 -m trainer --cpu"
-    assert row_text(draw_plan(plan, 400)[-1]).strip() == " ".join(argv)
+    assert row_text(draw_plan(plan, 800)[-1]).strip().endswith(" ".join(argv))
 
 
 def test_a_plan_shows_first_ranks_ranks_and_devices() -> None:
@@ -86,6 +103,196 @@ async def test_an_edit_is_checked_while_it_is_typed_and_moves_the_plan() -> None
         await settle(pilot)
         assert "3 ranks on 1 node" in seen(app)
         assert "1 change not saved" in seen(app)
+
+
+@pytest.mark.parametrize(("key", "field"), [("tab", "cluster.nodes[0].ranks"), ("shift+tab", "cluster.nodes[0].gpus")])
+@in_loop
+async def test_tab_takes_what_was_typed_and_goes_to_the_next_field(key: str, field: str) -> None:
+    async with launching((120, 40)) as (_app, pilot, screen):
+        screen.form.focus()
+        screen.form.go_to("cluster.nodes[0].cpu_ranks")
+        await pilot.press("enter", "0", key)
+        assert screen.has_class("-editing"), "what is wrong is not taken"
+        await pilot.press("backspace", "3", key)
+        assert screen.draft.nodes() == [{"cpu_ranks": 3}]
+        assert not screen.has_class("-editing")
+        assert screen.form.has_focus
+        assert screen.form.field.key == field
+
+
+@in_loop
+async def test_tab_completes_a_path_before_it_takes_it(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    (folder / "texts" / "one.txt").touch()
+    (folder / "texts" / "other.txt").touch()
+    async with launching((120, 40)) as (app, pilot, screen):
+        screen.form.focus()
+        screen.form.go_to("task.data")
+        editor = screen.query_one("#editor", Input)
+        await pilot.press("enter", *"texts", "tab")
+        assert editor.value == "texts/"
+        await pilot.press("o", "tab")
+        assert editor.value == "texts/o"
+        assert "one.txt  other.txt" in toasts(app)
+        await pilot.press("n", "tab")
+        assert editor.value == "texts/one.txt"
+        await pilot.press("tab")
+        assert screen.draft.changes == {"task.data": "texts/one.txt"}
+
+
+@in_loop
+async def test_no_letter_is_a_command_while_a_value_is_typed_or_after_the_mouse_left_it() -> None:
+    async with launching((120, 40)) as (app, pilot, screen):
+        screen.form.focus()
+        screen.form.go_to("name")
+        await pilot.press("enter", *"LqSdaxu1")
+        assert screen.query_one("#editor", Input).value == "LqSdaxu1"
+        await pilot.click("#plan", offset=(3, 1))
+        assert not screen.has_class("-editing"), "no line stays open that has no letters"
+        assert screen.draft.changes == {"name": "LqSdaxu1"}
+        assert app.place == "launch"
+
+
+@in_loop
+async def test_what_is_typed_ahead_goes_into_the_value() -> None:
+    async with launching((120, 40)) as (app, pilot, screen):
+        screen.form.focus()
+        screen.form.go_to("train.max_updates")
+        for character in ("enter", "1", "2", "enter", "slash", "l", "r", "enter"):
+            app.post_message(Key(character, character if len(character) == 1 else None))
+        for _ in range(50):
+            await settle(pilot)
+            if screen.form.wanted == "lr" and not screen.has_class("-editing"):
+                break
+        assert screen.draft.changes == {"train.max_updates": "12"}
+        assert screen.form.wanted == "lr"
+        assert app.screen is screen
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("lr", "train.lr"),
+        ("cpu", "cluster.nodes[0].cpu_ranks"),
+        ("max_u", "train.max_updates"),
+        ("data", "task.data"),
+        ("peak learning rate", "train.lr"),
+        ("slurm.account", "slurm.account"),
+    ],
+)
+@in_loop
+async def test_a_search_goes_to_the_field_that_is_meant_and_escape_restores(typed: str, key: str) -> None:
+    async with launching((120, 40)) as (app, pilot, screen):
+        screen.form.focus()
+        screen.form.go_to("train.seed")
+        await pilot.press("slash")
+        screen.query_one("#editor", Input).value = typed
+        await pilot.pause()
+        assert screen.form.field.key == key
+        assert any(row.lstrip().startswith("find ") or " find " in row for row in seen(app).splitlines())
+        await pilot.press("escape")
+        assert (screen.form.wanted, screen.form.field.key) == ("", "train.seed")
+        await pilot.press("slash")
+        screen.query_one("#editor", Input).value = typed
+        await pilot.press("enter")
+        assert (screen.form.wanted, screen.form.field.key) == (typed, key)
+
+
+@in_loop
+async def test_the_line_for_a_name_is_labelled() -> None:
+    async with launching((120, 40)) as (app, pilot, _screen):
+        await pilot.press("A")
+        assert "save as recipes/tiny-2.toml" in seen(app)
+
+
+@in_loop
+async def test_leaving_with_unsaved_changes_asks() -> None:
+    async with launching((120, 40)) as (app, pilot, screen):
+        await put(pilot, screen, "train.lr", "0.25")
+        await pilot.press("q")
+        assert isinstance(app.screen, Confirm)
+        assert "recipes/tiny.toml" in seen(app)
+        await pilot.press("n")
+        assert app.screen is screen
+        assert app.is_running
+        await pilot.press("u", "q")
+    assert app.return_code == 0, "nothing is asked when nothing was changed"
+
+
+@in_loop
+async def test_changes_are_undone_one_after_the_other_wherever_they_were_made() -> None:
+    async with launching((120, 40)) as (_app, pilot, screen):
+        await put(pilot, screen, "train.lr", "0.25")
+        await pilot.press("a")
+        screen.form.go_to("train.shuffle")
+        await pilot.press("space")
+        screen.form.go_to("name")
+        await pilot.press("u")
+        assert screen.form.field.key == "train.shuffle"
+        assert set(screen.draft.changes) == {"train.lr", "cluster.nodes"}
+        await pilot.press("u", "u")
+        assert screen.draft.changes == {}
+        assert screen.form.field.key == "train.lr"
+
+
+@in_loop
+async def test_adding_and_removing_a_node_changes_nothing(folder: Path) -> None:
+    recipe = folder / "recipes" / "tiny.toml"
+    recipe.write_text(recipe.read_text().replace("[[cluster.nodes]]\ncpu_ranks = 2           # here\n", ""))
+    async with launching((120, 40)) as (app, pilot, screen):
+        await pilot.press("a", "x")
+        await settle(pilot)
+        assert screen.draft.changes == {}
+        assert "not saved" not in seen(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 30)])
+@in_loop
+async def test_errors_are_whole_and_the_cursor_goes_to_the_field_at_fault(size: tuple[int, int]) -> None:
+    async with launching(size) as (app, pilot, screen):
+        await put(pilot, screen, "task.data", "no/such/folder/with/a/rather/long/name/so/that/it/takes/two/lines.txt")
+        screen.form.go_to("train.seed")
+        await pilot.press("L")
+        await settle(pilot)
+        assert screen.form.field.key == "task.data"
+        summary = app.screen.query_one(PreflightSummary)
+        text = " ".join(
+            "".join(part.text for part in summary.render_line(y)).strip() for y in range(summary.size.height)
+        )
+        assert "lines.txt" in text
+        assert "…" not in text
+        assert summary.size.height > 2
+        assert screen.query_one(Form).size.height >= 6
+
+
+@in_loop
+async def test_saving_what_is_wrong_goes_to_the_field_at_fault() -> None:
+    async with launching((120, 40)) as (_app, pilot, screen):
+        screen.draft.set("train.lr", "-1")
+        await put(pilot, screen, "train.seed", "3")
+        await pilot.press("s")
+        assert screen.form.field.key == "train.lr"
+
+
+@in_loop
+async def test_slurm_and_the_environment_of_a_node_are_fields() -> None:
+    async with launching((120, 40)) as (_app, pilot, screen):
+        await put(pilot, screen, "cluster.nodes[0].env", "OMP_NUM_THREADS=2 NOTE='two words'")
+        await put(pilot, screen, "cluster.env", "NCCL_DEBUG=INFO")
+        assert screen.session.recipe.cluster.of_node(0).env == {
+            "NCCL_DEBUG": "INFO",
+            "OMP_NUM_THREADS": "2",
+            "NOTE": "two words",
+        }
+        await put(pilot, screen, "slurm.partition", "gpu")
+        await put(pilot, screen, "slurm.extra", "--exclusive, --cpus-per-task=16")
+        slurm = screen.session.recipe.slurm
+        assert (slurm.partition, slurm.extra) == ("gpu", ("--exclusive", "--cpus-per-task=16"))
+        keys = {field.key for field in screen.draft.fields()}
+        for name in ("partition", "account", "qos", "time", "mem", "constraint", "gpu_type", "setup", "extra"):
+            assert f"slurm.{name}" in keys
+        for name in ("workdir", "python", "env", "setup"):
+            assert {f"cluster.{name}", f"cluster.nodes[0].{name}"} <= keys
 
 
 @in_loop

@@ -161,23 +161,30 @@ def test_training_ends_for_the_reason_that_was_asked_for(ended: Begun, reason: s
 
 
 @pytest.mark.parametrize(
-    ("poison", "where"),
-    [("loss", "output of 4 (_Poison)"), ("gradient", "gradient of 3.bias")],
+    ("poison", "where", "remedy"),
+    [
+        ("loss", "output of 4 (_Poison)", "look for such a number, or one out of all proportion, in this batch"),
+        ("gradient", "gradient of 3.bias", "look for a square root or logarithm of 0"),
+    ],
 )
-def test_a_non_finite_number_is_named_with_step_and_module(tmp_path: Path, poison: str, where: str) -> None:
+def test_a_non_finite_number_is_named_with_step_and_module_and_what_to_try(
+    tmp_path: Path, poison: str, where: str, remedy: str
+) -> None:
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison, ranks=2)
     assert done.code == 1
     kinds = {event["kind"] for event in done.of("failure")}
     assert "non_finite" in kinds, done.output
     message = next(event["message"] for event in done.of("failure") if event["kind"] == "non_finite")
     assert f"non-finite {poison} at step 4: first in {where}" in message
+    assert f"; {remedy}" in message
 
 
 def test_an_overflow_of_half_precision_is_looked_for_in_half_precision(tmp_path: Path) -> None:
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", "half", "--precision", "fp16")
     assert done.code == 1
     (failure,) = done.of("failure")
-    assert failure["message"] == "non-finite loss at step 4: first in output of 4 (_Poison)"
+    assert failure["message"].startswith("non-finite loss at step 4: first in output of 4 (_Poison); ")
+    assert failure["message"].endswith("or take bf16 instead of fp16")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from waiting import LIMIT_S, until
 
 from trainer.contract.outcome import NodeOutcome, RankOutcome, is_lost_peer, root_cause
-from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
+from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, Step, decode_events
 from trainer.host.ports import free_port
 from trainer.host.processes import descendants
 
@@ -169,6 +169,14 @@ def test_one_exception_stops_the_ranks_that_hang_in_c_and_is_reported(start: Sta
     assert "in one_raises" in (outcome.failure.traceback or "")
     assert outcome.ranks[0] == RankOutcome(signal="SIGTERM")
     assert "ZeroDivisionError" in parent.run_dir.rank_log(1).read_text()
+
+
+@pytest.mark.parametrize("kind", ["task", "script"])
+def test_a_rank_that_is_ended_because_of_another_has_its_last_steps_on_disk(kind: str, start: Start) -> None:
+    parent = start("one_raises_before_the_record_of_the_other_is_written", "light", "", kind)
+    assert parent.wait() == 1
+    events = decode_events(parent.run_dir.rank_events(0).read_bytes())
+    assert [event.step for event in events if isinstance(event, Step)] == [1]
 
 
 def test_a_request_that_only_a_rank_can_refuse_ends_as_a_bad_request(start: Start) -> None:

@@ -12,6 +12,7 @@ import pytest
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.runs import list_runs
+from gputrain_tui.recipe.model import build
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -38,6 +39,11 @@ def test_the_two_commands_come_first_and_are_complete() -> None:
 
 def test_the_example_of_a_task_is_under_thirty_lines() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) < 30
+
+
+@pytest.mark.parametrize("recipe", blocks("toml"), ids=lambda recipe: recipe.splitlines()[0])
+def test_every_recipe_is_one(recipe: str) -> None:
+    assert build(recipe, name="README.md").cluster.nodes
 
 
 def test_every_command_runs(shell: Path) -> None:

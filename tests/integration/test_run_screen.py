@@ -1,19 +1,29 @@
 from __future__ import annotations
 
+import math
+import random
+import re
+from argparse import Namespace
 from itertools import combinations, product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import synthetic
-from screen_frames import console, played, press, rows, settle
+from screen_frames import NOW, console, played, press, rows, settle
 
+from gputrain_tui.commands import runs as runs_command
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelName, arrange
 from gputrain_tui.console.screens.rank import RankScreen, arrange_rank
 from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.widgets.loss_curves import LossReader
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
-from gputrain_tui.history.runs import Run, write_status
+from gputrain_tui.history.runs import Run, last_steps, write_status
+from gputrain_tui.history.summary import summarize
+from gputrain_tui.state.step_losses import loss_at
+from trainer.contract.record import Doing, Step
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +77,45 @@ def test_panels_never_overlap_and_stay_inside(ranks: int, size: tuple[int, int])
         assert set(placed) <= {*PANELS, "root_cause", "rendezvous"}
 
 
-def test_a_small_terminal_shows_the_table_and_one_panel() -> None:
-    assert set(arrange(78, 21, PanelChoice(ranks=16, panel="bars"))) == {"ranks", "bars"}
+@pytest.mark.parametrize(
+    ("size", "ranks", "panel", "names"),
+    [
+        ((58, 15), 16, "loss", {"loss"}),
+        ((58, 15), 16, "bars", {"bars"}),
+        ((78, 21), 16, "loss", {"loss", "findings"}),
+        ((78, 21), 16, "bars", {"loss", "bars"}),
+        ((78, 21), 16, "log", {"log"}),
+        ((78, 21), 2, "loss", {"loss", "findings"}),
+        ((118, 21), 16, "loss", {"loss", "sync", "findings"}),
+        ((198, 21), 16, "loss", {"loss", "sync", "findings"}),
+        ((118, 27), 2, "loss", {*PANELS} - {"ranks"}),
+        ((118, 27), 16, "loss", {*PANELS} - {"ranks", "log"}),
+        ((78, 57), 1024, "loss", {"loss", "sync", "findings", "log"}),
+        ((58, 57), 16, "late", {"loss", "sync", "findings", "late"}),
+    ],
+)
+def test_small_and_odd_terminals_show_as_many_panels_as_can_be_read(
+    size: tuple[int, int], ranks: int, panel: PanelName, names: set[str]
+) -> None:
+    placed = arrange(*size, PanelChoice(ranks=ranks, panel=panel))
+    assert set(placed) == {"ranks", *names}
+    for name, region in placed.items():
+        assert region.height >= 3, name
+        assert region.width >= 38, name
+
+
+def test_panels_of_a_tall_narrow_terminal_stand_above_each_other() -> None:
+    placed = arrange(78, 57, PanelChoice(ranks=64))
+    assert {region.width for region in placed.values()} == {78}
+    assert sum(region.height for region in placed.values()) == 57
+
+
+def test_the_findings_use_what_a_wide_table_leaves() -> None:
+    placed = arrange(198, 52, PanelChoice(ranks=8, table_cells=130))
+    assert placed["ranks"].y == placed["findings"].y == 0
+    assert placed["ranks"].width >= 130
+    assert placed["findings"].right == 198
+    assert set(placed) == set(PANELS)
 
 
 def test_a_large_terminal_shows_everything_at_once() -> None:
@@ -101,6 +148,14 @@ def test_panels_of_a_rank_never_overlap(size: tuple[int, int], below: str) -> No
     assert below in placed
 
 
+def test_a_rank_shows_as_many_panels_as_can_be_read() -> None:
+    assert set(arrange_rank(58, 15, facts=8, below="loss")) == {"facts", "loss"}
+    assert set(arrange_rank(78, 21, facts=8, below="sync")) == {"facts", "loss", "sync"}
+    assert set(arrange_rank(78, 21, facts=8, below="stack")) == {"facts", "stack"}
+    assert set(arrange_rank(118, 21, facts=7, below="loss")) == {"facts", "loss", "sync", "step"}
+    assert set(arrange_rank(78, 57, facts=8, below="stack")) == {"facts", "loss", "sync", "step", "stack"}
+
+
 @pytest.mark.parametrize("place", ["run", "rank"])
 @played
 async def test_help_opens_and_closes_with_its_key(place: str, tmp_path: Path) -> None:
@@ -123,14 +178,16 @@ async def test_keys_choose_the_panel_of_a_small_terminal_and_enlarge_it(tmp_path
         await settle(pilot)
         screen = app.screen
         assert isinstance(screen, RunScreen)
-        assert shown(screen) == {"ranks", "loss"}
-        for key, panel in (("g", "sync"), ("b", "bars"), ("h", "late"), ("f", "findings"), ("p", "log")):
+        assert shown(screen) == {"ranks", "loss", "findings"}
+        for key, panel in (("g", "sync"), ("b", "bars"), ("h", "late")):
             await press(pilot, key)
-            assert shown(screen) == {"ranks", panel}
+            assert shown(screen) == {"ranks", "loss", panel}
+        await press(pilot, "o")
+        assert shown(screen) == {"ranks", "log"}
         await press(pilot, "escape", "l", "l")
         assert shown(screen) == {"loss"}
         await press(pilot, "escape")
-        assert shown(screen) == {"ranks", "loss"}
+        assert shown(screen) == {"ranks", "loss", "sync"}  # the findings gave way to the log
         await press(pilot, "t")
         await press(pilot, "t")
         assert shown(screen) == {"ranks"}
@@ -143,7 +200,7 @@ async def test_resizing_is_immediate(tmp_path: Path) -> None:
         await settle(pilot)
         screen = app.screen
         assert isinstance(screen, RunScreen)
-        assert shown(screen) == {"ranks", "loss"}
+        assert shown(screen) == {"ranks", "loss", "sync"}
         await pilot.resize_terminal(200, 60)
         await pilot.pause()
         assert shown(screen) == set(PANELS)
@@ -257,7 +314,7 @@ async def test_a_process_that_is_gone_gives_no_stack_and_is_not_signalled(tmp_pa
     app = console(straggler(tmp_path))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
-        await press(pilot, "enter", "k")
+        await press(pilot, "enter", "K")
         assert app.screen.query_one(StackView).display
         assert "rank 0 runs on node000: send SIGQUIT to process 40000 there" in "\n".join(rows(app))
 
@@ -282,7 +339,7 @@ async def test_ranks_can_be_sorted_while_the_table_is_not_to_be_seen(tmp_path: P
         await press(pilot, "h", "z")
         assert not grid.display
         before = grid.sort_key
-        await press(pilot, "s", "r")
+        await press(pilot, "s", "R")
         assert grid.sort_key != before
         await pilot.resize_terminal(80, 24)
         await press(pilot, "z")
@@ -302,3 +359,93 @@ async def test_the_footer_shows_the_keys_of_the_log_while_it_has_them_and_a_clic
         assert any("search the log" in row for row in rows(app))
         await press(pilot, "escape", "escape")
         assert "/ Filter" in rows(app)[-1]
+
+
+# ------------------------------------------------------------------------------------------- what is true at a moment
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 30), (200, 55)])
+@played
+async def test_a_run_that_makes_no_step_shows_nothing_that_looks_alive(size: tuple[int, int], tmp_path: Path) -> None:
+    run = straggler(tmp_path)
+    last = synthetic.BEGIN + 16
+    phases: tuple[Literal["data", "sync"], ...] = ("data", "sync")
+    for rank, part in zip((5, 2), phases, strict=True):
+        stuck = Doing(time=last + 6, rank=rank, step=121, part=part, parts_done=0, waited_ms=5e3)
+        synthetic.write(run.dir.rank_events(rank), stuck)
+    app = console(run, silent_s=38)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        text = "\n".join(rows(app))
+        assert "no step for 38 s" in text
+        for words in ("samples/s", "   left ", "no findings", " training "):
+            assert words not in text
+        table = {row.split()[0]: row for row in rows(app) if re.match(r"[ ▲▸]+[0-9]+ +node", row)}
+        assert " sync wait " in table["2"]
+        assert "no step " in table["1"]
+        await press(pilot, *["down"] * 6)
+        assert any(" data " in row for row in rows(app) if re.match(r"[ ▲▸]+5 +node", row))
+
+
+@played
+async def test_no_rank_trains_in_a_run_that_is_over(tmp_path: Path) -> None:
+    app = console(finished(tmp_path))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert not any(" training " in row for row in rows(app))
+        assert sum(" ended " in row for row in rows(app)) == 2
+
+
+@played
+async def test_step_and_loss_are_the_same_wherever_they_stand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = synthetic.run(tmp_path / "home" / "runs", steps=40)
+    noise = random.Random(3)
+    for rank, steps in ((0, 5), (1, 3)):  # events that cover several steps, and end at different ones
+        each = [round(noise.uniform(1.0, 3.0), 4) for _ in range(steps)]
+        synthetic.write(run.dir.rank_events(rank), Step(
+            time=synthetic.BEGIN + 8.5, rank=rank, step=40 + steps, epoch=1, steps=steps, samples=16 * steps,
+            loss=sum(each) / steps, losses=each, step_ms=10.0, step_ms_each=[10.0] * steps))  # fmt: skip
+    losses = [loss_at(last_steps(run.dir, rank)[::-1], 43) for rank in range(2)]
+    assert None not in losses
+    mean = f"{sum(loss or 0.0 for loss in losses) / 2:.4f}"
+    summary = summarize(run, now=NOW)
+    assert (summary["step"], f"{summary['loss']:.4f}") == (43, mean)
+    assert runs_command.run(Namespace(json=False)) == 0
+    assert mean in capsys.readouterr().out
+    app = console(run)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        header, panel = rows(app)[1], next(row for row in rows(app) if row.lstrip().startswith("loss "))
+        assert f"loss {mean}" in header
+        assert "43/500" in header
+        assert f"loss {mean} nats" in panel
+        assert "step 43" in "\n".join(rows(app))
+        assert isinstance(app.screen, RunScreen)
+        own = [app.screen.live.state.rank(rank).loss for rank in range(2)]
+        for rank, loss in enumerate(own):
+            assert any(re.match(rf"[ ▸]+{rank} .* {loss:.4f} ", row) for row in rows(app))
+    reader = LossReader(run)
+    while reader.poll(math.inf):
+        pass
+    assert f"{reader.history.loss:.4f}" == mean
+    reader.close()
+
+
+@played
+async def test_a_flagged_rank_is_brought_into_view_among_many_and_a_selected_one_stays(tmp_path: Path) -> None:
+    app = console(synthetic.run(tmp_path, nodes=128, ranks_per_node=8, steps=6, straggler=379))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await settle(pilot)
+        flagged = re.compile(r"[ ▲▸]+379 +node047")
+        assert any(map(flagged.match, rows(app)))
+        assert any("▲379" in row for row in rows(app))  # its bar, beside those of groups
+        assert isinstance(app.screen, RunScreen)
+        app.screen.select(700)
+        await settle(pilot)
+        for size in ((120, 60), (80, 24), (60, 18), (120, 30)):
+            await pilot.resize_terminal(*size)
+            await settle(pilot)
+            assert any(re.match(r"[ ▲▸]+700 ", row) for row in rows(app))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,6 +43,9 @@ class Ran:
     def states(self, rank: int) -> list[str]:
         return [event.state for event in self.events(rank) if isinstance(event, RankState)]
 
+    def steps(self, rank: int) -> list[Step]:
+        return [event for event in self.events(rank) if isinstance(event, Step)]
+
     def log(self, rank: int) -> str:
         return self.dir.rank_log(rank).read_text()
 
@@ -53,13 +59,15 @@ class Ran:
         return self.outcome.failure
 
 
-def begin(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
+def begin(
+    folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     if isinstance(script, str):
         (folder / "own").mkdir(exist_ok=True)
         (folder / "own" / "script.py").write_text(script)
         script = Path("own/script.py")
     quiet = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "GPUTRAIN_LEASE")}
-    flags = ["--script", str(script), "--cpu", "--distributed-world-size", str(ranks), "--run-dir", "run", "--"]
+    flags = ["--script", str(script), "--cpu", "--distributed-world-size", str(ranks), "--run-dir", "run", *more, "--"]
     return subprocess.Popen(
         [sys.executable, "-m", "trainer", *flags, *arguments],
         cwd=folder,
@@ -72,8 +80,8 @@ def begin(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> 
     )
 
 
-def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2) -> Ran:
-    process = begin(folder, script, *arguments, ranks=ranks)
+def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more: Sequence[str] = ()) -> Ran:
+    process = begin(folder, script, *arguments, ranks=ranks, more=more)
     _, stderr = process.communicate(timeout=LIMIT_S)
     return Ran(folder, process.returncode, stderr)
 
@@ -87,10 +95,71 @@ def test_a_script_that_was_never_touched_trains_and_has_states_logs_and_machine_
     for rank in (0, 1):
         assert done.states(rank) == ["training", "finished"]
         assert done.log(rank) == f"rank {rank} of 2 on {rank} ['--epochs', '3', '--', 'x']\n"
+        assert sum(event.steps for event in done.steps(rank)) == 8
+        assert all(event.loss is not None and event.lr == 1e-4 for event in done.steps(rank))
+        last = done.steps(rank)[-1]
+        assert None not in (last.data_ms, last.forward_ms, last.backward_ms, last.optimizer_ms, last.sync_exposed_ms)
         assert done.outcome.ranks[rank].finished
     node = list(decode_events(done.dir.node_events(0).read_bytes()))
     assert [event.state for event in node if isinstance(event, RankState)] == ["spawned"] * 2
     assert any(isinstance(event, NodeSample) for event in node)
+
+
+ODD = """\
+import os, sys, torch, trainer
+assert trainer.HERE
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+train(3)
+backward = torch.autograd.backward
+torch.autograd.backward = lambda *given, **named: backward(*given, **named)
+child = os.fork()
+if not child:
+    train(5)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+train(2)
+for _ in range(1000):
+    print("x" * 100_000)
+os._exit(0)
+"""
+"""Has a module of our name, patches torch itself, forks a process that trains, prints 100 MB and leaves at once."""
+
+
+@pytest.mark.parametrize(("more", "steps"), [((), 5), (("--no-instrument",), 0)])
+def test_an_odd_script_is_measured_to_its_last_step_unless_told_not_to(
+    tmp_path: Path, more: Sequence[str], steps: int
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "trainer.py").write_text("HERE = True")
+    done = run(tmp_path, ODD, ranks=1, more=more)
+    assert done.code == 0, done.stderr
+    assert done.states(0) == ["training", "finished"]
+    assert sum(event.steps for event in done.steps(0)) == steps
+    assert done.dir.rank_log(0).stat().st_size == 100_001_000
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        (
+            "import torch\n(2 * torch.ones(1, requires_grad=True)).sum().backward()",
+            "gputrain: no optimizer's step was seen, so nothing of this training is measured\n",
+        ),
+        (
+            "import pathlib\npathlib.Path('own/torch.py').write_text('')\nimport torch",
+            "gputrain: not measured: ModuleNotFoundError: No module named 'torch.compiler'; 'torch' is not a package\n",
+        ),
+        ("import importlib.util\nassert importlib.util.find_spec('torch').loader.get_filename('torch')", ""),
+    ],
+)
+def test_what_is_not_measured_is_one_line_of_the_log(tmp_path: Path, script: str, line: str) -> None:
+    done = run(tmp_path, script, ranks=1)
+    assert (done.code, done.log(0), done.steps(0)) == (0, line, [])
 
 
 def test_a_watched_script_reports_its_steps_and_no_state_twice(tmp_path: Path) -> None:
@@ -153,6 +222,17 @@ sys.exit()
     assert rest == "no newlinea thread ends\nexit functions run\n"
 
 
+def test_sockets_have_room_below_the_longest_temporary_folder_that_the_supervisor_gives() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="") as short:
+        given = Path(short, "r" * (60 - len(f"{short}//tmp")), "tmp")
+        (Path(short) / "script.py").write_text("")
+        given.mkdir(parents=True)
+        words = ["--script", f"{short}/script.py", "--cpu", "--distributed-world-size", "2", "--run-dir", given.parent]
+        environ = os.environ | {"TMPDIR": str(given)}
+        done = subprocess.run([sys.executable, "-m", "trainer", *words], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_script_that_leaves_at_once_with_exit_code_0_has_finished(tmp_path: Path) -> None:
     done = run(tmp_path, "import os; os._exit(0)", ranks=1)
     assert (done.code, done.states(0)) == (0, ["training", "finished"])
@@ -203,6 +283,34 @@ def test_the_traceback_is_the_scripts_own(tmp_path: Path) -> None:
     ]
     assert done.failure.traceback == done.log(0)
     assert done.states(0) == ["training", "failed"]
+
+
+def test_the_traceback_of_a_measured_training_is_that_under_python(tmp_path: Path) -> None:
+    script = """\
+import torch
+from torch.utils.data import DataLoader
+class Points:
+    def __len__(self): return 2
+    def __getitem__(self, index): raise OSError("no data")
+class Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        try: list(DataLoader(Points()))
+        except OSError as error: raise ValueError("no gradient") from error
+loss = Refuse.apply(torch.ones(1, requires_grad=True)).sum()
+loss.clone().detach().requires_grad_().backward()
+loss.backward()
+"""
+    done = run(tmp_path, script, ranks=1)
+    own = str(tmp_path / "own" / "script.py")
+    command = [sys.executable, "-W", "ignore", own]  # torch misses numpy
+    alone = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (done.code, alone.returncode) == (1, 1)
+    lines = done.log(0).splitlines()
+    assert [line for line in lines if not line.startswith("gputrain: ")] == alone.stderr.splitlines()
+    assert not re.search(r"gputrain_tui|/trainer/", "".join(lines[:-1]))
 
 
 def test_a_killed_script_is_named_with_its_signal(tmp_path: Path) -> None:
@@ -262,6 +370,9 @@ def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
         (["--script", __file__, "--batch-size", "3"], "--batch-size is for tasks, but --script runs a script"),
         (["--script", __file__, "--epochs", "3"], "'--epochs' is no option of the trainer; the script's own arguments"),
         (["--script", __file__, "--distributed-gpu", "3"], "did you mean '--distributed-gpus'?"),
+        (["--task", "lm", "--no-instrument"], "--instrument belongs to --script FILE, which is not given"),
+        (["--script", __file__, "--instrument=maybe"], "--instrument is 'maybe', but must be true or false"),
+        (["--script", __file__, "--instrumen"], "did you mean '--instrument'?"),
         (["--task", "lm", "--", "x"], "the words after -- are the arguments of a script: name it with --script"),
         (
             [
@@ -319,6 +430,8 @@ def test_a_rank_is_told_its_place_as_torchrun_tells_it() -> None:
     ("device_id", "ranks", "environ", "name", "value"),
     [
         (None, 2, {}, "CUDA_VISIBLE_DEVICES", ""),
+        (None, 2, {}, "ACCELERATE_USE_CPU", "true"),
+        (None, 2, {"ACCELERATE_USE_CPU": "false"}, "ACCELERATE_USE_CPU", "false"),
         (None, 2, {}, "OMP_NUM_THREADS", "1"),
         (None, 1, {}, "OMP_NUM_THREADS", None),
         (None, 2, {"OMP_NUM_THREADS": "4"}, "OMP_NUM_THREADS", "4"),
@@ -332,7 +445,8 @@ def test_settings_of_a_machine(
 
 
 def test_gpus_stay_visible_and_gloo_uses_the_loopback_only_where_the_ranks_meet_there() -> None:
-    assert "CUDA_VISIBLE_DEVICES" not in launcher_environment(assignment(1), ("10.0.0.1", 1), {})
+    on_a_gpu = launcher_environment(assignment(1), ("10.0.0.1", 1), {})
+    assert not {"CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"} & on_a_gpu.keys()
     assert launcher_environment(assignment(), ("127.0.0.1", 1), {})["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in launcher_environment(assignment(), ("10.0.0.1", 1), {})
     assert "GLOO_SOCKET_IFNAME" not in launcher_environment(assignment(), ("::1", 1), {"GLOO_SOCKET_IFNAME": "x"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import select
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import synthetic
 
 from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S
 from gputrain_tui.history.runs import list_runs
@@ -54,6 +56,14 @@ class Tmux:
     def send(self, raw: str) -> None:
         """Send bytes as a terminal does that takes nothing out of a paste."""
         self._run("send-keys", "-H", *(f"{byte:02x}" for byte in raw.encode()))
+
+    def record(self, path: Path) -> None:
+        """Write all that programs send to the terminal into a file, too."""
+        self._run("pipe-pane", f"cat > {path}")
+
+    def buffer(self) -> str:
+        """Return tmux's newest buffer, from which it pastes."""
+        return self._run("show-buffer")
 
     def resize(self, columns: int, rows: int) -> None:
         self._run("resize-window", "-x", str(columns), "-y", str(rows))
@@ -192,3 +202,45 @@ def test_pasted_escape_sequences_press_no_key(terminal: Tmux, tmp_path: Path) ->
     assert list_runs(tmp_path / "home" / "runs") == []
     terminal.press("q")
     assert terminal.exit_code("gputrain", 1) == 0
+
+
+def copied(path: Path) -> list[str]:
+    """Return the texts that a program put on the terminal's clipboard (OSC 52)."""
+    found = re.findall(rb"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", path.read_bytes())
+    return [base64.b64decode(text).decode() for text in found]
+
+
+def test_selected_text_and_the_failure_reach_the_terminals_clipboard(terminal: Tmux, tmp_path: Path) -> None:
+    synthetic.run(tmp_path / "home" / "runs", steps=40, failed_rank=1, status="failed")
+    terminal.record(raw := tmp_path / "raw")
+    terminal.start(f"{GPUTRAIN} attach", 1)
+    screen = terminal.wait("out of memory", "Quit")
+    line = next(y for y, row in enumerate(screen.splitlines()) if "CUDA out of memory. Tried" in row)
+    begin = screen.splitlines()[line].index("CUDA out of memory")
+    for code, x, end in ((0, begin, "M"), (32, begin + 17, "M"), (0, begin + 17, "m")):
+        terminal.send(f"\x1b[<{code};{x + 1};{line + 1}{end}")
+    terminal.wait("text is selected")
+    terminal.press("C-c")
+    terminal.wait("copied 18 characters")
+    terminal.press("c")
+    terminal.wait("copied the failure")
+    terminal.press("C-c")
+    terminal.wait("q leaves the console")
+    terminal.press("q")
+    assert terminal.exit_code("gputrain attach", 1) == 0
+    selected, failure = copied(raw)
+    assert selected == "CUDA out of memory"
+    assert "rank 1 on localhost failed at step 40: out of memory" in failure
+    assert "torch.OutOfMemoryError" in failure
+    assert terminal.buffer() == failure, "tmux as it is by default takes none of that"
+
+
+def test_what_is_typed_ahead_goes_into_the_line_that_a_key_opens(terminal: Tmux, tmp_path: Path) -> None:
+    synthetic.run(tmp_path / "home" / "runs", nodes=2, ranks_per_node=4, steps=40)
+    terminal.start(f"{GPUTRAIN} attach", 1)
+    terminal.wait("ranks 8", "Quit")
+    terminal.type("/node001")  # in one read, as fast fingers and slow links send it
+    terminal.wait("ranks 8  /node001  4", "filter")
+    terminal.press("Tab")
+    terminal.press("q")
+    assert terminal.exit_code("gputrain attach", 1) == 0

@@ -188,7 +188,7 @@ def test_on_a_device_no_checkpoint_is_written_from_numbers_not_looked_at(
     options = {"max_updates": 100, "save_every_updates": save_every, "valid_every_epochs": 0, "save_every_epochs": 0}
     options |= {"optimizer": "adam" if save_every == 2 else "adadelta"}  # a fused one, and one that is not
     results = two_ranks.run(train_queued, str(tmp_path), options, {"poison": poison, "samples": 1000}, False)
-    assert [result["message"] for result in results] == [found, found]
+    assert [result["message"].partition("; look for")[0] for result in results] == [found, found]
     assert [result["updates"] for result in results] == [max(4, save_every)] * 2, "at the first save from there on"
     kept = {path.name for path in tmp_path.glob("*.pt")}
     assert kept <= ({"step_00000002.pt"} if save_every == 2 else set())
@@ -213,7 +213,7 @@ def test_no_step_waits_for_a_device_to_be_looked_at(two_ranks: Gang, tmp_path: P
 def test_the_statistics_of_a_batch_norm_are_not_taken_for_the_cause(tmp_path: Path) -> None:
     flags = ("--task", f"{ODD}BadSampleTask", "--batch-size", 5, "--no-shuffle", "--max-epochs", 1)
     done = train(tmp_path, *flags)
-    assert failure(done)["message"] == "non-finite loss at step 4: first in output of 0 (Linear)"
+    assert failure(done)["message"].startswith("non-finite loss at step 4: first in output of 0 (Linear); ")
 
 
 def test_a_model_that_its_optimizer_makes_infinite_is_not_saved(tmp_path: Path) -> None:

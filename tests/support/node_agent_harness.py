@@ -15,7 +15,7 @@ def _unreported(_: RankReport) -> None:
     raise AssertionError("run_node fills in how a rank reports")
 
 
-def main(target: str, run_dir: str, start_method: str = "light", init_method: str = "") -> int:
+def main(target: str, run_dir: str, start_method: str = "light", init_method: str = "", kind: str = "task") -> int:
     """Run two ranks; ``light`` is the fork server without torch, which most targets do not need."""
     world = 2
     if start_method == "light":
@@ -38,6 +38,7 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
             run_dir=run_dir,
             run_id="test",
             report=_unreported,
+            is_script=kind == "script",
         )
         for rank in range(world)
     ]

@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.contract.errors import RequestError
-from trainer.contract.record import Failure
+from trainer.contract.record import EventWriter, Failure, RunDir, Step
 
 
 def _mark(assignment: RankAssignment, text: str = "") -> None:
@@ -127,6 +128,23 @@ def one_raises(assignment: RankAssignment) -> None:
     if assignment.rank == 1:
         _await_marks(assignment)
         raise ZeroDivisionError("one over nothing\nand more")
+    _hang_without_gil()
+
+
+def one_raises_before_the_record_of_the_other_is_written(assignment: RankAssignment) -> None:
+    """As in the first steps of a training: what was measured waits for the writer's next turn."""
+    assert assignment.run_dir is not None
+    if assignment.rank == 0:
+        writer = EventWriter(RunDir(assignment.run_dir).rank_events(0), rank=0)
+        measured = [Step(time=time.time(), rank=0, step=1, epoch=1, steps=1, samples=8, loss=2.0)]
+        writer.before_each_write(lambda last: writer.write(measured.pop()) if last and measured else None)
+        end_signal.write_before_end(writer.write_now)
+        if not assignment.is_script:
+            assignment.stoppable()
+    _mark(assignment)
+    _await_marks(assignment)
+    if assignment.rank == 1:
+        raise ZeroDivisionError("one over nothing")
     _hang_without_gil()
 
 

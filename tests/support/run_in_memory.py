@@ -13,6 +13,9 @@ from trainer.contract.record import AnyEvent, Finding, GpuSample, NodeSample, Ra
 class RunInMemory:
     """A run in memory, as the console's own follower would hold it."""
 
+    standstill = None
+    over = False
+
     def __init__(self, world_size: int) -> None:
         self.state = RunState(world_size=world_size)
         self.series = Series(world_size)

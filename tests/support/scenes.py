@@ -159,7 +159,7 @@ def zoomed(key: str) -> Play:
 
 
 async def stack(pilot: Pilot[Any]) -> None:
-    await press(pilot, *["down"] * 6, "enter", "k")
+    await press(pilot, *["down"] * 6, "enter", "K")
     frames = [
         ("trainer/engine/loop.py", 212, "_step"),
         ("torch/_tensor.py", 647, "backward"),

@@ -15,6 +15,9 @@ from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.runs import Run
 
 NOW = synthetic.BEGIN + 60
+"""Where there is no step yet."""
+AFTER_STEP_S = 0.2
+"""From the last step to now: a run that goes on makes steps."""
 
 
 def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -27,11 +30,11 @@ def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None
     return run
 
 
-def console(run: Run | None, runs: Callable[[], list[Run]] = list) -> GputrainApp:
-    """Return a console whose clock stands still: ``settle`` moves it."""
+def console(run: Run | None, runs: Callable[[], list[Run]] = list, *, silent_s: float = AFTER_STEP_S) -> GputrainApp:
+    """Return a console whose clock stands still, ``silent_s`` after the last step: ``settle`` moves it."""
 
     def follow(found: Run) -> LiveRun:
-        live = LiveRun(found, now=lambda: NOW)
+        live = LiveRun(found, now=lambda: live.state.step_time + silent_s if live.state.step_time else NOW)
         while live.poll(60):
             pass  # a first frame that does not depend on how fast this machine is
         return live

@@ -22,15 +22,17 @@ from gputrain_tui.console.actions import (
     of_place,
 )
 from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.screens.console_screen import ConsoleScreen
 from gputrain_tui.console.screens.help import WITH_LOG, help_text
 from gputrain_tui.console.widgets.drawing import row_cells, row_text
+from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.key_bar import draw_keys
 from gputrain_tui.console.widgets.log_view import LogView
 
 
 def places() -> dict[str, type]:
     """Every place of the table with the class that has its actions."""
-    found: dict[str, type] = {EVERYWHERE: GputrainApp, "log": LogView}
+    found: dict[str, type] = {EVERYWHERE: GputrainApp, "log": LogView, "text": Findings}
     for module in pkgutil.iter_modules(screens.__path__):
         loaded = importlib.import_module(f"{screens.__name__}.{module.name}")
         for _, value in inspect.getmembers(loaded, inspect.isclass):
@@ -74,12 +76,20 @@ def test_a_clash_is_found() -> None:
     assert clashes((one, two)) == [("x", "one", "two")]
 
 
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [("r", {"resume"}), ("k", {"scroll_lines(-1)"}), ("j", {"scroll_lines(1)"}), ("G", {"follow"}), ("u", {"undo"})],
+)
+def test_keys_that_fingers_know_mean_one_thing_wherever_they_do_something(key: str, names: set[str]) -> None:
+    assert {action.name for action in ACTIONS if key in action.keys} == names
+
+
 def test_every_action_is_a_method_of_its_screen_or_of_the_app() -> None:
     known = places()
     for action in ACTIONS:
-        name = action.name.removeprefix("app.").partition("(")[0]
+        namespace, _, name = action.name.partition("(")[0].rpartition(".")
         for place in action.places:
-            owner = GputrainApp if action.name.startswith("app.") else known[place]
+            owner = {"app": GputrainApp, "screen": ConsoleScreen}.get(namespace, known[place])
             assert hasattr(owner, f"action_{name}"), f"{place}: {action.name}"
 
 
@@ -104,6 +114,14 @@ def test_the_footer_fits_and_always_says_how_to_leave(place: str, width: int) ->
     assert "q Quit" in row_text(row)
     for begin, end, action in spots:
         assert row_text(row)[begin:end].startswith(action.key_text)
+
+
+def test_after_the_end_of_a_run_the_footer_offers_what_is_next() -> None:
+    row, _ = draw_keys(footer("run", over=True), 120)
+    assert "r Resume  e Edit and rerun  C Compare" in row_text(row)
+    assert "Stop" not in row_text(row)
+    row, _ = draw_keys(footer("run"), 120)
+    assert "Resume" not in row_text(row)
 
 
 def test_a_narrow_footer_folds_the_panels_to_their_keys() -> None:

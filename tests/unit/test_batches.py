@@ -16,9 +16,9 @@ from trainer.data.batches import (
     GroupedIterator,
     Position,
     ShardedIterator,
-    epoch_order,
     rank_batch_sizes,
 )
+from trainer.data.epoch_order import epoch_order
 from trainer.data.loader import MicroBatch, pinned
 
 PAD = -1
@@ -244,7 +244,7 @@ def test_samples_of_alike_length_come_together() -> None:
 
 
 def test_lengths_are_sorted_within_pools_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.batches.POOL_BATCHES", 5)
+    monkeypatch.setattr("trainer.data.epoch_order.POOL_BATCHES", 5)
     lengths = torch.arange(100)
     pooled = epoch_order(100, seed=3, shuffle=True, lengths=lengths, chunk=2)
     plain = epoch_order(100, seed=3, shuffle=True)

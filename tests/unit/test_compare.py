@@ -9,7 +9,7 @@ from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, dra
 from gputrain_tui.history.compare import CurvePoints, LossHistory, RecipeDifference, differences, resampled
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
-from trainer.contract.record import RunStarted, Step, Validation
+from trainer.contract.record import RunEnded, RunStarted, Step, Validation
 
 BASE = 'name = "one"\n[train]\ntask = "lm"\nlr = 0.1\n[task]\ndata = "stdlib"\n'
 
@@ -68,9 +68,29 @@ def test_a_curve_runs_over_steps_or_over_seconds_since_the_start() -> None:
     assert found.seconds_at(10) == 5.0
     assert found.seconds_at(10.5) == 5.25
     steps, seconds = found.points(10, over_time=False), found.points(10, over_time=True)
-    assert steps.at[0] == pytest.approx(5.95)
+    assert (steps.at[0], steps.at[-1]) == pytest.approx((5.5, 95.5))
     assert [at * 0.5 for at in steps.at] == pytest.approx(seconds.at)
     assert steps.values == seconds.values
+
+
+@pytest.mark.parametrize("steps", [2, 3, 7, 100, 5000])
+@pytest.mark.parametrize("over_time", [False, True])
+def test_a_curve_reaches_the_last_step(steps: int, over_time: bool) -> None:
+    found = history(steps, 0.5)
+    points = found.points(140, over_time=over_time)
+    assert list(points.at) == sorted(points.at)
+    line = resampled(points, 140, found.last_second if over_time else float(found.last_step))
+    assert line[-1] == pytest.approx(steps, rel=0.01)
+
+
+def test_a_run_that_ended_within_one_event_is_drawn_from_its_first_step_to_its_last() -> None:
+    found = LossHistory(2)
+    for rank, losses in ((0, [5.0, 4.0, 3.0]), (1, [5.0, 4.0])):
+        found.apply(Step(time=101.0, rank=rank, step=len(losses), epoch=1, steps=len(losses), samples=3, loss=4.0,
+                         losses=losses, step_ms=100.0, step_ms_each=[100.0] * len(losses)))  # fmt: skip
+    found.apply(RunEnded(time=102.0, status="failed", exit_code=1))
+    assert (found.first_step, found.last_step, found.loss) == (1, 3, 4.0)
+    assert found.seconds_at(2) == pytest.approx(0.2)
 
 
 def test_the_best_validation_is_the_least_loss_of_the_valid_split() -> None:

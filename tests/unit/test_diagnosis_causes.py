@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 from test_diagnosis import Run, Slow, busy_machine, late, told
+from test_diagnosis_hosts import sampled
+from test_diagnosis_uneven import late_in_turns
 
 from gputrain_tui.cli import COMMANDS
 from gputrain_tui.console.actions import ACTIONS
@@ -126,7 +128,8 @@ def test_a_finding_says_who_how_much_why_and_what_to_do(extra: dict[str, float],
 def units(finding: Finding) -> list[str]:
     """Return the names of the evidence that have no unit."""
     known = ("_ms", "_s", "_bytes", "_share", "_percent", "_mhz", "_celsius", "_watts", "_nats", "_per_s", "_per_hour")
-    counts = ("followers", "steps", "first_step", "last_step")
+    counts = ("followers", "steps", "first_step", "last_step", "ranks", "cores", "busy_threads", "threads_to_set")
+    counts += tuple(f"{end}_{what}" for end in ("least", "most") for what in ("samples", "tokens"))
     return [name for name in finding.evidence if not name.endswith(known) and name not in counts]
 
 
@@ -141,7 +144,12 @@ def test_every_number_of_the_evidence_has_a_unit() -> None:
     stopped.steps(40)
     stopped.look()
     found += stopped.look(60.0)
-    assert {finding.kind for finding in found} == {"straggler", "communication_bound", "input_bound", "stalled"}
+    found += Run(2).steps(80, late_in_turns)
+    crowded = Run(2)
+    crowded.steps(10)
+    found += sampled(crowded, 12, wait_percent=80.0)
+    kinds = {"straggler", "imbalance", "communication_bound", "cpu_contention", "input_bound", "stalled"}
+    assert {finding.kind for finding in found} == kinds
     assert [units(finding) for finding in found] == [[]] * len(found)
 
 

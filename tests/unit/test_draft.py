@@ -6,7 +6,7 @@ import pytest
 
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.draft import Draft, Field, find_field, message_key, strip_location
-from gputrain_tui.recipe.files import recipe_files
+from gputrain_tui.recipe.files import complete_path, recipe_files
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
 
@@ -102,8 +102,59 @@ def test_an_empty_value_means_the_default() -> None:
 
 
 @pytest.mark.parametrize(
+    "text", [TEXT, '[train]\ntask = "lm"\n', '{"train": {"task": "lm"}, "cluster": {"nodes": [{"gpus": 2}]}}']
+)
+def test_adding_and_removing_a_node_is_no_change(text: str) -> None:
+    one = draft(text)
+    one.remove_node(one.add_node() - 1)
+    one.remove_node(one.add_node())
+    assert not one.changes
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("train.lr", "0.1"), ("cluster.nodes[0].cpu_ranks", "2"), ("name", "one"), ("train.seed", "")],
+)
+def test_setting_what_is_written_is_no_change(key: str, text: str) -> None:
+    one = draft()
+    one.set(key, "9")
+    one.set(key, text)
+    assert not one.changes
+
+
+def test_every_edit_can_be_undone_until_it_is_saved() -> None:
+    one = draft()
+    one.set("train.lr", "0.5")
+    one.reset("task.data")
+    one.add_node()
+    one.set_gpus(0, (1, 2))
+    one.remove_node(1)
+    one.set("train.lr", "0.5")
+    assert [one.undo() for _ in range(6)] == [
+        "cluster.nodes[0].host", "cluster.nodes[0].gpus", "cluster.nodes[0].host", "task.data", "train.lr", None,
+    ]  # fmt: skip
+    assert (one.text, one.changes) == (TEXT, {})
+    one.set("train.lr", "0.5")
+    one.mark_saved(TEXT, name="one.toml")
+    assert one.undo() is None
+
+
+def test_the_last_key_of_slurm_goes_with_its_table_which_alone_would_submit_the_run() -> None:
+    one = draft(TEXT + '\n[slurm]\npartition = "gpu"\n')
+    assert field(one, "slurm.partition").text == "gpu"
+    one.set("slurm.partition", "")
+    assert recipes.build(one.text, name=one.name, overrides=one.settings).slurm is None
+
+
+@pytest.mark.parametrize(
     ("key", "text", "said"),
     [
+        ("cluster.env", "A=1 B='two words'", ""),
+        ("cluster.env", "A=1 B", "must be NAME=VALUE"),
+        ("cluster.env", "A='1", "must be NAME=VALUE"),
+        ("cluster.env", "MASTER_PORT=1", "is computed"),
+        ("cluster.nodes[0].env", "1A=2", "no name of an environment variable"),
+        ("slurm.nodes", "0", ">= 1"),
         ("train.lr", "0.5", ""),
         ("train.lr", "-1", "one or more numbers > 0"),
         ("train.lr", "high", "one or more numbers > 0"),
@@ -159,6 +210,23 @@ def test_a_script_has_its_own_fields() -> None:
 def test_text_that_is_no_recipe_is_refused() -> None:
     with pytest.raises(RequestError, match="is not valid TOML"):
         draft("[train\n")
+
+
+def test_a_path_is_completed_as_far_as_all_files_agree(tmp_path: Path) -> None:
+    (tmp_path / "data" / "books").mkdir(parents=True)
+    for name in ("text.txt", "texts.txt", ".hidden"):
+        (tmp_path / name).touch()
+    for typed, completed, names in (
+        ("da", "data/", ["data/"]),
+        ("data/", "data/books/", ["books/"]),
+        ("te", "text", ["text.txt", "texts.txt"]),
+        ("text.", "text.txt", ["text.txt"]),
+        (".h", ".hidden", [".hidden"]),
+        ("none", "none", []),
+        ("none/x", "none/x", []),
+    ):
+        assert complete_path(typed, tmp_path) == (completed, names)
+    assert complete_path(f"{tmp_path}/da", Path("/")) == (f"{tmp_path}/data/", ["data/"])
 
 
 def test_recipes_are_found_in_the_folder_and_in_ones_own(tmp_path: Path) -> None:

@@ -136,12 +136,12 @@ def test_a_plain_line_has_every_measure() -> None:
 TABLES = {
     80: """\
 rank  host    device  steps    loss  samples/s  data  compute   sync  optimizer
-   0  node-a  cpu       120  3.5900      640.0  2.0%    50.0%  24.0%       4.0%
-   1  node-a  cpu       120  3.6000      640.0  2.0%    70.0%   4.0%       4.0%""",
+   0  node-a  cpu       120  3.1000      640.0  2.0%    50.0%  24.0%       4.0%
+   1  node-a  cpu       120  3.1100      640.0  2.0%    70.0%   4.0%       4.0%""",
     120: """\
 rank  host    device  steps    loss  samples/s  step ms  data  compute   sync  optimizer
-   0  node-a  cpu       120  3.5900      640.0     50.0  2.0%    50.0%  24.0%       4.0%
-   1  node-a  cpu       120  3.6000      640.0     50.0  2.0%    70.0%   4.0%       4.0%""",
+   0  node-a  cpu       120  3.1000      640.0     50.0  2.0%    50.0%  24.0%       4.0%
+   1  node-a  cpu       120  3.1100      640.0     50.0  2.0%    70.0%   4.0%       4.0%""",
 }
 
 

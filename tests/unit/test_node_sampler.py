@@ -9,8 +9,8 @@ import pytest
 
 from trainer.agent.node_sampler import Gpus, NodeSampler, rank_sample
 from trainer.contract.record import EventWriter, NodeSample, decode_events
-from trainer.host.cores import CoreTimes, parse_core_times
-from trainer.host.memory import memory_from
+from trainer.host.cores import CoreTimes, parse_core_times, usable_cores
+from trainer.host.memory import memory_from, read_container_memory
 from trainer.host.nvml import Nvml
 from trainer.host.processes import ProcessUsage, parse_usage
 
@@ -98,6 +98,55 @@ def test_a_busy_process_is_sampled_once_a_second_and_a_dead_one_is_left_out(tmp_
     assert isinstance(events[0], NodeSample)
     assert events[0].cpu_percent is None, "the first reading has nothing to compare with"
     assert (events[1].node, events[1].host) == (2, "here")
+
+
+def test_the_threads_of_a_rank_that_waits_for_a_core_are_counted(tmp_path: Path) -> None:
+    """A rank with two busy threads and one that sleeps, whose main thread has had no core half of the time."""
+    proc = tmp_path / "proc"
+    folder = proc / "77"
+
+    def write(second: int, *, main_wait_s: float, state: str = "R") -> None:
+        per_second = {"77": (0.5, main_wait_s), "78": (0.25, 0.75), "79": (0.0, 0.0)}
+        for thread, (ran, waited) in per_second.items():
+            (folder / "task" / thread).mkdir(parents=True, exist_ok=True)
+            line = f"{int(ran * 1e9 * second)} {int(waited * 1e9 * second)} 5"
+            (folder / "task" / thread / "schedstat").write_text(line)
+        (folder / "schedstat").write_text(f"1 {int(main_wait_s * 1e9 * second)} 5")
+        (folder / "statm").write_text("900 25 3")
+        (folder / "stat").write_text(STAT.replace(" R ", f" {state} "))
+
+    sampler = NodeSampler(0, "here", {0: 77}, writer=EventWriter(tmp_path / "events"), proc=proc)
+    counted = []
+    for second, main_wait_s in ((1, 0.5), (2, 0.5), (3, 0.5), (4, 0.3)):
+        write(second, main_wait_s=main_wait_s, state="T" if second == 4 else "R")
+        sample = sampler.poll(1000.0 + second)
+        assert sample is not None
+        counted.append((sample.ranks[0].busy_threads, sample.ranks[0].held))
+    assert counted == [(None, None), (None, None), (2.0, None), (None, "T")]
+    assert sample.cores == usable_cores()
+
+
+def test_the_memory_of_a_container_is_what_it_may_use_less_what_it_cannot_give_back(tmp_path: Path) -> None:
+    assert read_container_memory(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 400\nactive_file 150\n")
+    assert read_container_memory(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    memory = read_container_memory(tmp_path)
+    assert memory is not None
+    assert (memory.total_bytes, memory.used_bytes) == (1000, 350)
+
+
+def test_the_size_of_a_ranks_log_is_sampled(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    log.write_bytes(b"hello\n")
+    writer = EventWriter(tmp_path / "node-0.ndjson")
+    sampler = NodeSampler(0, "here", {0: os.getpid()}, writer=writer, log_of=lambda _: log)
+    sample = sampler.poll(1.0)
+    writer.close()
+    assert sample is not None
+    assert [rank.log_bytes for rank in sample.ranks] == [6]
 
 
 def test_without_a_record_nothing_is_read(tmp_path: Path) -> None:

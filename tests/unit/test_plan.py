@@ -462,12 +462,13 @@ def test_planning_a_thousand_nodes_costs_less_than_reading_their_recipe() -> Non
     assert min(planning_s) < min(reading_s)
 
 
-def test_a_script_is_planned_like_a_task_with_its_arguments_last() -> None:
-    found = with_run_dir(plan(build(SCRIPT, name="r.toml"), {}, local=HERE), "/runs/x")
+@pytest.mark.parametrize(("more", "flags"), [("", ()), ("instrument = false\n", ("--no-instrument",))])
+def test_a_script_is_planned_like_a_task_with_its_arguments_last(more: str, flags: tuple[str, ...]) -> None:
+    found = with_run_dir(plan(build(SCRIPT + more, name="r.toml"), {}, local=HERE), "/runs/x")
     (node,) = found.nodes
     at = node.argv.index("--start-method")
     assert node.argv[at:] == [
-        *("--start-method", "spawn", "--script", "train.py"),
+        *("--start-method", "spawn", "--script", "train.py", *flags),
         *("--run-dir", "/runs/x", "--node", "0", "--", "--lr", "1"),
     ]
 

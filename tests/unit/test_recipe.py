@@ -13,6 +13,7 @@ import pytest
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
 from gputrain_tui.recipe.pytext import DEFAULTS
+from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import key_lines, override
 from gputrain_tui.recipe.task_schema import build_schema
 from gputrain_tui.recipe.toml_writer import dump_toml
@@ -78,7 +79,7 @@ def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
 
 def says(found: Recipe) -> tuple[Any, ...]:
     """What a recipe says, without how it was written."""
-    return found.name, found.cluster, found.train, found.launch, found.script, dict(found.task_options)
+    return found.name, found.cluster, found.train, found.launch, found.script, dict(found.task_options), found.report
 
 
 def test_a_recipe_is_read_with_its_tables_typed() -> None:
@@ -409,7 +410,10 @@ def test_a_recipe_changed_in_a_form_is_written_with_its_comments() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [json.dumps(tomllib.loads(MNIST)), json.dumps(PYTEXT), BASE, '{"train": {"script": "a.py", "args": ["-x"]}}'],
+    [
+        *(json.dumps(tomllib.loads(MNIST)), json.dumps(PYTEXT), BASE, '{"train": {"script": "a.py", "args": ["-x"]}}'),
+        '{"train": {"script": "a.py", "instrument": false}}',
+    ],
 )
 def test_every_recipe_is_written_as_toml_that_loads_to_the_same(text: str) -> None:
     found = of(text)
@@ -424,7 +428,8 @@ def test_pytexts_own_configuration_becomes_a_docnn_recipe() -> None:
         "train_path": "base_dir/train_tiny.tsv",
         "eval_path": "base_dir/test_tiny.tsv",
         "test_path": "base_dir/test_tiny.tsv",
-        "format": "text_label",
+        "text_column": "0",
+        "label_column": "1",
     }
     train = found.train
     assert (train.task, train.batch_size, train.max_epochs, train.optimizer) == ("docnn", (16,), 10, "adam")
@@ -475,10 +480,75 @@ def test_pytexts_training_settings_are_translated() -> None:
     )
     assert (train.seed, train.clip_norm) == (5, 0.0)
     assert found.task_options["kernel_sizes"] == [2, 3, 4]
-    assert found.task_options["format"] == "label_text"
     tensorboard, export = found.notes
     assert "use_tensorboard has no effect" in tensorboard
     assert "export_onnx_path has no effect: `gputrain export RUN --to safetensors` writes the weights" in export
+
+
+def tsv_source(**source: Any) -> str:
+    """Write a configuration of PyText whose data comes from TSV files, in the spelling of its newer versions."""
+    table = {"data": {"source": {"TSVDataSource": {"train_filename": "t.tsv", **source}}}}
+    return pytext(task={"DocumentClassificationTask": table})
+
+
+@pytest.mark.parametrize(
+    ("source", "columns"),
+    [
+        ({"field_names": ["label", "slots", "text"]}, ("2", "0")),
+        ({"field_names": ["stars", "phrase"], "column_mapping": {"phrase": "text", "stars": "doc_label"}}, ("1", "0")),
+        ({"field_names": ["text", "stars"], "column_mapping": {"stars": "label"}}, ("0", "1")),
+        ({"column_mapping": {"phrase": "text", "stars": "label"}}, ("phrase", "stars")),
+        ({"column_mapping": {"phrase": "text"}}, ("phrase", None)),
+        ({}, (None, None)),
+    ],
+)
+def test_pytexts_columns_are_found_by_number_or_by_name(
+    source: dict[str, Any], columns: tuple[str | None, str | None]
+) -> None:
+    options = of(tsv_source(**source)).task_options
+    assert (options.get("text_column"), options.get("label_column")) == columns
+
+
+REPORT = '[train]\nscript = "a.py"\n[report]\n'
+
+
+@pytest.mark.parametrize(
+    ("keys", "report"),
+    [
+        ("tensorboard = true", ReportOptions(tensorboard="true")),
+        ("tensorboard = false", ReportOptions()),
+        ('tensorboard = "runs"\nwandb = "mnist"', ReportOptions(tensorboard="runs", wandb="mnist")),
+        ('on_end = "echo $GPUTRAIN_RUN_STATUS"', ReportOptions(on_end="echo $GPUTRAIN_RUN_STATUS")),
+    ],
+)
+def test_a_recipe_says_where_else_its_run_is_reported(keys: str, report: ReportOptions) -> None:
+    found = of(REPORT + keys)
+    assert found.report == report
+    changed = replace(found, name="other")
+    assert (keys in dump_toml(changed)) == (report != ReportOptions()), "in its own spelling, and no default"
+    assert of(dump_toml(changed)).report == report
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("tensorbord = true", "r.toml:4: report.tensorbord is not known; did you mean 'tensorboard'?"),
+        ("tensorboard = 3", "r.toml:4: report.tensorboard is 3, but must be text or true or false"),
+        ('wandb = ""', "r.toml:4: report.wandb is '', but must be text"),
+        ("on_end = 1", "r.toml:4: report.on_end is 1, but must be text"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(keys: str, message: str) -> None:
+    assert refusal(REPORT + keys) == message
+
+
+def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
+    recipe = '[train]\ntask = "docnn"\nmax_updates = 1\n[task]\ntrain_path = "t.tsv"\n'
+    found = of(recipe + 'text_column = 1\nlabel_column = "stars"\n')
+    assert (found.task_options["text_column"], found.task_options["label_column"]) == ("1", "stars")
+    assert "task.text_column is 1.5, but must be text or an integer" in refusal(recipe + "text_column = 1.5\n")
+    both = refusal(recipe + 'text_column = 1\nformat = "glue"\n')
+    assert "text_column is '1', but format is glue, which says where both columns are" in both
 
 
 @pytest.mark.parametrize(
@@ -490,7 +560,18 @@ def test_pytexts_training_settings_are_translated() -> None:
             "config.task.DocClassificationTask.data_handler.train_pth is not understood; did you mean",
         ),
         (pytext(task={"DocClassificationTask": {}}), "task.train_path is missing: TSV file to train on"),
-        (pytext(task={"DocClassificationTask": {"data_handler": {"columns_to_read": ["a"]}}}), 'must be ["text", "doc'),
+        (tsv_source(field_names=["a"]), """source.TSVDataSource.field_names is ['a'], but must have a "text" and a"""),
+        (tsv_source(field_names="text"), "field_names is 'text', but must be a list of names of columns"),
+        (tsv_source(field_names=["text", "text2"], column_mapping={"text2": "text"}), "two columns are the text; keep"),
+        (
+            tsv_source(field_names=["stars", "text"], column_mapping={"star": "label"}),
+            "column_mapping.star is no column of ['stars', 'text']; did you mean 'stars'?",
+        ),
+        (
+            tsv_source(column_mapping={"phrase": "txt"}),
+            "column_mapping.phrase is 'txt', but must be text or label; did you mean 'text'?",
+        ),
+        (tsv_source(column_mapping="text"), "column_mapping is 'text', but must be a table"),
         (
             pytext(distributed_world_size=0),
             "r.toml:17: config.distributed_world_size is 0, but must be an integer >= 1",

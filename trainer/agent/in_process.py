@@ -111,7 +111,10 @@ class _InProcessAgent:
         assignment = self._assignment
         local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
         writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
-        sampler = NodeSampler(assignment.node, assignment.host, local_ranks.pids, writer=writer, interval_s=SAMPLE_S)
+        log_of = self._run_dir.rank_log
+        sampler = NodeSampler(
+            assignment.node, assignment.host, local_ranks.pids, writer=writer, log_of=log_of, interval_s=SAMPLE_S
+        )
         asked_gpus = False
         while not self._over.wait(SAMPLE_S):
             local_ranks.read()

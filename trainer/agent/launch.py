@@ -36,7 +36,8 @@ STDOUT = 1
 
 RANK_TARGET = "trainer.engine.worker:run_rank"
 SCRIPT_TARGET = "trainer.agent.script:run_script"
-SCRIPT_PRELOADED = ("trainer.agent.preload_first", "trainer.agent.script")
+MEASURED_SCRIPT_TARGET = "trainer.telemetry.instrument:run_script"
+SCRIPT_PRELOADED = ("trainer.agent.preload_first", "trainer.agent.script", "trainer.telemetry.instrument")
 """What the fork server imports for scripts: no torch, because a script may set how it loads in its environment."""
 
 
@@ -89,7 +90,7 @@ def launch(
                 [_for_script(assignment, address, environ) for assignment in assignments],
                 start_method=options.start_method,
                 environ=environ,
-                target=SCRIPT_TARGET,
+                target=MEASURED_SCRIPT_TARGET if script.instrument and run_dir is not None else SCRIPT_TARGET,
                 preloaded=SCRIPT_PRELOADED,
             )
         elif decision.spawn:

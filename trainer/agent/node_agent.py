@@ -147,6 +147,7 @@ class _NodeAgent:
             self._pids,
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
+            log_of=RunDir(first.run_dir).rank_log,
             interval_s=SAMPLE_S,
         )
 

@@ -5,28 +5,32 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample
-from trainer.host.cores import CoreTimes, read_core_times
-from trainer.host.memory import read_memory
+from trainer.contract.record.regular_file import size_of
+from trainer.host.cores import CoreTimes, read_core_times, usable_cores
+from trainer.host.memory import read_container_memory, read_memory
 from trainer.host.proc_files import PROC
-from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, read_usage, sleeps_in
+from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, busy_ns, read_usage, sleeps_in
 
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml
 
 ASLEEP_PERCENT = 2.0
 """Of a core: with less a process does next to nothing; two ticks of the kernel's clock in a second."""
+WAITS_PERCENT = 10.0
+"""Of the time: where its main thread waits so long for a core, all threads of a process are looked at."""
 
 
 def rank_sample(
     rank: int, before: ProcessUsage | None, after: ProcessUsage, *, seconds: float, tick_hz: int
 ) -> RankSample:
     """Turn two readings of a rank's process into shares of the time between them."""
-    sample = RankSample(rank=rank, rss_bytes=after.rss_bytes)
+    sample = RankSample(rank=rank, rss_bytes=after.rss_bytes, held=after.held)
     if before is None or seconds <= 0:
         return sample
     if before.ticks is not None and after.ticks is not None:
@@ -116,6 +120,7 @@ class NodeSampler:
         pids: Rank to process id; read at each sample, so ranks may be added and taken away.
         gpus: The GPUs of this node's ranks; None for CPU ranks.
         writer: Where events go; when it is not enabled nothing is read.
+        log_of: Rank to its log, whose size is sampled; None: none is.
         interval_s: Least time between two samples.
         proc: Where the process file system is.
     """
@@ -128,6 +133,7 @@ class NodeSampler:
         *,
         writer: EventWriter,
         gpus: Gpus | None = None,
+        log_of: Callable[[int], Path] | None = None,
         interval_s: float = 1.0,
         proc: Path = PROC,
     ) -> None:
@@ -138,9 +144,13 @@ class NodeSampler:
         self._interval_s = interval_s
         self._proc = proc
         self._gpus = gpus
+        self._log_of = log_of
         self._last: float | None = None
+        self._usable_cores = usable_cores()
         self._cores: CoreTimes | None = None
         self._processes: dict[int, ProcessUsage] = {}
+        self._busy_ns: dict[int, dict[str, int]] = {}
+        """By rank, of those whose threads were looked at in the last sample."""
 
     def poll(self, now: float) -> NodeSample | None:
         """Take a sample when one is due, write it and return it.
@@ -152,11 +162,12 @@ class NodeSampler:
             return None
         seconds = 0.0 if self._last is None else now - self._last
         self._last = now
-        memory = read_memory(self._proc)
+        memory = read_container_memory() or read_memory(self._proc)
         sample = NodeSample(
             time=now,
             node=self._node,
             host=self._host,
+            cores=self._usable_cores,
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
         )
@@ -167,6 +178,7 @@ class NodeSampler:
             sample.steal_percent = _percent(after.stolen - before.stolen, ticks)
         self._cores = after
         processes: dict[int, ProcessUsage] = {}
+        threads: dict[int, dict[str, int]] = {}
         for rank, pid in sorted(self._pids.items()):
             process = read_usage(pid, proc=self._proc)
             if process is None:
@@ -175,9 +187,23 @@ class NodeSampler:
             of_rank = rank_sample(rank, earlier, process, seconds=seconds, tick_hz=CLOCK_TICKS_HZ)
             if of_rank.cpu_percent is not None and of_rank.cpu_percent < ASLEEP_PERCENT:
                 of_rank.sleeps_in = sleeps_in(pid, proc=self._proc)
+            if (of_rank.wait_percent or 0.0) >= WAITS_PERCENT:
+                threads[rank] = busy_ns(pid, proc=self._proc)
+                if rank in self._busy_ns:
+                    known = self._busy_ns[rank]
+                    busy = sum(total - known.get(thread, 0) for thread, total in threads[rank].items())
+                    of_rank.busy_threads = round(busy / 1e9 / seconds, 1)
+            if self._log_of is not None:
+                of_rank.log_bytes = size_of(self._log_of(rank))
             sample.ranks.append(of_rank)
             processes[rank] = process
-        self._processes = processes
+        self._processes, self._busy_ns = processes, threads
+        if before is not None and after is not None and seconds > 0 and self._usable_cores == os.cpu_count():
+            others = after.busy - after.stolen - before.busy + before.stolen
+            others_percent = _percent(others / CLOCK_TICKS_HZ, seconds)
+            sample.other_cpu_percent = max(
+                0.0, round(others_percent - sum(r.cpu_percent or 0 for r in sample.ranks), 1)
+            )
         if self._gpus is not None:
             sample.gpus = self._gpus.sample()
         self._writer.write(sample)

@@ -15,8 +15,11 @@ from typing import Any
 from trainer.agent.forkserver import environment
 from trainer.contract.record import RunDir
 
-LONGEST_SOCKET_FOLDER = 60
-"""Bytes that a folder's path may have for sockets in its subfolders to stay under the kernel's limit of 108."""
+LONGEST_SOCKET_FOLDER = 71
+"""Bytes that a folder's path may have for sockets in its subfolders, 36 bytes more, to stay under the kernel's 108.
+
+The supervisor's limit, 60 for the folder above that of the node, keeps below it: no folder is needed in that one then.
+"""
 
 
 @contextlib.contextmanager

@@ -15,11 +15,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from trainer.agent import own_package
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
 from trainer.agent.log_tail import last_error
@@ -29,14 +31,27 @@ from trainer.contract.outcome import is_lost_peer
 from trainer.contract.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
 
 
-def run_script(assignment: RankAssignment) -> int:
-    """Run the script, report how it ended, and return the exit code for ``os._exit``."""
+def run_script(
+    assignment: RankAssignment, *, at_end: Callable[[], None] = lambda: None, hidden: str | None = None
+) -> int:
+    """Run the script, report how it ended, and return the exit code for ``os._exit``.
+
+    Args:
+        assignment: The rank.
+        at_end: Called when the script's code has ended, before its end is recorded.
+        hidden: Folder whose frames the tracebacks of the script leave out.
+    """
     script, *arguments = assignment.words
+    pid = os.getpid()
     # By this pid trainer.watch knows that the states of the rank are recorded here.
     os.environ[RANK_PID] = str(os.getpid())
-    _look_like_an_interpreter(script, arguments)
     _write(assignment, _state(assignment, "training"))
-    code, failure = _run(script, assignment)
+    _look_like_an_interpreter(script, arguments)
+    code, failure = _run(script, assignment, hidden)
+    if os.getpid() != pid:
+        return code  # a process that the script has forked: its end is not the rank's
+    own_package.show_again()
+    at_end()
     if failure is not None:
         _write(assignment, _state(assignment, "failed", failure.message), failure)
         assignment.failed(failure)
@@ -52,7 +67,9 @@ def run_script(assignment: RankAssignment) -> int:
 def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:
     """Remove the traces of how the process was started that a script could depend on."""
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    folder = Path(script).resolve().parent
+    sys.path.insert(0, str(folder))
+    own_package.hide_from_script(folder)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
@@ -63,7 +80,7 @@ def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:
     multiprocessing.current_process().name = "MainProcess"
 
 
-def _run(script: str, assignment: RankAssignment) -> tuple[int, Failure | None]:
+def _run(script: str, assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure | None]:
     """Run the script as ``__main__``; return its exit code and what went wrong."""
     began_at = _log_size(assignment)
     try:
@@ -81,6 +98,8 @@ def _run(script: str, assignment: RankAssignment) -> tuple[int, Failure | None]:
         return code, _left(assignment, f"the script left by sys.exit({code})" + (words and f": {words}"))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the record says it and the rank ends)
         error.__traceback__ = _of_the_script(error.__traceback__)
+        if hidden is not None:
+            _hide_frames(error, hidden, set())
         sys.excepthook(type(error), error, error.__traceback__)
         return ExitCode.FAILED, failure_of(error, kind=_kind(error), rank=assignment.rank, host=assignment.host)
     return ExitCode.FINISHED, None
@@ -115,6 +134,25 @@ def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
+
+
+def _hide_frames(error: BaseException | None, folder: str, done: set[int]) -> None:
+    """Leave out the frames of the files in a folder, also in what an exception was raised from."""
+    while error is not None and id(error) not in done:
+        done.add(id(error))
+        shown: TracebackType | None = None
+        frames = []
+        trace = error.__traceback__
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        for frame in reversed(frames):
+            if not frame.tb_frame.f_code.co_filename.startswith(folder):
+                frame.tb_next = shown
+                shown = frame
+        error.__traceback__ = shown
+        _hide_frames(error.__cause__, folder, done)
+        error = error.__context__
 
 
 def _kind(error: BaseException) -> str:

@@ -84,6 +84,8 @@ def launcher_environment(
     if assignment.device_id is None:
         # Ranks on the CPU were asked for: a script would take a GPU that it sees.
         settings["CUDA_VISIBLE_DEVICES"] = ""
+        # Without it accelerate, and so Hugging Face's Trainer, lets each rank on a CPU train alone.
+        settings["ACCELERATE_USE_CPU"] = environ.get("ACCELERATE_USE_CPU", "true")
     if is_loopback(host) and "GLOO_SOCKET_IFNAME" not in environ:
         # Gloo otherwise asks what the machine's own name resolves to, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"

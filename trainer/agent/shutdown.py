@@ -12,6 +12,8 @@ from trainer.contract.record import Failure
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 
+LAST_WRITE_S = 0.2
+"""Time for the rest of a script's record before SIGTERM, which may end it without another line of Python."""
 TERMINATION_S = 1.5
 """Time from the signal that ends a rank to SIGKILL."""
 CAUSE_WAIT_S = 1.0
@@ -33,6 +35,8 @@ class Shutdown:
         """Ranks that were asked to stop and did not answer in time."""
         self.kill_at: float | None = None
         """When ranks that were asked to end are killed, on the monotonic clock."""
+        self._terminate_at: float | None = None
+        """When scripts that were asked to write their record are ended."""
         self._cause_until: float | None = None
         self._killed_at: float | None = None
         self._answer_until: float | None = None
@@ -43,10 +47,13 @@ class Shutdown:
     def stop(self, ranks: Sequence[WorkerProcess], grace_s: float = TERMINATION_S) -> None:
         """End all ranks now; those that a signal does not end are killed after a grace."""
         if self.kill_at is None:
-            self.kill_at = time.monotonic() + grace_s
+            now = time.monotonic()
+            self.kill_at = now + grace_s
+            self._terminate_at = now + LAST_WRITE_S
             for rank in ranks:
                 # A rank that can save takes SIGTERM as a request to do so.
-                rank.signal(NOW_SIGNAL if rank.stoppable else signal.SIGTERM)
+                has_record = rank.stoppable or rank.assignment.is_script
+                rank.signal(NOW_SIGNAL if has_record else signal.SIGTERM)
 
     def _follow_stop_request(self, running: Sequence[WorkerProcess], now: float) -> None:
         """Let all ranks save and leave where each can; end all at once where one cannot, or the stop level says so."""
@@ -96,6 +103,11 @@ class Shutdown:
         for rank in running:
             if rank.done_at is not None and now >= rank.done_at + PROCESS_EXIT_S:
                 rank.signal(signal.SIGKILL)
+        if self._terminate_at is not None and now >= self._terminate_at:
+            self._terminate_at = None
+            for rank in running:
+                if rank.assignment.is_script:
+                    rank.signal(signal.SIGTERM)
         if self.kill_at is None or now < self.kill_at:
             return False
         if self._killed_at is None:
@@ -107,7 +119,7 @@ class Shutdown:
     def due_in_s(self, running: Sequence[WorkerProcess]) -> float | None:
         """Return the time until ``act`` is due, None for never; reports and ends of ranks come before that."""
         due = [rank.done_at + PROCESS_EXIT_S for rank in running if rank.done_at is not None]
-        due += [moment for moment in (self.kill_at, self._cause_until) if moment is not None]
+        due += [moment for moment in (self.kill_at, self._terminate_at, self._cause_until) if moment is not None]
         answers = (self._answer_until, self._save_until)
         due += [moment for moment in answers if moment is not None and moment > time.monotonic()]
         if self._killed_at is not None:

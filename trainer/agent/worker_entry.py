@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
+from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
 from trainer.contract.errors import ExitCode, RequestError, TrainingError
@@ -28,6 +29,7 @@ RankFunction = Callable[[RankAssignment], object]
 def enter(target: str, assignment: RankAssignment) -> NoReturn:
     """Run ``module:function`` as the rank of a process that was started for it."""
     assert assignment.parent_pid is not None
+    end_signal.hold(ends=not assignment.is_script)
     process_guard.die_with_process(assignment.parent_pid)
     process_guard.set_signals()
     _set_environment(assignment)

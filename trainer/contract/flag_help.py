@@ -37,7 +37,7 @@ COLUMN = 34
 def render(task: str, task_options: Sequence[Option] | None, width: int) -> str:
     """Return the whole help for a terminal of ``width`` columns; task and its options may be absent."""
     parts = [USAGE]
-    script = [msgspec.structs.replace(option, required=False) for option in describe(Script) if option.name == "script"]
+    script = [msgspec.structs.replace(option, required=False) for option in describe(Script) if option.name != "args"]
     parts.append(_group("Ranks", [*describe(Distributed), *script], width))
     groups: dict[str, list[Option]] = {}
     for option in describe(Training):

@@ -116,6 +116,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(min_length=1, description="a Python script to run instead of a task; its arguments follow --")
     ]
     args: Annotated[tuple[str, ...], Meta(description="the script's arguments")] = ()
+    instrument: Annotated[
+        bool, Meta(description="measure the script's steps, phases and gradient synchronisation; needs a record")
+    ] = True
 
 
 class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

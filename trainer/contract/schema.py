@@ -2,7 +2,7 @@
 
 A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose fields are annotated with ``Meta``:
 ``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group``, ``aliases``,
-``spellings``, ``switches`` and ``per_rank``.
+``spellings``, ``switches``, ``per_rank`` and ``or_kind``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NONE = "none"
 """Text for None, for an optional option whose default is a value."""
 
 
-def option_meta(group: str, description: str, *, per_rank: bool = False, **bounds: Any) -> Meta:
+def option_meta(group: str, description: str, *, per_rank: bool = False, or_kind: str = "", **bounds: Any) -> Meta:
     """Return the annotation of an option: heading and help, and bounds as ``Meta`` takes them."""
-    return Meta(description=description, extra={"group": group, "per_rank": per_rank}, **bounds)
+    return Meta(description=description, extra={"group": group, "per_rank": per_rank, "or_kind": or_kind}, **bounds)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +62,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Flags without a value, complete with their dashes, and the value that each stands for."""
     per_rank: bool = False
     """Whether ranks of one training may have different values: a path, or how fast a rank works."""
+    or_kind: Literal["", "int", "bool"] = ""
+    """Of a text: what else is taken, for its text, as a column has a name or a number."""
 
     @property
     def flag(self) -> str:
@@ -74,6 +76,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
+        if self.or_kind:
+            one["str"] = f"text or {one[self.or_kind]}"
         many = {"int": "integers", "float": "numbers", "str": "texts"}
         text = one[self.kind] if self.kind != "list" else f"{self._how_many} {many.get(self.item_kind or '', 'values')}"
         bounds = []
@@ -164,6 +168,7 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         spellings=dict(extra.get("spellings", {})),
         switches=dict(extra.get("switches", {})),
         per_rank=bool(extra.get("per_rank")),
+        or_kind=extra.get("or_kind", ""),
     )
 
 
@@ -228,6 +233,8 @@ def _coerce(option: Option, value: Any, where: str) -> Any:
         return None
     if isinstance(value, str):
         value = option.spellings.get(value, value)
+    elif option.or_kind and type(value).__name__ == option.or_kind:
+        value = str(value).lower()
     try:
         if option.kind != "list":
             return _coerce_scalar(option.kind, value)

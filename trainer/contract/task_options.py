@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, quoted
 from trainer.contract.schema import option_meta
 from trainer.contract.task_files import idx_file, require_file, text_files
 
@@ -34,6 +34,8 @@ ValidFraction = Annotated[
 ]
 Dropout = Annotated[float, option_meta("Model", "dropout probability", ge=0, lt=1)]
 
+COLUMN = "its name in the header, or its number from 0; default: by the usual names of a header, else by format"
+"""Help of a column."""
 TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
 
@@ -93,12 +95,22 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "text_label", "label_text", "glue"],
         option_meta("Data", "columns of the TSV files: glue has a header with sentence and label; auto looks"),
     ] = "auto"
+    text_column: Annotated[str, option_meta("Data", f"column of the sentences: {COLUMN}", or_kind="int")] | None = None
+    label_column: Annotated[str, option_meta("Data", f"column of the labels: {COLUMN}", or_kind="int")] | None = None
     embedding_dim: Annotated[int, option_meta("Model", "width of a word's embedding", ge=1)] = 100
     kernel_num: Annotated[int, option_meta("Model", "convolution filters per kernel size", ge=1)] = 100
     kernel_sizes: Annotated[
         tuple[Annotated[int, Meta(ge=1)], ...], option_meta("Model", "words that a filter sees at once", min_length=1)
     ] = (3, 4)
     dropout: Dropout = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("text_column", "label_column"):
+            if self.format != "auto" and (column := getattr(self, name)) is not None:
+                raise RequestError(
+                    f"{name} is {quoted(column)}, but format is {self.format}, which says where both columns are; "
+                    "leave out one of them"
+                )
 
     def check_data(self) -> None:
         """Check that the files exist, without reading them.

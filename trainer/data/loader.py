@@ -56,7 +56,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class Refused:
+class CarriedError:
     """An error for a person, carried from a worker to its rank without the loader's traceback around it."""
 
     error: RequestError | TrainingError
@@ -82,7 +82,7 @@ class _Fetch:
         try:
             return self(request.indices)
         except (RequestError, TrainingError) as error:
-            return Refused(error)
+            return CarriedError(error)
 
 
 class _Requests(Sampler[_Request]):
@@ -178,7 +178,7 @@ class BatchLoader:
                 low, high = bounds(start)
                 if low < high:
                     batch = next(self._ahead)
-                    if isinstance(batch, Refused):
+                    if isinstance(batch, CarriedError):
                         raise batch.error
                     yield MicroBatch(batch, high - low)
                 else:
@@ -228,6 +228,5 @@ def start_worker(rank_pid: int, method: str, worker: int) -> None:
         process_guard.die_with_parent_process()
         if os.getppid() != rank_pid:  # The rank ended before the request above.
             os._exit(1)
-    process_guard.set_signals()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a scheduler may send them to every process of a job
-        signal.signal(number, signal.SIG_IGN)
+    # A scheduler may send these to every process of a job.
+    process_guard.set_signals(ignored=(signal.SIGTERM, signal.SIGHUP))

@@ -23,7 +23,7 @@ from torch.utils.data._utils import worker as torch_worker
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.batches import Position, Shares, Update
 from trainer.data.dataset import StreamDataset, length_of
-from trainer.data.loader import Collate, MicroBatch, Refused, as_it_is, mix_seed, pinned, start_worker
+from trainer.data.loader import CarriedError, Collate, MicroBatch, as_it_is, mix_seed, pinned, start_worker
 from trainer.data.seeds import RandomNumbers
 from trainer.data.worker_start import start_method
 from trainer.distributed.encoding import encode
@@ -137,7 +137,7 @@ class _InWorker(IterableDataset[Any]):
         try:
             yield from reading
         except (RequestError, TrainingError) as error:
-            yield Refused(error)
+            yield CarriedError(error)
 
 
 class StreamReader:
@@ -201,7 +201,7 @@ class StreamReader:
             blocks = iter(loader)
         head = ""
         for block in blocks:  # of the workers in turn
-            if isinstance(block, Refused):
+            if isinstance(block, CarriedError):
                 raise block.error
             head = head or block.head
             if block.head != head:

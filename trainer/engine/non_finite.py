@@ -21,6 +21,12 @@ from trainer.contract.errors import TrainingError
 from trainer.distributed.host_copies import HostCopies, HostCopy
 from trainer.tasks.task import Task, summed_loss
 
+AGAIN = (
+    "dropout and other random numbers were drawn anew, or the number came from one of them: lower --lr, or set "
+    "--clip-norm"
+)
+"""Why the same batch may give finite numbers the next time, and what to try."""
+
 
 class NonFiniteError(TrainingError):
     """A loss, gradient or parameter is infinite or not a number."""
@@ -94,10 +100,10 @@ class FiniteCheck:
         if math.isfinite(value := loss.item()):
             return value
         if where := self._locate(batch):
-            raise NonFiniteError(f"non-finite loss at step {step}: first in {where}")
+            raise NonFiniteError(f"non-finite loss at step {step}: first in {where}; {remedy(where)}")
         raise NonFiniteError(
             f"non-finite loss at step {step}: the same batch computed again gives finite numbers, so no module can be "
-            "named; computing it again draws random numbers, such as dropout's, anew"
+            f"named; {AGAIN}"
         )
 
     def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
@@ -171,16 +177,15 @@ class FiniteCheck:
             raise NonFiniteError(
                 f"non-finite loss at step {at}: "
                 + (
-                    f"first in {places}"
+                    f"first in {places}; {remedy(places)}"
                     if places
-                    else "the same batch computed again gives finite numbers, so no module can be named; computing it "
-                    "again draws random numbers, such as dropout's, anew"
+                    else f"the same batch computed again gives finite numbers, so no module can be named; {AGAIN}"
                 )
             )
         if found := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(told) if where]:
             raise NonFiniteError(
                 f"non-finite model after step {step}, though every loss and gradient was finite: first in "
-                f"{'; '.join(found)}; lower --lr, or set --clip-norm"
+                f"{'; '.join(found)}; {remedy('parameter')}"
             )
 
     def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:
@@ -207,10 +212,10 @@ class FiniteCheck:
     def _gradient_trouble(self, step: int, batch: Any) -> str:
         """Say where the gradient of a step became non-finite; every rank looks into its batch of that step."""
         if places := self._places(batch):
-            return f"non-finite gradient at step {step}: first in {places}"
+            return f"non-finite gradient at step {step}: first in {places}; {remedy(places)}"
         return (
             f"non-finite gradient at step {step}: {self._seen_in_gradients()}; the last batch of each rank computed "
-            "again gives finite gradients, so the module where it began cannot be named"
+            "again gives finite gradients, so the module where it began cannot be named; lower --lr"
         )
 
     def _places(self, batch: Any) -> str:
@@ -280,6 +285,22 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
         if gradient is not None and not _finite(gradient):
             return f"gradient of {name}"
     return ""
+
+
+REMEDIES = {
+    "parameter": "an update before has made it so: lower --lr, or set --clip-norm",
+    "output": "look for such a number, or one out of all proportion, in this batch; if there is none, lower --lr, set "
+    "--clip-norm, or take bf16 instead of fp16",
+    "the loss": "look for the logarithm of 0, or a division by 0, where the task computes its loss",
+    "gradient": "look for a square root or logarithm of 0, or a division by 0, there or in what comes after it; if "
+    "there is none, lower --lr",
+}
+"""By the place where the first number that is not finite appears, as ``locate`` names it."""
+
+
+def remedy(places: str) -> str:
+    """Return what to try, by the first of some places."""
+    return next(text for place, text in REMEDIES.items() if places.startswith(place))
 
 
 def _output_hook(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainer import distributed
+from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
 from trainer.agent.narration import Narration
@@ -47,6 +48,7 @@ def run_rank(assignment: RankAssignment) -> int:
     """
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     writer = EventWriter(run_dir.rank_events(assignment.rank) if run_dir else None, rank=assignment.rank)
+    end_signal.write_before_end(writer.write_now)
     return _Rank(assignment, run_dir, writer).run()
 
 

@@ -42,6 +42,17 @@ def read_container_limit_bytes(cgroup: Path = CGROUP) -> int | None:
     return read_number(cgroup / "memory.max")
 
 
+def read_container_memory(cgroup: Path = CGROUP) -> Memory | None:
+    """Return the memory that this container may use; None without a limit."""
+    limit, used = read_container_limit_bytes(cgroup), read_number(cgroup / "memory.current")
+    if limit is None or used is None:
+        return None
+    # The kernel drops pages of files before it kills a process.
+    lines = (line.split() for line in read_text(cgroup / "memory.stat").splitlines())
+    cached = sum(int(size) for name, size in lines if name in ("active_file", "inactive_file"))
+    return Memory(total_bytes=limit, available_bytes=max(0, limit - used + cached))
+
+
 def memory_from(meminfo: str) -> Memory:
     """Read ``/proc/meminfo``."""
     return Memory(

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from trainer.contract.record.regular_file import open_to_append
@@ -74,12 +75,16 @@ def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def set_signals() -> None:
-    """Leave what asks to save to the node agent, let its signals kill even inside a collective, print stacks."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def set_signals(*, ignored: Collection[int] = ()) -> None:
+    """Leave what asks to save to the node agent, let its signals kill even inside a collective, print stacks.
+
+    Args:
+        ignored: further signals to ignore, also where one came while they were blocked.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(NOW_SIGNAL, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, *ignored):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
     print_stacks_on_signal()
 

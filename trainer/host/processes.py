@@ -163,6 +163,8 @@ class ProcessUsage:
     rss_bytes: int | None
     wait_ns: int | None
     """Time that its main thread was runnable and did not run."""
+    held: str | None = None
+    """``T`` where it is stopped by a signal, ``t`` where a debugger holds it."""
 
 
 def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
@@ -183,6 +185,7 @@ def parse_usage(stat: bytes, statm: bytes, schedstat: bytes, *, page_bytes: int)
         ticks=None if parsed is None else parsed.cpu_ticks,
         rss_bytes=int(pages[1]) * page_bytes if len(pages) > 1 else None,
         wait_ns=parse_wait_ns(schedstat),
+        held=parsed.state if parsed is not None and parsed.state in "Tt" else None,
     )
 
 
@@ -190,6 +193,16 @@ def parse_wait_ns(schedstat: bytes) -> int | None:
     """Read of a ``schedstat`` how long the thread was runnable and did not run; None where it does not say."""
     words = schedstat.split()
     return int(words[1]) if len(words) > 1 else None
+
+
+def busy_ns(pid: int, *, proc: Path = PROC) -> dict[str, int]:
+    """Return for how long each thread of a process has run or waited for a core, by thread id."""
+    try:
+        threads = os.listdir(proc / str(pid) / "task")  # noqa: PTH208 - some hundred names
+    except OSError:
+        return {}
+    files = {thread: read_bytes(proc / str(pid) / "task" / thread / "schedstat").split() for thread in threads}
+    return {thread: int(words[0]) + int(words[1]) for thread, words in files.items() if len(words) > 1}
 
 
 def sleeps_in(pid: int, *, proc: Path = PROC) -> str | None:

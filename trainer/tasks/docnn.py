@@ -99,7 +99,12 @@ class DocNNTask(Task):
             "valid": self.options.eval_path,
             "test": self.options.test_path,
         }
-        rows = {split: read_tsv(path, self.options.format) for split, path in paths.items() if path is not None}
+        options = self.options
+        rows = {
+            split: read_tsv(path, options.format, text_column=options.text_column, label_column=options.label_column)
+            for split, path in paths.items()
+            if path is not None
+        }
         vocabulary = read_vocabulary(rows["train"])
         if len(vocabulary.labels) < 2:
             raise RequestError(f"{self.options.train_path}: every row has the label {rows['train'][0].label!r}")
@@ -154,7 +159,9 @@ def _refuse_unseen_labels(path: str, rows: Sequence[LabelledSentence], vocabular
     for row in rows:
         if row.label not in vocabulary.labels:
             known = ", ".join(list(vocabulary.labels)[:10])
+            # A header that was taken for a row.
+            hint = "; is it a header? Then name its columns by text_column and label_column" if row.line == 1 else ""
             raise RequestError(
                 f"{path}, line {row.line}: label {row.label!r} does not occur in the training file, which has "
-                f"{known}{nearest(row.label, vocabulary.labels)}"
+                f"{known}{nearest(row.label, vocabulary.labels) or hint}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.task_files import refuse_unreadable, require_file
 
 Format = Literal["auto", "text_label", "label_text", "glue"]
@@ -20,29 +20,52 @@ class LabelledSentence(NamedTuple):
     """Line in the file, from 1."""
 
 
-def read_tsv(name: str, format: Format) -> list[LabelledSentence]:
+TEXT_NAMES = ("sentence", "text", "utterance", "review", "phrase")
+"""Names that headers give the column of the sentences."""
+LABEL_NAMES = ("label", "labels", "doc_label", "class", "category", "sentiment", "target")
+"""Names that headers give the column of the labels."""
+
+
+class Columns(NamedTuple):
+    """Where rows have their text and their label."""
+
+    text: int
+    label: int
+    width: int
+    """Columns of every row."""
+    has_header: bool
+    """Whether the first line names the columns."""
+
+
+def read_tsv(
+    name: str, format: Format, *, text_column: str | None = None, label_column: str | None = None
+) -> list[LabelledSentence]:
     """Read all rows of a file; quotes are ordinary characters, as in GLUE's files.
 
     Args:
         name: path of the file.
-        format: the column order; ``auto`` detects GLUE's header, else guesses which of two columns is the label.
+        format: the column order; ``auto`` detects a header, else guesses which of two columns is the label.
+        text_column: with ``auto``, the name of the column in the header, or its number from 0.
+        label_column: likewise.
 
     Raises:
-        RequestError: the file is missing, unreadable, empty or not UTF-8, or a row is malformed; names the line.
+        RequestError: the file is missing, unreadable, empty or not UTF-8, a column is not there, or a row is
+            malformed; names the line.
     """
     path = require_file(name)
     lines = _lines(path)
-    first = 0
-    if format == "glue" or (format == "auto" and "sentence" in (lines[0].lower().split("\t"))):
-        text_column, label_column, width = _glue_columns(path, lines[0])
-        first = 1
+    names = [name.strip() for name in lines[0].split("\t")]
+    if format == "glue" or (format == "auto" and not (text_column or label_column) and "sentence" in _lower(names)):
+        text_column, label_column = text_column or "sentence", label_column or "label"
+    if text_column is not None or label_column is not None:
+        columns = _named_columns(path, names, text_column, label_column)
+    elif format == "auto" and _has_usual(names, TEXT_NAMES) and _has_usual(names, LABEL_NAMES):
+        columns = _named_columns(path, names, None, None)
     else:
         label_first = format == "label_text" or (format == "auto" and _label_is_first(lines))
-        text_column, label_column, width = (1, 0, 2) if label_first else (0, 1, 2)
-    rows = [
-        _row(path, line, number, text_column, label_column, width)
-        for number, line in enumerate(lines[first:], start=first + 1)
-    ]
+        columns = Columns(int(label_first), int(not label_first), 2, False)
+    first = int(columns.has_header)
+    rows = [_row(path, line, number, columns) for number, line in enumerate(lines[first:], start=first + 1)]
     if not rows:
         raise RequestError(f"{path} has a header, but no row")
     return rows
@@ -63,12 +86,51 @@ def _lines(path: Path) -> list[str]:
     return lines
 
 
-def _glue_columns(path: Path, header: str) -> tuple[int, int, int]:
-    names = [name.strip().lower() for name in header.split("\t")]
-    for needed in ("sentence", "label"):
-        if needed not in names:
-            raise RequestError(f"{path}, line 1: the header has no column {needed!r}, but {', '.join(names)}")
-    return names.index("sentence"), names.index("label"), len(names)
+def _lower(names: list[str]) -> list[str]:
+    return [name.lower() for name in names]
+
+
+def _has_usual(names: list[str], usual: tuple[str, ...]) -> bool:
+    return not set(usual).isdisjoint(_lower(names))
+
+
+def _named_columns(path: Path, names: list[str], text: str | None, label: str | None) -> Columns:
+    """Return the columns that are named or numbered; one that is not given has a usual name, or is the other of two."""
+    wanted = {"text": (text, TEXT_NAMES), "label": (label, LABEL_NAMES)}
+    found = {kind: _column(path, names, f"{kind}_column", name) for kind, (name, _) in wanted.items() if name}
+    for kind, (name, usual) in wanted.items():
+        if name:
+            continue
+        others = [index for index in range(len(names)) if index not in found.values()]
+        fitting = [index for index in others if names[index].lower() in usual] or (others if len(others) == 1 else [])
+        if not fitting:
+            raise RequestError(f"{path}, line 1: which column is the {kind}? {kind}_column names one of {_list(names)}")
+        found[kind] = fitting[0]
+    if found["text"] == found["label"]:
+        raise RequestError(f"{path}, line 1: text_column and label_column are both column {found['text']}")
+    by_name = any(name and not _is_number(name, names) for name, _ in wanted.values())
+    has_usual = all(names[found[kind]].lower() in usual for kind, (_, usual) in wanted.items())
+    return Columns(found["text"], found["label"], len(names), by_name or has_usual)
+
+
+def _is_number(wanted: str, names: list[str]) -> bool:
+    return wanted.isdecimal() and wanted not in names
+
+
+def _column(path: Path, names: list[str], option: str, wanted: str) -> int:
+    if _is_number(wanted, names):
+        if int(wanted[:9]) < len(names):
+            return int(wanted)
+        raise RequestError(f"{path}, line 1: {option} is {wanted[:9]}, but there are columns 0 to {len(names) - 1}")
+    for known, name in ((names, wanted), (_lower(names), wanted.lower())):
+        if name in known:
+            return known.index(name)
+    guess = nearest(wanted, names)
+    raise RequestError(f"{path}, line 1: the header has no column {wanted!r}, but {_list(names)}{guess}")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(map(quoted, names[:10])) + (", …" if len(names) > 10 else "")
 
 
 def _label_is_first(lines: list[str]) -> bool:
@@ -81,12 +143,12 @@ def _label_is_first(lines: list[str]) -> bool:
     return len(left) < len(right)
 
 
-def _row(path: Path, line: str, number: int, text_column: int, label_column: int, width: int) -> LabelledSentence:
-    columns = line.split("\t")
-    if len(columns) != width:
-        found = f"{len(columns)} tab-separated column{'s' if len(columns) != 1 else ''}"
-        raise RequestError(f"{path}, line {number}: {found}, but {width} are expected")
-    text, label = columns[text_column].strip(), columns[label_column].strip()
+def _row(path: Path, line: str, number: int, columns: Columns) -> LabelledSentence:
+    values = line.split("\t")
+    if len(values) != columns.width:
+        found = f"{len(values)} tab-separated column{'s' if len(values) != 1 else ''}"
+        raise RequestError(f"{path}, line {number}: {found}, but {columns.width} are expected")
+    text, label = values[columns.text].strip(), values[columns.label].strip()
     if not text or not label:
         raise RequestError(f"{path}, line {number}: the {'text' if not text else 'label'} is empty")
     return LabelledSentence(text, label, number)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.sparse_rows import SparseRows
 from trainer.telemetry.clocks import Clock, Mark
+from trainer.telemetry.uncompiled import leave_uncompiled
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -107,6 +108,22 @@ class _CachedBucket:
     """The next bucket, after the last one the first; None while it is unknown."""
 
 
+class HookRelay:
+    """Comm hook in the place of a model's own one, which it calls; measuring can be put around that later."""
+
+    def __init__(self, inner: CommHook) -> None:
+        self.inner = inner
+        self._hook = inner
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Call the model's own hook, or what is around it."""
+        return self._hook(state, bucket)
+
+    def attach(self, _: object, hook: CommHook) -> None:
+        """Put a hook around the model's own."""
+        self._hook = hook
+
+
 class BucketHook:
     """Comm hook that averages the buckets, or calls an inner hook for that, and measures them.
 
@@ -116,6 +133,7 @@ class BucketHook:
         inner: Comm hook that averages instead; it is called with ``state``.
         waits: Whether the hook of the last bucket waits for all: on CPU ranks, without an inner hook.
         sparse: Parameters whose gradients have few rows that are not zero; used where ``waits``.
+        register: Takes the state and the hook instead of the model, which has a relay to it.
     """
 
     def __init__(
@@ -127,6 +145,7 @@ class BucketHook:
         state: object = None,
         waits: bool = True,
         sparse: Sequence[nn.Parameter] = (),
+        register: Callable[[object, CommHook], object] | None = None,
     ) -> None:
         self.fault: str | None = None
         """Why nothing is measured any more; None without a fault."""
@@ -148,10 +167,14 @@ class BucketHook:
         self._syncs: list[Buckets] = []
         """Synchronisations not yet taken; the last one may be incomplete."""
         self._inner = inner
-        hook = self._wrap_inner if inner is not None else self._reduce_and_wait if waits else self._reduce_async
+        self._hook: CommHook = (
+            self._wrap_inner if inner is not None else self._reduce_and_wait if waits else self._reduce_async
+        )
+        # A lambda has no annotations; those of this file are strings, which DDP would refuse.
+        registered: CommHook = lambda state, bucket: self._hook(state, bucket)  # noqa: E731
+        leave_uncompiled(registered, callees=True)
         try:
-            # A lambda has no annotations; those of this file are strings, which DDP would refuse.
-            model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
+            (register or model.register_comm_hook)(state, registered)
         except RuntimeError:
             if inner is not None:
                 raise
@@ -165,6 +188,12 @@ class BucketHook:
     def stop_measuring(self) -> None:
         """Measure no further synchronisations."""
         self._measuring = self._detailed = False
+
+    def give_way(self, inner: CommHook, state: object) -> None:
+        """Let a comm hook that the model gets later average from now on, as if this one had never been there."""
+        self._measuring = self._detailed = False
+        self._hook = lambda _, bucket: inner(state, bucket)
+        self.fault = "the model got a comm hook of its own: buckets are not measured from there on"
 
     def take(self) -> Sequence[Buckets]:
         """Return the synchronisations since the last call; empty unless all are complete."""

@@ -7,7 +7,7 @@ it is not used there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,4 +85,18 @@ def sync_times(data: Mapping[str, Any], *, after: int, layout: object) -> SyncTi
         exposed_ms=(comm_end - compute_end) / 1e6,
         bucket_bytes=tuple(int(size) for size in str(sizes).split(",")) if sizes else None,
         settled=iteration > 2 and rebuilt == layout,
+    )
+
+
+def total(times: Sequence[SyncTimes | None]) -> SyncTimes | None:
+    """Return the sum of the synchronisations of several models; None without one."""
+    known = [each for each in times if each is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    sizes = [each.bucket_bytes for each in known]
+    return SyncTimes(
+        sync_ms=sum(each.sync_ms for each in known),
+        exposed_ms=sum(each.exposed_ms for each in known),
+        bucket_bytes=None if None in sizes else tuple(size for each in sizes for size in each or ()),
+        settled=all(each.settled for each in known),
     )

@@ -10,8 +10,8 @@ from trainer.telemetry.clocks import Clock, Mark
 from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 
-Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other"]
-"""Phase of a step; ``other`` counts in ``step_ms`` only."""
+Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other", "excluded"]
+"""Phase of a step; ``other`` counts in ``step_ms`` only, ``excluded`` in nothing."""
 
 WARM_UP = 2
 """Synchronisations whose bucket times are left out: DDP starts with one bucket and rebuilds after the first."""
@@ -129,7 +129,7 @@ def step_event(
         grad_norm=grad_norm,
         local_grad_norm=None if local is None else local / (grad_scale or 1.0),
         gc_ms=rounded(reading.gc_ms),
-        step_ms=rounded(sum(laps_ms)),
+        step_ms=rounded(sum(laps_ms) - phase_ms.get("excluded", 0.0)),
         data_ms=rounded(phase_ms.get("data")),
         h2d_ms=rounded(phase_ms.get("h2d")),
         forward_ms=rounded(phase_ms.get("forward")),
@@ -156,7 +156,7 @@ def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dic
         return None
     by_phase: dict[str, float] = {}
     for phase, waited in zip(reading.phases, waits_ms, strict=False):
-        if waited > 0.0:
+        if waited > 0.0 and phase != "excluded":
             by_phase[phase] = by_phase.get(phase, 0.0) + waited
     if synchronised:
         if not reading.syncs or any(buckets.end is None for buckets in reading.syncs):

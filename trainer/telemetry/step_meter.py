@@ -21,8 +21,8 @@ from trainer.contract.record import Doing, EventWriter, Finding
 from trainer.distributed import flight_recorder
 from trainer.host.core_waits import core_waits
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
-from trainer.telemetry.comm_hook import BucketHook, CommHook
-from trainer.telemetry.ddp_log import DdpLog
+from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
+from trainer.telemetry.ddp_log import DdpLog, total
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
 
@@ -36,6 +36,7 @@ NEXT_PHASE: dict[Phase | None, Phase] = {
     "backward": "optimizer",
     "optimizer": "other",
     "other": "data",
+    "excluded": "data",
 }
 """Phase after each phase; None is the start of a step."""
 LONG_PHASE_S = 5.0
@@ -48,7 +49,7 @@ class StepMeter:
     """Meter of training steps; see ``start``, ``lap`` and ``end`` for what counts to a step.
 
     Args:
-        model: The trained model, wrapped in DistributedDataParallel or not.
+        model: The trained model, wrapped in DistributedDataParallel or not; None where ``follow`` gets it later.
         device: Device of this rank: the host's clock for a CPU, CUDA events for a GPU.
         writer: Writer of the events; if not enabled, every call does nothing.
         rank: Rank in the events.
@@ -64,7 +65,7 @@ class StepMeter:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         *,
         device: torch.device,
         writer: EventWriter,
@@ -83,9 +84,9 @@ class StepMeter:
         self._rank = rank
         self._writer = writer
         self._detail_every = detail_every
-        self._hook: BucketHook | None = None
-        self._log: DdpLog | None = None
-        ddp = ddp_of(model)
+        self._hooks: list[BucketHook] = []
+        self._logs: list[DdpLog] = []
+        ddp = None if model is None else ddp_of(model)
         synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
         if ddp is not None and comm_hook is not None and not (self._enabled and synchronised):
             averaging_state, average = comm_hook
@@ -96,16 +97,17 @@ class StepMeter:
         saves_rows = bool(sparse) and not on_gpu and comm_hook is None
         if ddp is not None and synchronised and (saves_rows or (self._enabled and (detail_every or comm_hook))):
             state, inner = comm_hook or (None, None)
-            self._hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not on_gpu, sparse=sparse)
+            hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not on_gpu, sparse=sparse)
+            self._hooks.append(hook)
         if not self._enabled:
             return
 
         self._mark = self._clock.mark
         self._recorder = StepRecorder(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
         # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
-        measures_all = self._hook is not None and self._hook.fault is None and comm_hook is None
+        measures_all = bool(self._hooks) and self._hooks[0].fault is None and comm_hook is None
         if ddp is not None and synchronised and not on_gpu and not measures_all:
-            self._log = DdpLog(ddp)
+            self._logs.append(DdpLog(ddp))
         self._reported_faults: set[str] = set()
         """Faults that are recorded already."""
         self._faults_lock = threading.Lock()
@@ -128,6 +130,37 @@ class StepMeter:
         self.lap = self._lap
         self._measure_sync()
         self._report_faults()
+
+    def follow(self, ddp: DistributedDataParallel, *, relay: HookRelay | None, own_hook: bool) -> BucketHook | None:
+        """Measure the gradient synchronisation of a further model; call it before its first backward pass.
+
+        Args:
+            ddp: The model.
+            relay: Where its own comm hook can be measured; None without.
+            own_hook: Whether it has a comm hook already, or averages in a way that only DDP knows.
+
+        Returns:
+            The comm hook that was registered with the model; None without one.
+        """
+        if not self._enabled or dist.get_world_size(ddp.process_group) == 1:
+            return None
+        self._recorder.synchronised = True
+        hook = None
+        if relay is not None or not own_hook:
+            inner = None if relay is None else relay.inner
+            register = None if relay is None else relay.attach
+            waits = isinstance(self._clock, HostClock)
+            hook = BucketHook(ddp, self._clock, inner=inner, waits=waits, register=register)
+            self._hooks.append(hook)
+        if isinstance(self._clock, HostClock) and (hook is None or hook.fault is not None):
+            self.read_log(ddp)
+        self._measure_sync()
+        self._report_faults()
+        return hook
+
+    def read_log(self, ddp: DistributedDataParallel) -> None:
+        """Read a model's synchronisation from DDP's logger from here on; on CPU ranks only."""
+        self._logs.append(DdpLog(ddp))
 
     def start(self) -> None:
         """Start a step.
@@ -170,8 +203,8 @@ class StepMeter:
         """
         if not self._enabled:
             return
-        log = self._log.read() if self._log is not None else None
-        syncs = self._hook.take() if self._hook is not None else ()
+        log = total([log.read() for log in self._logs]) if self._logs else None
+        syncs = self._take()
         # After a first synchronisation the gradient is no longer this rank's alone.
         local = syncs[0].norm() if len(syncs) == 1 else None
         numbers = self._clock.fetch((loss, grad_norm, local, grad_scale))
@@ -204,13 +237,24 @@ class StepMeter:
         """The step is over and is none, because its optimizer step was left out; the next one begins."""
         if not self._enabled:
             return
-        if self._log is not None:
-            self._log.read()
-        if self._hook is not None:
-            for buckets in self._hook.take():
-                self._clock.release(buckets.marks())
+        for log in self._logs:
+            log.read()
+        for buckets in self._take():
+            self._clock.release(buckets.marks())
         self._measure_sync()
         self.start()
+
+    def exclude(self, phases: int) -> None:
+        """Leave what came after the first ``phases`` laps out of the step, up to now: an evaluation."""
+        if not self._enabled:
+            return
+        if not phases:
+            self.start()
+            return
+        # Marks are dropped, not released: the device may not have reached them.
+        del self._marks[phases + 1 :]
+        del self._phases[phases:]
+        self._lap("excluded")
 
     def pause(self) -> None:
         """Write all complete steps, before a validation or a checkpoint; ``start`` continues."""
@@ -219,16 +263,21 @@ class StepMeter:
             self._recorder.process()
             self._recorder.flush()
 
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write the last steps, within the time-out if the device hangs."""
+    def close(self, timeout_s: float = 2.0, *, other_thread: bool = False) -> None:
+        """Write the last steps, within the time-out if the device hangs.
+
+        Args:
+            timeout_s: How long to wait for the device, in seconds.
+            other_thread: Whether another thread than the training thread calls this.
+        """
         if not self._enabled:
             return
         self._paused = True
         deadline = time.monotonic() + timeout_s
-        self._recorder.process()
+        self._recorder.process(other_thread=other_thread)
         while not self._recorder.idle and time.monotonic() < deadline:
             time.sleep(0.001)
-            self._recorder.process()
+            self._recorder.process(other_thread=other_thread)
         self._recorder.flush()
         self._report_faults()
         gc.callbacks.remove(self._on_gc)
@@ -239,19 +288,26 @@ class StepMeter:
         self._phases.append(phase)
         self._marks.append(self._mark())
 
+    def _take(self) -> Sequence[Buckets]:
+        """Return the synchronisations of the step that the comm hooks have measured."""
+        if len(self._hooks) == 1:
+            return self._hooks[0].take()
+        return [buckets for hook in self._hooks for buckets in hook.take()]
+
     def _measure_sync(self) -> None:
-        """Set what the comm hook measures at the next step.
+        """Set what the comm hooks measure at the next step.
 
         All ranks count steps alike, so buckets are measured at the same steps everywhere.
         """
-        if self._hook is None:
+        if not self._hooks:
             return
         every, count = self._detail_every, self._count
         detailed = bool(every) and (count == WARM_UP or (count > WARM_UP and count % every == 0))
-        if detailed or self._log is None:
-            self._hook.measure(detailed=detailed)
-        else:
-            self._hook.stop_measuring()
+        for hook in self._hooks:
+            if detailed or not self._logs:
+                hook.measure(detailed=detailed)
+            else:
+                hook.stop_measuring()
 
     def _process_readings(self, last: bool) -> None:
         """Turn readings into events; called by the writer's thread."""
@@ -275,7 +331,7 @@ class StepMeter:
         self._progress_s = None
         phases = self._phases.copy()  # the training thread appends to it
         phase: Any = NEXT_PHASE[phases[-1] if phases else None]
-        if phase == "backward" and self._hook is not None and self._hook.waiting:
+        if phase == "backward" and any(hook.waiting for hook in self._hooks):
             phase = "sync"
         self._writer.write(
             Doing(
@@ -297,8 +353,9 @@ class StepMeter:
 
     def _report_faults(self) -> None:
         """Record each fault of a measurement once."""
-        for source in (self._recorder, self._log, self._hook):
-            if source is None or source.fault is None:
+        sources: list[StepRecorder | DdpLog | BucketHook] = [self._recorder, *self._logs, *self._hooks]
+        for source in sources:
+            if source.fault is None:
                 continue
             with self._faults_lock:  # also called by close, beside the writer's thread
                 is_new = source.fault not in self._reported_faults

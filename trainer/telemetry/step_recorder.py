@@ -47,7 +47,8 @@ class StepRecorder:
         self._clock = clock
         self._writer = writer
         self._rank = rank
-        self._synchronised = synchronised
+        self.synchronised = synchronised
+        """Whether the ranks exchange gradients."""
         self._wire_ratio = wire_ratio
         self._layout: Sequence[int] = ()
         """Bucket sizes of the step before."""
@@ -112,7 +113,7 @@ class StepRecorder:
         if reading.syncs and sync is not None:
             self._layout = tuple(sync.bucket_bytes or ())
         event = step_event(
-            reading, clock, sync, rank=self._rank, synchronised=self._synchronised, wire_ratio=self._wire_ratio
+            reading, clock, sync, rank=self._rank, synchronised=self.synchronised, wire_ratio=self._wire_ratio
         )
         clock.release(reading.marks[:-1])  # the last one is the first of the next step
         for buckets in reading.syncs:

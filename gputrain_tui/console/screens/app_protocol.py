@@ -30,6 +30,9 @@ class AppProtocol(Protocol):
     def report(self, text: str, *, alarm: bool = False) -> None:
         """Show a notification."""
 
+    def copy(self, text: str, what: str) -> None:
+        """Copy text to the clipboard, and report what it was."""
+
     async def action_go(self, name: str) -> None:
         """Go to one of the four screens."""
 
@@ -44,6 +47,15 @@ class AppProtocol(Protocol):
 
     def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
         """Act once the person has confirmed it."""
+
+    def ask_to_resume(self, run: Run) -> None:
+        """Go on from a run's newest checkpoint as a new run, once the person has confirmed it."""
+
+    async def relaunch(self, run: Run) -> None:
+        """Open a run's recipe on the launch screen."""
+
+    def compare_with_last(self, run: Run) -> None:
+        """Compare a run with the one before it of the same recipe."""
 
     def ask_to_stop(self, run: Run) -> None:
         """Stop a run everywhere, once the person has confirmed it."""

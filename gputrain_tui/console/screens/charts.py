@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual.events import Resize
 from textual.geometry import Size
-from textual.screen import Screen
 
 from gputrain_tui.console.screens.app_protocol import app_of
-from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
+from gputrain_tui.console.screens.console_screen import ConsoleScreen
 from gputrain_tui.console.widgets.band_chart import BandChart
+from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
@@ -35,7 +35,7 @@ CHARTS: dict[BandMetric, tuple[str, str, str]] = {
 """Title and unit of each metric's chart, and its text where nothing was measured."""
 
 
-class ChartScreen(Screen[None], metaclass=AbstractWidgetMeta):
+class ChartScreen(ConsoleScreen):
     """A screen on a run, with charts."""
 
     EVERY_TICK: ClassVar[str]
@@ -46,6 +46,7 @@ class ChartScreen(Screen[None], metaclass=AbstractWidgetMeta):
         self.live = live
         self._window = 0
         self._smoothing = 0
+        self._over = live.over
         self._painted_at: dict[str | None, float] = {}
         """Time of each panel's last repaint, monotonic seconds."""
 
@@ -73,7 +74,10 @@ class ChartScreen(Screen[None], metaclass=AbstractWidgetMeta):
             self.after_events()
 
     def after_events(self) -> None:
-        """Do what follows the repaint of the header."""
+        """Do what follows the repaint of the header: the footer offers what is next once the run has ended."""
+        if self.live.over != self._over:
+            self._over = self.live.over
+            self.query_one(KeyBar).redraw()
 
     def repaint(self) -> None:
         """Bring everything up to date at once."""

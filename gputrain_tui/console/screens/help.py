@@ -18,14 +18,19 @@ from gputrain_tui.console.actions import groups, of_place
 
 MOVING = {
     "run": (
-        ("↑ ↓", "Move through the table, the findings or the log"),
+        ("↑ ↓ k j", "Move through the table, the findings or the log"),
+        ("gg G", "Go to its ends, as home and end do; g alone shows Sync"),
         ("⇥", "Give the keys to the next panel"),
         ("click", "Take a rank; on a title sort by it; twice open the rank"),
     ),
-    "rank": (("⇥", "Give the keys to the next panel"),),
+    "rank": (
+        ("↑ ↓ k j", "Scroll the stack or the log"),
+        ("gg G", "Go to its ends"),
+        ("⇥", "Give the keys to the next panel"),
+    ),
     **dict.fromkeys(
         ("cluster", "launch", "history", "compare"),
-        (("↑ ↓", "Move through the list"), ("pgup pgdn", "Move by a page"), ("home end", "Go to its ends")),
+        (("↑ ↓ k j", "Move through the list"), ("pgup pgdn", "Move by a page"), ("home end gg G", "Go to its ends")),
     ),
 }
 """Keys of widgets, which are not actions of the screen."""
@@ -57,6 +62,9 @@ class HelpScreen(ModalScreen[None]):
     PLACE = "help"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark,f1,enter", "leave", "Close"),
+        Binding("k", "scroll(-1)", "Up", show=False),
+        Binding("j", "scroll(1)", "Down", show=False),
+        Binding("G", "edge(1)", "Last", show=False),
     ]
 
     def __init__(self, place: str) -> None:
@@ -78,6 +86,15 @@ class HelpScreen(ModalScreen[None]):
     def on_resize(self, event: Resize) -> None:
         """Wrap what does not fit beside the keys."""
         self.query_one("#keys", Static).update(help_text(self._place, min(event.size.width, WIDTH_CELLS) - FRAME_CELLS))
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll by lines."""
+        self.query_one("#help").scroll_relative(y=lines, animate=False)
+
+    def action_edge(self, side: int) -> None:
+        """Go to the first or the last line."""
+        frame = self.query_one("#help")
+        frame.scroll_to(y=0 if side < 0 else frame.max_scroll_y, animate=False)
 
     def action_leave(self) -> None:
         """Close it."""

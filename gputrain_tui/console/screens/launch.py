@@ -5,23 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 from textual import on, work
 from textual.binding import BindingType
+from textual.widget import Widget
 from textual.widgets import Input
 
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.recipe_page import RecipePage
+from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
-from gputrain_tui.recipe.draft import Field, value_text
-from gputrain_tui.recipe.files import recipe_files
+from gputrain_tui.recipe.draft import NODE_KEY, Field, value_text
+from gputrain_tui.recipe.files import complete_path, recipe_files
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import write_atomically
+
+MOST_NAMES = 12
+"""Most file names in a notification."""
 
 
 class LaunchScreen(RecipePage):
@@ -50,7 +56,7 @@ class LaunchScreen(RecipePage):
             return
         default = value_text(field.option.default)
         hint = f"empty: the default, {default}" if default else "empty: left out"
-        self._ask(field, field.text if field.written else "", hint)
+        self._ask(field, field.key, field.text if field.written else "", hint)
 
     @on(Input.Changed, "#editor")
     def _typed(self, event: Input.Changed) -> None:
@@ -62,22 +68,61 @@ class LaunchScreen(RecipePage):
 
     @on(Input.Submitted, "#editor")
     def _submitted(self, event: Input.Submitted) -> None:
-        asked, draft = self._asking, self.draft
-        if draft is None:
-            return
+        self._commit()
+
+    def _commit(self) -> bool:
+        """Take what was typed; return False where it is wrong, and stay in the line."""
+        asked, draft, typed = self._asking, self.draft, self.query_one("#editor", Input).value
+        if draft is None or asked is None:
+            return True
         if isinstance(asked, Field):
-            if event.value and draft.problem(asked, event.value):
+            if typed and draft.problem(asked, typed):
                 self.app.bell()
-                return  # what is wrong stands above the input
-            draft.set(asked.key, event.value)
+                return False  # what is wrong stands above the input
+            draft.set(asked.key, typed)
             self._leave_editor()
             self._changed()
         elif asked == "save":
             self._leave_editor()
-            self.save_under(expand_home(event.value))
+            self.save_under(expand_home(typed))
         else:
             self._leave_editor()
             self._show_fields()
+        return True
+
+    def action_commit(self, step: int) -> None:
+        """Complete a path; take what was typed where there is nothing to complete, and go to the next field."""
+        field = self._asking if isinstance(self._asking, Field) else None
+        if (self._asking == "save" or (field is not None and field.is_path)) and self._complete_path():
+            return
+        if self._commit() and field is not None:
+            self.form.action_move(step)
+
+    def _complete_path(self) -> bool:
+        """Complete a path as far as it goes; return False where that is no further."""
+        editor = self.query_one("#editor", Input)
+        path, names = complete_path(editor.value, self.session.folder) if editor.value else ("", [])
+        if path == editor.value and (len(names) < 2 or path.rpartition("/")[2] in ("", *names)):
+            return False
+        editor.value = path
+        editor.cursor_position = len(path)
+        if len(names) > 1:
+            self.console.report("  ".join(names[:MOST_NAMES]) + (" …" if len(names) > MOST_NAMES else ""))
+        return True
+
+    def watch_focused(self, focused: Widget | None) -> None:
+        """Take what was typed when the mouse goes elsewhere: no line stays open whose letters would be commands."""
+        asked, editor = self._asking, self.query_one("#editor", Input)
+        if asked is None or focused is None or focused is editor:
+            return  # None: the terminal has lost the focus
+        if isinstance(asked, Field) and self.draft is not None:
+            problem = self.draft.problem(asked, editor.value) if editor.value else ""
+            if problem:
+                self.console.report(f"{asked.key} stays as it was: {problem}", alarm=True)
+            else:
+                self.draft.set(asked.key, editor.value)
+        self._leave_editor(focus=False)
+        self._changed()
 
     def action_cycle(self, step: int) -> None:
         """Change a switch or a choice."""
@@ -98,10 +143,20 @@ class LaunchScreen(RecipePage):
             draft.reset(field.key)
             self._changed()
 
+    def action_undo(self) -> None:
+        """Undo the last change of the recipe, and go to its field."""
+        key = self.draft.undo() if self.draft is not None else None
+        if key is None:
+            self.console.report("there is nothing to undo")
+            return
+        self._changed()
+        self.form.go_to(key)
+
     def action_find(self) -> None:
         """Ask which fields to show."""
         if self.draft is not None:
-            self._ask("find", self.form.wanted, "words in a field's name or help; Enter keeps them, Esc shows all")
+            self._before_find = self.form.wanted, self.form.field.key if self.form.field is not None else ""
+            self._ask("find", "find", self.form.wanted, "a field's name, or words in its help; Esc restores")
 
     def action_add_node(self) -> None:
         """Add a node."""
@@ -127,7 +182,9 @@ class LaunchScreen(RecipePage):
             searching = self._asking == "find"
             self._leave_editor()
             if searching:
-                self.form.find("")
+                wanted, key = self._before_find
+                self.form.find(wanted)
+                self.form.go_to(key)
             self._show_fields()
         elif self.form.wanted:
             self.form.find("")
@@ -153,7 +210,8 @@ class LaunchScreen(RecipePage):
         if self._path is None or self.draft is None:
             return
         folder = self.session.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
-        self._ask("save", self._display_name(folder / f"{self._path.stem}-2.toml"), "file to save the recipe in")
+        name = self._display_name(folder / f"{self._path.stem}-2.toml")
+        self._ask("save", "save as", name, "file to save the recipe in")
 
     def save_under(self, path: Path) -> None:
         """Save the recipe in a file, which becomes the open one."""
@@ -163,6 +221,8 @@ class LaunchScreen(RecipePage):
         if found is None or found.recipe is None or list(found.settings) != draft.settings:
             problem = found.problem if found is not None and found.problem else "it is being looked at"
             self.console.report(f"not saved: {problem}", alarm=bool(found and found.problem))
+            if found is not None:
+                self._go_to_fault(found)
             return
         path = path if path.is_absolute() else self.session.folder / path
         if path != before and path.exists():
@@ -191,10 +251,20 @@ class LaunchScreen(RecipePage):
         if plan is None:
             self.console.report("there is no plan to copy yet")
             return
-        self.app.copy_to_clipboard(shell_commands(plan) + "\n")
-        self.console.report(
-            f"copied the command{'s' * (len(plan.nodes) != 1)} of {len(plan.nodes)} node{'s' * (len(plan.nodes) != 1)}"
-        )
+        several = "s" * (len(plan.nodes) != 1)
+        self.console.copy(shell_commands(plan) + "\n", f"the command{several} of {len(plan.nodes)} node{several}")
+
+    def copyable(self) -> Copyable | None:
+        """Return the command of the node under the cursor; without one, those of all nodes."""
+        plan, field = self.query_one(PlanView).plan, self.form.field
+        if plan is None:
+            return None
+        node = NODE_KEY.fullmatch(field.key) if field is not None and self.form.has_focus else None
+        index = int(node[1]) if node is not None else -1
+        if not 0 <= index < len(plan.nodes):
+            return Copyable(shell_commands(plan) + "\n", "the command of every node")
+        only = msgspec.structs.replace(plan, nodes=[plan.nodes[index]])
+        return Copyable(shell_commands(only) + "\n", f"the command of node {index}")
 
     def action_write_commands(self) -> None:
         """Write the commands into a file."""
@@ -217,8 +287,8 @@ class LaunchScreen(RecipePage):
         if draft is None:
             self.console.report("choose a recipe first")
             return
-        if self._launching:
-            return
+        if self._launching or (self._asking is not None and not self._commit()):
+            return  # a value that is being typed counts, if it is right
         self._launching = True
         found = await self._validated(draft, draft.settings, hosts_max_age_s=0.0)
         self._launching = False
@@ -227,3 +297,4 @@ class LaunchScreen(RecipePage):
         else:
             refused = errors(found.results)
             self.console.report(refused[0].line if refused else found.problem, alarm=True)
+            self._go_to_fault(found)

@@ -6,16 +6,15 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.screen import Screen
 
 from gputrain_tui.console.launch_session import LaunchSession
 from gputrain_tui.console.screens.app_protocol import AppProtocol, app_of
-from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
+from gputrain_tui.console.screens.console_screen import ConsoleScreen
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.screen_tabs import ScreenTabs
 
 
-class Page(Screen[None], metaclass=AbstractWidgetMeta):
+class Page(ConsoleScreen):
     """A screen of the console."""
 
     PLACE: ClassVar[str] = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
@@ -10,12 +11,21 @@ from textual.binding import BindingType
 from textual.geometry import Region
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.panel_container import GAP_CELLS, PanelContainer, layout_size
+from gputrain_tui.console.panel_container import (
+    GAP_CELLS,
+    MOST_PANELS,
+    PanelContainer,
+    grid_shape,
+    layout_size,
+    place_in_grid,
+)
 from gputrain_tui.console.screens.charts import ChartScreen
 from gputrain_tui.console.stack_request import StackRequest, request_stack
+from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
+from gputrain_tui.console.widgets.root_cause import RootCause, failure_text
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.stack_view import StackView
 from trainer.contract.errors import RequestError
@@ -36,7 +46,14 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str
     size = layout_size(width, height)
     top, rest = area.split_horizontal(min(facts + (size != "narrow"), max(height // 2, 3)))
     if size == "narrow":
-        return {"facts": top, below: rest}
+        columns, lines = grid_shape(rest)
+        narrow = columns > 1 and lines == 1
+        order = [*CHART_IDS, "log"][: min(columns * lines, MOST_PANELS)]
+        if narrow and below not in CHART_IDS:
+            order = [below]  # text needs the whole width
+        elif below not in order:
+            order[-1] = below
+        return {"facts": top, **place_in_grid(rest, order, columns)}
     text = below if below in ("log", "stack") else "log"
     charts, bottom = rest.split_horizontal(rest.height // 2)
     each = (width - 2 * GAP_CELLS) // 3
@@ -59,7 +76,7 @@ class RankScreen(ChartScreen):
     PLACE = "rank"
     AUTO_FOCUS = ""
     EVERY_TICK = "log"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank")]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank"), *SCROLL_KEYS]
 
     def __init__(self, live: LiveRun, rank: int) -> None:
         super().__init__(live)
@@ -78,8 +95,8 @@ class RankScreen(ChartScreen):
             yield self.band_chart("sync_exposed_ms", id="sync")
             yield self.band_chart("step_ms", id="step")
             yield StackView(live, id="stack")
-            yield LogView(live.run.dir, rank=self.rank, id="log")
-        yield KeyBar(self.PLACE)
+            yield LogView(live.run.dir, rank=self.rank, live=live, id="log")
+        yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
         """Highlight the rank in every panel."""
@@ -111,6 +128,38 @@ class RankScreen(ChartScreen):
         if widget.can_focus and widget.display:
             widget.focus()
 
+    @property
+    def _text(self) -> StackView | LogView:
+        """The panel of text that is shown, of both the stack once it was asked for."""
+        stack = self.query_one(StackView)
+        return stack if stack.display and self._below == "stack" else self.query_one(LogView)
+
+    def action_scroll_by(self, lines: int) -> None:
+        """Scroll the stack or the log."""
+        self._text.wheel(lines)
+
+    def action_edge(self, side: int) -> None:
+        """Go to the first or the last line of the stack or the log."""
+        self._text.action_edge(side)
+
+    def keep_view(self) -> Callable[[], None]:
+        """Return what restores the choice of panels."""
+        below = self._below
+
+        def restore() -> None:
+            self._below = below
+            self.place_panels()
+
+        return restore
+
+    def copyable(self) -> Copyable | None:
+        """Return the stack, or else how the rank failed, or the line of its log."""
+        failure = self.live.state.rank(self.rank).failure
+        stack = self.query_one(StackView).copyable()
+        if stack is None and failure is not None:
+            return Copyable(failure_text(RootCause(failure=failure)), "the failure")
+        return stack or self.query_one(LogView).copyable()
+
     def action_back(self) -> None:
         """Return to the run."""
         self.dismiss()
@@ -134,6 +183,15 @@ class RankScreen(ChartScreen):
     def action_previous_rank(self) -> None:
         """Go to the rank before."""
         self._turn(-1)
+
+    def action_next_flagged(self) -> None:
+        """Go to the next rank that failed or that a finding is about."""
+        flagged = sorted(self.live.state.flagged - {self.rank})
+        if flagged:
+            ranks = sorted(self.live.state.ranks)
+            self._turn(
+                ranks.index(next((rank for rank in flagged if rank > self.rank), flagged[0])) - ranks.index(self.rank)
+            )
 
     def action_stack(self) -> None:
         """Request the rank's stack."""

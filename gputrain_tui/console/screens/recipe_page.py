@@ -19,9 +19,11 @@ from gputrain_tui.console.validate_recipe import HOSTS_MAX_AGE_S, ValidatedRecip
 from gputrain_tui.console.widgets.form import FieldDetail, Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
+from gputrain_tui.console.widgets.prompt_line import PromptLine
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
 from gputrain_tui.hosts.local_facts import local_facts
+from gputrain_tui.preflight import errors
 from gputrain_tui.recipe.draft import Draft, Field, FieldMessage, find_field, strip_location
 from gputrain_tui.recipe.files import recipe_files
 from trainer.contract.errors import RequestError
@@ -29,6 +31,13 @@ from trainer.host.addresses import is_loopback
 
 DEBOUNCE_S = 0.15
 """Seconds without a change before the recipe is validated again."""
+
+TALL_LINES = 32
+"""Lines of a screen that has a blank one before the preflight."""
+LEAST_FORM_LINES = 6
+"""Lines that the form keeps when the preflight has much to say."""
+LEAST_PLAN_LINES = 4
+"""Lines that the plan keeps then: title, columns, the first node, and how much is below."""
 
 UNTRIED_FIELDS = ("task", "host")
 """Fields whose half-typed values are not tried: a task is imported by a process, a host is asked over the network."""
@@ -44,8 +53,6 @@ class RecipePage(Page):
         super().__init__()
         self._debounce_s = debounce_s
         self._validate = validate
-        self._drafts: dict[Path, Draft] = {}
-        """By file: changes stay while another recipe is open."""
         self._path: Path | None = None
         self._found: ValidatedRecipe | None = None
         self._fields: list[Field] = []
@@ -53,6 +60,8 @@ class RecipePage(Page):
         """By key: what stands beside a field."""
         self._asking: Field | str | None = None
         """Purpose of the input: a field, ``find`` or ``save``."""
+        self._before_find = ("", "")
+        """Words and key of the form before something was searched for."""
 
     # What there is
 
@@ -64,7 +73,7 @@ class RecipePage(Page):
                 yield Form(id="form")
                 with Vertical(id="under"):
                     yield FieldDetail(id="detail")
-                    yield Input(id="editor", compact=True)
+                    yield PromptLine()
                 yield PlanView(id="plan")
                 yield PreflightSummary(id="readiness")
 
@@ -72,6 +81,11 @@ class RecipePage(Page):
     def form(self) -> Form:
         """The fields."""
         return self.query_one(Form)
+
+    @property
+    def _drafts(self) -> dict[Path, Draft]:
+        """The drafts by file: changes stay while another recipe is open."""
+        return self.session.drafts
 
     @property
     def draft(self) -> Draft | None:
@@ -160,10 +174,18 @@ class RecipePage(Page):
     def on_resize(self, event: Resize) -> None:
         """Give the plan and the preflight their shares."""
         self.set_class(self.size.width < 100, "-narrow")
-        self.query_one(PlanView).styles.height = max(self.size.height // 3 - 2, 6)
-        tall = self.size.height >= 32
-        self.set_class(tall, "-tall")
-        self.query_one(PreflightSummary).most = 4 if tall else 2
+        self.set_class(self.size.height >= TALL_LINES, "-tall")
+        self.call_after_refresh(self._share_lines)
+
+    def _share_lines(self) -> None:
+        """Give the preflight the lines that it needs: the plan shrinks first, then the form."""
+        summary, plan = self.query_one(PreflightSummary), self.query_one(PlanView)
+        room = self.query_one("#sheet").size.height - self.query_one("#under").size.height
+        room -= self.size.height >= TALL_LINES
+        wanted = max(self.size.height // 3 - 2, 6)
+        lines = min(summary.lines(summary.size.width), max(room - LEAST_FORM_LINES - LEAST_PLAN_LINES, 1))
+        summary.styles.height = lines
+        plan.styles.height = min(wanted, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
 
     def _launch_is_near(self) -> None:
         """Start a process that loads torch ahead of the launch."""
@@ -260,6 +282,7 @@ class RecipePage(Page):
         self._show_fields()
         self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))
         self.query_one(PreflightSummary).show(found.results, found.problem.removeprefix("--set "))
+        self._share_lines()
 
     @work(exclusive=True, group="typed")
     async def _try_typed(self, draft: Draft, field: Field, typed: str) -> None:
@@ -290,20 +313,30 @@ class RecipePage(Page):
         if file is not None and file.path != self._path and self.query_one(RecipeList).has_focus:
             self.open_recipe(file.path, focus=False)
 
+    def _go_to_fault(self, found: ValidatedRecipe) -> None:
+        """Put the cursor on the field of the worst result."""
+        keys = [found.key, *(result.key for result in errors(found.results))]
+        field = next(filter(None, (find_field(self._fields, key) for key in keys if key)), None)
+        if field is not None:
+            self.form.find("")
+            self._show_fields()
+            self.form.focus()
+            self.form.go_to(field.key)
+
     # The line below the form
 
-    def _ask(self, what: Field | str, text: str, hint: str) -> None:
+    def _ask(self, what: Field | str, label: str, text: str, hint: str) -> None:
         self._asking = what
-        editor = self.query_one("#editor", Input)
         self.add_class("-editing")
-        editor.value = text
-        editor.placeholder = hint
-        editor.focus()
+        self.query_one(PromptLine).ask(label, text, hint)
         if isinstance(what, Field):
             self._show_detail(text)
 
-    def _leave_editor(self) -> None:
+    def _leave_editor(self, *, focus: bool = True) -> None:
+        """Close the line; the form gets the focus, unless it has gone elsewhere."""
         if self._asking is not None:
             self._asking = None
             self.remove_class("-editing")
-            self.form.focus()
+            self.query_one(PromptLine).close()
+            if focus:
+                self.set_focus(self.form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, get_args
 
@@ -13,13 +14,17 @@ from textual.widget import Widget
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
+from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.charts import ChartScreen
+from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
+from gputrain_tui.console.widgets.rank_columns import whole_width
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.rendezvous import RendezvousView
-from gputrain_tui.console.widgets.root_cause import RootCauseCard, root_cause_height
+from gputrain_tui.console.widgets.root_cause import RootCauseCard, failure_text, root_cause_height
+from gputrain_tui.console.widgets.run_condition import by_urgency
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars
 
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
     from gputrain_tui.console.widgets.filter_line import FilterLine
 
+WIDE_CELLS = 160
+"""Least cells of a terminal in which the table may leave room beside it."""
 CURSOR_DELAY_S = 0.04
 """Seconds before the charts follow the cursor: a key held down moves it without them."""
 
@@ -47,6 +54,8 @@ class RunScreen(ChartScreen):
         self._right_panel: PanelName | None = None
         """Findings or log, whichever was asked for; None: findings where there are any."""
         self._pointed_out = False
+        self._flagged: int | None = None
+        """The rank of the worst finding, which was brought into view."""
         self._before: object = None
         self._settled_version: object = None
         """Version of the run at the last tick, and at the last redraw after events ceased."""
@@ -68,7 +77,7 @@ class RunScreen(ChartScreen):
             yield StepBars(live, id="bars")
             yield LatenessMap(live, id="late")
             yield Findings(live, id="findings")
-        yield KeyBar(self.PLACE)
+        yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
         """Focus the table."""
@@ -81,7 +90,7 @@ class RunScreen(ChartScreen):
         from gputrain_tui.console.widgets.log_view import LogView
 
         if not self.query(LogView):
-            await self.query_one("#panels").mount(LogView(self.live.run.dir, id="log"))
+            await self.query_one("#panels").mount(LogView(self.live.run.dir, live=self.live, id="log"))
             self._arranged = None
             self.place_panels()
 
@@ -94,16 +103,28 @@ class RunScreen(ChartScreen):
 
     def after_events(self) -> None:
         """Select the failed rank once, and sort the table again when events have ceased."""
+        super().after_events()
         cause = self.live.state.root_cause
         if cause is not None and cause.rank is not None and not self._pointed_out:
             self._pointed_out = True
             if self.selected_rank is None:
                 self.select(cause.rank)
+        self._point_out_finding()
         version = self.live.version
         if version == self._before and version != self._settled_version:
             self._settled_version = version
             self.query_one(RankGrid).redraw()
         self._before = version
+
+    def _point_out_finding(self) -> None:
+        """Bring the rank of the worst finding into view, once for each."""
+        flagged = [finding for finding in self.live.state.findings.values() if finding.rank is not None]
+        worst = min(flagged, key=by_urgency, default=None)
+        rank = worst.rank if worst is not None else None
+        if rank != self._flagged:
+            self._flagged = rank
+            if rank is not None:
+                self.query_one(RankGrid).bring_into_view(rank)
 
     def repaint(self) -> None:
         """Bring everything up to date at once."""
@@ -118,15 +139,22 @@ class RunScreen(ChartScreen):
         card = self.query_one(RootCauseCard)
         root_cause = card.root_cause()
         rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
+        # Of a failure alone the card says all.
+        has_findings = bool(state.past_findings) or (bool(state.failures) and root_cause is None)
         most = max(size.height // 3, 5) if size.height < 44 else 14
         return replace(
             self.choice,
             ranks=len(state.ranks),
-            right=self._right_panel or ("findings" if state.past_findings or state.failures else "log"),
+            right=self._right_panel or ("findings" if has_findings else "log"),
             rendezvous=rendezvous,
             hosts=len({view.host for view in state.ranks.values()}) if rendezvous else 1,
+            table_cells=self._table_cells() if size.width >= WIDE_CELLS else 0,
             root_cause_lines=root_cause_height(root_cause, size.width, most) if root_cause is not None else 0,
         )
+
+    def _table_cells(self) -> int:
+        views = self.live.state.ranks.values()
+        return whole_width(len(views), {view.host for view in views if view.host})
 
     def place_panels(self) -> None:
         """Lay out again where size or choice changed."""
@@ -192,6 +220,23 @@ class RunScreen(ChartScreen):
         self._choose(panel=panel, zoomed=not self.choice.zoomed)
         self._focus(self.query_one(f"#{panel}"))
 
+    def keep_view(self) -> Callable[[], None]:
+        """Return what restores the choice of panels."""
+        choice, right = self.choice, self._right_panel
+
+        def restore() -> None:
+            self.choice, self._right_panel = choice, right
+            self.place_panels()
+
+        return restore
+
+    def copyable(self) -> Copyable | None:
+        """Return the failure, or else the finding under the cursor of the findings."""
+        root_cause = self.query_one(RootCauseCard).root_cause()
+        if root_cause is not None:
+            return Copyable(failure_text(root_cause), "the failure")
+        return self.query_one(Findings).copyable()
+
     def action_back(self) -> None:
         """Undo one thing: zoom, filter, selection."""
         grid = self.query_one(RankGrid)
@@ -246,6 +291,27 @@ class RunScreen(ChartScreen):
 
         self.select(rank)
         self.app.push_screen(RankScreen(self.live, rank))
+
+    # What is next after a run
+
+    def action_resume(self) -> None:
+        """Go on from the run's last checkpoint, after a question."""
+        if self._ended():
+            app_of(self).ask_to_resume(self.live.run)
+
+    async def action_relaunch(self) -> None:
+        """Open the run's recipe on the launch screen."""
+        await app_of(self).relaunch(self.live.run)
+
+    def action_compare(self) -> None:
+        """Compare with the run before it of the same recipe."""
+        app_of(self).compare_with_last(self.live.run)
+
+    def _ended(self) -> bool:
+        """Return whether the run has ended; report it where it has not."""
+        if not self.live.over:
+            app_of(self).report(f"{self.live.id} is {self.live.status}; S stops it")
+        return self.live.over
 
     def action_sort(self) -> None:
         """Sort the table by the next column."""

@@ -20,6 +20,7 @@ from gputrain_tui.console.widgets.drawing import (
     title_row,
 )
 from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.headless.progress import loss_text
 from gputrain_tui.history.series import BandMetric, Window, smooth
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300
 """Limits of a drawn number, so that differences and quotients stay finite."""
+LOSS_UNIT = "nats"
+"""Unit of the chart whose values are written as losses."""
+MEAN_FROM_CELLS = 70
+"""Fewest cells of a chart whose title says that the newest loss is a mean."""
 LABEL_CELLS = 6
 """Cells of a y label."""
 USUAL_SHARE = 0.95
@@ -93,16 +98,22 @@ def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
 
 
 def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
-    left: Row = [(curve.title, "title"), (" ", "base"), (format_value(curve.value), "bright")]
+    left: Row = [(curve.title, "title"), (" ", "base"), (_value_text(curve, curve.value), "bright")]
     if curve.unit:
-        left.append((f" {curve.unit}", "dim"))
+        mean = " mean" if curve.unit == LOSS_UNIT and curve.ranks > 1 and width >= MEAN_FROM_CELLS else ""
+        left.append((f" {curve.unit}{mean}", "dim"))
     if curve.rank is not None:
-        left += [("  rank ", "dim"), (f"{curve.rank} {format_value(curve.rank_value)}", "accent")]
+        left += [("  rank ", "dim"), (f"{curve.rank} {_value_text(curve, curve.rank_value)}", "accent")]
     remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
     if curve.ranks > 1:
         remarks.append(f"median in min–max of {curve.ranks:,} ranks")
     peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {format_value(peak)}", "dim")]]
     return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
+
+
+def _value_text(curve: Curve, value: float) -> str:
+    """Return a value; a loss as in header and table."""
+    return loss_text(value) if curve.unit == LOSS_UNIT and isfinite(value) else format_value(value)
 
 
 def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:
@@ -326,11 +337,11 @@ class BandChart(Panel):
             title=self.title_text,
             unit=self.unit,
             window=window,
-            value=series.latest[self.metric].median,
+            value=self._newest(),
             ranks=series.world_size,
             rank=rank,
             rank_line=smooth(rank_line, self.smoothing),
-            rank_value=nan if rank is None else series.rank_value(self.metric, rank),
+            rank_value=nan if rank is None else self._newest_of(rank),
             scale=self.chart_scale,
             remarks=tuple(remarks),
             empty=self.empty_text,
@@ -338,3 +349,14 @@ class BandChart(Panel):
             blocks=self.ramp.shades,
         )
         return draw_curve(curve, width, height)
+
+    def _newest(self) -> float:
+        """Return the newest value: of the loss the same mean as in the header, else the median over the ranks."""
+        loss = self.live.state.figures.loss if self.metric == "loss" else None
+        return self.live.series.latest[self.metric].median if loss is None else loss
+
+    def _newest_of(self, rank: int) -> float:
+        """Return a rank's newest value: of the loss the same as in its line of the table."""
+        view = self.live.state.ranks.get(rank)
+        loss = view.loss if view is not None and self.metric == "loss" else None
+        return self.live.series.rank_value(self.metric, rank) if loss is None else loss

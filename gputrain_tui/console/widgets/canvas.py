@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
-from textual.events import Click, MouseEvent, MouseScrollDown, MouseScrollUp
-from textual.geometry import Region, Size
+from textual.events import Click, Event, MouseEvent, MouseScrollDown, MouseScrollUp
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
+from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -24,6 +25,8 @@ ON_CURSOR = {"dim": "bright", "quiet": "bright", "value": "bright", "absent": "v
 """Roles that are brighter on the cursor's ground, where dim ones could not be read."""
 WHEEL_LINES = 3
 """Lines per turn of the mouse wheel."""
+WITHOUT_COLOURS = {"cursor": Style(reverse=True), "cursor-unfocused": Style(underline=True)}
+"""Grounds of the cursor where there are no colours."""
 CURVES = tuple(f"curve-{number}" for number in range(6))
 
 
@@ -37,8 +40,20 @@ def on_ground(row: Row, ground: str) -> Row:
     return [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
 
 
+@dataclass(frozen=True)
+class Copyable:
+    """What the copy key takes from a panel or a screen."""
+
+    text: str
+    what: str
+    """Names it in the report: ``a line of the log``."""
+
+
 class Canvas(Widget, metaclass=AbstractWidgetMeta):
-    """Widget that draws rows of (text, role) for its size on ``redraw``, and repaints the lines that differ."""
+    """Widget that draws rows of (text, role) for its size on ``redraw``, and repaints the lines that differ.
+
+    Its text can be selected with the mouse; meanwhile it holds still, so that what is copied is what was selected.
+    """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
         "title", "bright", "dim", "rule", "accent", "warning", "error", "good", "bar", "key"
@@ -94,7 +109,9 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         return ramp_for(self.app)
 
     def redraw(self) -> None:
-        """Draw again and repaint the lines that differ."""
+        """Draw again and repaint the lines that differ; not while text is selected."""
+        if self.text_selection is not None:
+            return
         if self.size != self._drawn_size:
             self._drawn_size = None  # hidden: what was drawn before is out of date when it is shown again
             self.refresh()
@@ -129,12 +146,79 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         self.wheel(lines)
 
     def render_line(self, y: int) -> Strip:
-        """Return one line."""
+        """Return one line, with the selected part of its text in the colours of a selection."""
+        strip = self.line(y)
+        selection = self.text_selection
+        span = selection.get_span(self.text_line(y)) if selection is not None else None
+        return strip if span is None else self._with_selection(strip, span)
+
+    def line(self, y: int) -> Strip:
+        """Return one line as it is drawn."""
         if self.size != self._drawn_size:
             self._drawn_size = self.size
             self._rows = []
             self._draw()
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
+
+    # Selecting and copying
+
+    async def on_event(self, event: Event) -> None:
+        """Take no click for one that ends a selection."""
+        if not isinstance(event, Click) or self.text_selection is None:
+            await super().on_event(event)
+
+    def on_click(self, event: Click) -> Awaitable[None] | None:
+        """Keep Textual from selecting everything on the second click, which opens what is under the pointer."""
+        event.prevent_default()
+        return None
+
+    def text_line(self, y: int) -> int:
+        """Return the number of the text's line that is drawn at ``y``; by default what is drawn is all of it."""
+        return y
+
+    def text_offset(self, x: int, y: int) -> Offset:
+        """Return the place in the text that is nearest to a cell."""
+        y = min(max(y, 0), max(self.size.height - 1, 0))
+        return Offset(min(max(x, 0), max(self.size.width - 1, 0)), self.text_line(y))
+
+    def text_strip(self, line: int) -> Strip:
+        """Return a line of the text, whole."""
+        return self.line(line)
+
+    def text_lines(self) -> Iterable[int]:
+        """Return the numbers of the text's lines, in order."""
+        return range(self.size.height)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str]:
+        """Return the selected text and what follows it."""
+        texts = []
+        for number in self.text_lines():
+            if (span := selection.get_span(number)) is not None:
+                strip = self.text_strip(number)
+                texts.append(strip.crop(span[0], strip.cell_length if span[1] < 0 else span[1]).text.rstrip())
+        return "\n".join(texts), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        """Show the selection, or what was not drawn while there was one."""
+        if selection is None:
+            self.redraw()
+        self.refresh()
+
+    def _with_selection(self, strip: Strip, span: tuple[int, int]) -> Strip:
+        width = strip.cell_length
+        begin, end = span[0], width if span[1] < 0 else min(span[1], width)
+        style = self.screen.get_component_rich_style("screen--selection")
+        if self.app.no_color:
+            ground = Style(reverse=True)
+        else:  # a theme without a colour for selected text has a transparent one, which comes as that of the ground
+            color = style.color if style.color != style.bgcolor else None
+            ground = Style(color=color, bgcolor=style.bgcolor)
+        selected = Strip(Segment.apply_style(strip.crop(begin, end), post_style=ground))
+        return Strip.join([strip.crop(0, begin), selected, strip.crop(end, width)])
+
+    def copyable(self) -> Copyable | None:
+        """Return what the copy key takes while the panel has the focus; None: what the screen offers."""
+        return None
 
     def _draw(self) -> list[int]:
         """Draw all rows and return the lines that differ from before."""
@@ -167,6 +251,8 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
                 style += Style(bgcolor=self.get_component_rich_style(f"canvas--{ground}").bgcolor)
                 if self.ramp.plain_cursor:
                     style += ON_GROUND
+                if self.app.no_color:
+                    style += WITHOUT_COLOURS[ground]
             self._styles[role] = style
         return style
 
@@ -204,9 +290,17 @@ MOVE_KEYS: list[BindingType] = [
     Binding("pageup", "page(-1)", "Page up", show=False),
     Binding("pagedown", "page(1)", "Page down", show=False),
     Binding("home", "edge(-1)", "First", show=False),
-    Binding("end", "edge(1)", "Last", show=False),
+    Binding("end,G", "edge(1)", "Last", show=False),
 ]
 """Keys of a list with a cursor."""
+SCROLL_KEYS: list[BindingType] = [
+    Binding("up,k", "scroll_by(-1)", "Up", show=False),
+    Binding("down,j", "scroll_by(1)", "Down", show=False),
+    Binding("pageup", "scroll_by(-8)", "Page up", show=False),
+    Binding("pagedown", "scroll_by(8)", "Page down", show=False),
+    *MOVE_KEYS[4:],
+]
+"""Keys of text without a cursor."""
 
 
 class Listing(Canvas, can_focus=True):

@@ -6,6 +6,7 @@ A row is a list of ``(text, role)``; a widget turns roles into the theme's colou
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from math import floor, isfinite, log10
 
@@ -99,6 +100,11 @@ def merge(pieces: Iterable[tuple[str, str]]) -> Row:
     if role_before is not None:
         out.append(("".join(texts), role_before))
     return out
+
+
+def wrap_text(text: str, width: int) -> list[str]:
+    """Return a text as lines of at most ``width`` cells, broken between words where that is possible."""
+    return textwrap.wrap(text, max(width, 8), break_on_hyphens=False) or [""]
 
 
 def title_row(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:

@@ -8,6 +8,7 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
+from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from gputrain_tui.console.widgets.rank_grid import RankGrid
@@ -28,7 +29,10 @@ class FilterLine(Horizontal):
     FilterLine > #hint.-wrong { color: $text-warning; }
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "Clear", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Clear", show=False),
+        Binding("tab,shift+tab", "keep", "Keep", show=False),
+    ]
 
     def __init__(self, grid: RankGrid) -> None:
         super().__init__()
@@ -52,9 +56,22 @@ class FilterLine(Horizontal):
         self._grid.set_filter("")
         self._close()
 
+    def action_keep(self) -> None:
+        """Keep the filter and close the line."""
+        self._close()
+
     def _close(self) -> None:
+        self.screen.set_focus(self._grid)
         self.remove_class("-open")
-        self._grid.focus()
+
+    def on_mount(self) -> None:
+        """Follow the focus."""
+        self.watch(self.screen, "focused", self._focus_moved, init=False)
+
+    def _focus_moved(self, focused: Widget | None) -> None:
+        """Close the line when the mouse goes elsewhere: its letters would be commands."""
+        if focused is not None and focused.parent is not self:
+            self.remove_class("-open")
 
     @on(Input.Changed)
     def _typed(self, event: Input.Changed) -> None:

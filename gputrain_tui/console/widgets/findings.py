@@ -1,4 +1,4 @@
-"""Panel of findings and failures, newest first, with evidence and advice."""
+"""Panel of findings and failures, standing ones first, with evidence and advice."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from gputrain_tui.console.widgets.canvas import MOVE_KEYS
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.widgets.canvas import MOVE_KEYS, Copyable
 from gputrain_tui.console.widgets.drawing import Row, centred_text as remark, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.console.widgets.run_condition import MARKS
+from gputrain_tui.console.widgets.run_condition import MARKS, URGENCY, failure_summary, finding_summary
+from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable
 from trainer.contract.record import Failure, Finding
@@ -26,6 +28,8 @@ NARROW_CELLS = 56
 """Cells below which messages stand on lines of their own, where there are lines for it."""
 DETAIL_INDENT_CELLS = 3
 """Cells before what stands below time and rank."""
+Whole = Literal["all", "standing", "none"]
+"""Entries whose message is not cut."""
 NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
 
 
@@ -40,9 +44,14 @@ class FindingEntry:
     severity: str
     cleared: bool
     rank: int | None
+    """Of several the latest."""
     where: str
     """Host and device."""
     message: str
+    ranks: int = 1
+    """Stragglers of one node."""
+    short: str = ""
+    """Rank, what is found and its cause in a few words, for where the message does not fit."""
     evidence: Sequence[tuple[str, float]] = ()
     advice: str = ""
     last_line: str = ""
@@ -50,7 +59,7 @@ class FindingEntry:
 
 
 def finding_entries(state: RunState) -> list[FindingEntry]:
-    """Return findings and failures, newest first, each finding once."""
+    """Return findings and failures, each once: what stands by severity, then what was cleared; the newest first."""
     cause = state.root_cause
     others = [failure for failure in state.failures if failure != cause]
     consequences = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
@@ -58,13 +67,13 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     found += [_failed(failure) for failure in others if failure not in consequences]
     if cause is not None and consequences:
         found.append(_lost(cause, consequences))
-    listed: set[tuple[str, int | None]] = set()
-    for finding in reversed(state.past_findings):
-        about = (finding.kind, finding.rank)
-        if finding.state == "raised" and about not in listed:  # the raised event has more evidence than the cleared one
-            listed.add(about)
-            found.append(_raised(finding, cleared=about not in state.findings))
-    return sorted(found, key=lambda entry: (-entry.time, entry.rank if entry.rank is not None else -1))
+    found += [_raised(finding, cleared=not stands) for finding, stands in newest_findings(state)]
+    return sorted(found, key=_order)
+
+
+def _order(entry: FindingEntry) -> tuple[bool, int, float, int]:
+    rank = entry.rank if entry.rank is not None else -1
+    return entry.cleared, 0 if entry.cleared else URGENCY.get(entry.severity, 1), -entry.time, rank
 
 
 def _raised(finding: Finding, *, cleared: bool) -> FindingEntry:
@@ -77,6 +86,8 @@ def _raised(finding: Finding, *, cleared: bool) -> FindingEntry:
         rank=finding.rank,
         where=" ".join(filter(None, (finding.host, (finding.device or "").partition(" ")[0]))),
         message=printable(finding.message or finding.kind.replace("_", " ")) + cause,
+        ranks=int(finding.evidence.get("ranks", 1)) if finding.kind == "straggler" else 1,
+        short=printable(finding_summary(finding)),
         evidence=tuple(finding.evidence.items()),
         advice=printable(finding.advice),
     )
@@ -92,6 +103,7 @@ def _failed(failure: Failure) -> FindingEntry:
         rank=failure.rank,
         where=failure.host or "",
         message=f"{failure.kind.replace('_', ' ')}{at}: {printable(failure.message)}",
+        short=failure_summary(failure),
         last_line=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
     )
 
@@ -143,20 +155,20 @@ def _shown(
 ) -> list[tuple[int, Row]]:
     """Return the lines below the title with their entries' indices, as many as fit."""
 
-    def body(*, whole: bool, details: bool) -> list[tuple[int, Row]]:
+    def body(whole: Whole, *, details: bool) -> list[tuple[int, Row]]:
         lines: list[tuple[int, Row]] = []
         for index, entry in enumerate(found):
             here = index == cursor
-            wrapped = whole or (here and details)
+            wrapped = whole == "all" or (whole == "standing" and not entry.cleared) or (here and details)
             lines += [(index, row) for row in _line(entry, width, here=here and focused, whole=wrapped)]
             if here and details:
                 lines += [(index, row) for row in _details(entry, width) or ([NO_MORE] if opened else [])]
         return lines
 
-    # Nobody has to ask for what fits.
-    forms = [(True, True), (False, True)] if opened else [(True, True), (True, False), (False, True), (False, False)]
-    for whole, details in forms:
-        lines = body(whole=whole, details=details)
+    # Nobody has to ask for what fits; what was cleared is the first to be cut.
+    wholes: Sequence[Whole] = ("all", "standing", "none")
+    for whole, details in [(whole, details) for whole in wholes for details in ((True,) if opened else (True, False))]:
+        lines = body(whole, details=details)
         if len(lines) <= height:
             return lines
     first = next(i for i, (of, _) in enumerate(lines) if of == cursor)
@@ -170,6 +182,7 @@ def _line(entry: FindingEntry, width: int, *, here: bool, whole: bool) -> list[R
     mark, role = MARKS.get(entry.severity, MARKS["warning"])
     at = time.strftime("%H:%M:%S", time.localtime(entry.time))
     who = f"rank {entry.rank}" if entry.rank is not None else "run"
+    who = f"{entry.ranks:,} ranks" if entry.ranks > 1 else who
     text_role = "dim" if entry.cleared else "bright"
     row: Row = [
         ("▸" if here else " ", "accent"),
@@ -180,8 +193,13 @@ def _line(entry: FindingEntry, width: int, *, here: bool, whole: bool) -> list[R
     if whole and width < NARROW_CELLS:
         row += [(who, text_role), *cleared]
         return [row, *_indented(entry.message, text_role, width, DETAIL_INDENT_CELLS)]
-    first, *rest = _wrapped(entry.message, width - MESSAGE_INDENT_CELLS - 2 - (9 if entry.cleared else 0))
-    row += [(who.ljust(9), text_role), (" ", "base"), (f"{first} …" if rest and not whole else first, text_role)]
+    if entry.short and not whole and width < NARROW_CELLS:
+        return [[*row[:2], (entry.short, text_role), *cleared]]
+    room = width - MESSAGE_INDENT_CELLS - 2 - (9 if entry.cleared else 0)
+    first, *rest = _wrapped(entry.message, room)
+    if rest and not whole:
+        first = entry.short if 0 < len(entry.short) <= room else f"{first} …"
+    row += [(who.ljust(9), text_role), (" ", "base"), (first, text_role)]
     rows = [row, *([(" " * MESSAGE_INDENT_CELLS, "base"), (line, text_role)] for line in rest if whole)]
     rows[-1] += cleared
     if entry.where and sum(len(text) for text, _ in row) + len(entry.where) + 3 <= width:
@@ -211,6 +229,18 @@ def _details(entry: FindingEntry, width: int) -> list[Row]:
     return rows
 
 
+def finding_text(entry: FindingEntry) -> str:
+    """Return an entry as text to paste: who, where and when, the message, evidence, the process's words, advice."""
+    who = f"rank {entry.rank}" if entry.rank is not None else "run"
+    where = f" on {printable(entry.where)}" if entry.where else ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
+    figures = ", ".join(f"{name.replace('_', ' ')} {format_value(value)}" for name, value in entry.evidence)
+    lines = [f"{at}  {entry.severity}{', cleared' if entry.cleared else ''}: {who}{where}: {entry.message}"]
+    for label, text in (("evidence", figures), ("said", entry.last_line), ("advice", entry.advice)):
+        lines += [f"{label}: {text}"] if text else []
+    return "\n".join(lines)
+
+
 def _indented(text: str, role: str, width: int, indent: int) -> list[Row]:
     return [[(" " * indent, "base"), (line, role)] for line in _wrapped(text, width - indent)]
 
@@ -224,10 +254,12 @@ class Findings(Panel, can_focus=True):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *MOVE_KEYS[:2],
-        Binding("home", "move(-1000)", "First", show=False),
-        Binding("end", "move(1000)", "Last", show=False),
+        *MOVE_KEYS[4:],
         Binding("enter", "open", "Evidence and advice", show=False),
+        *bindings("text"),
     ]
+    PLACE = "text"
+    """Its name in the action table."""
 
     @dataclass
     class RankChosen(Message):
@@ -265,6 +297,18 @@ class Findings(Panel, can_focus=True):
             self._opened = False
             self._take(found, self._index(found) + lines)
 
+    def action_edge(self, side: int) -> None:
+        """Move the cursor to the first or the last finding."""
+        self.action_move(side * len(finding_entries(self.live.state)))
+
+    def copyable(self) -> Copyable | None:
+        """Return the finding under the cursor, with evidence and advice."""
+        found = finding_entries(self.live.state)
+        if not found:
+            return None
+        entry = found[self._index(found)]
+        return Copyable(finding_text(entry), "the finding")
+
     def action_open(self) -> None:
         """Open or close the finding under the cursor, and point at its rank."""
         found = finding_entries(self.live.state)
@@ -292,11 +336,8 @@ class Findings(Panel, can_focus=True):
             self._take(found, of)
 
     def _index(self, found: Sequence[FindingEntry]) -> int:
-        """Return the index of the entry under the cursor; at first the newest active one."""
-        known = next((i for i, entry in enumerate(found) if entry.key == self._key), None)
-        if known is not None:
-            return known
-        return next((i for i, entry in enumerate(found) if entry.severity == "critical" and not entry.cleared), 0)
+        """Return the index of the entry under the cursor; at first the most urgent one."""
+        return next((i for i, entry in enumerate(found) if entry.key == self._key), 0)
 
     def _take(self, found: Sequence[FindingEntry], index: int) -> None:
         self._key = found[min(max(index, 0), len(found) - 1)].key

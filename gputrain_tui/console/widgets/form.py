@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
-from gputrain_tui.recipe.draft import Field, FieldMessage, value_text
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row, wrap_text
+from gputrain_tui.recipe.draft import ENV, Field, FieldMessage, value_text
 from gputrain_tui.tables import printable
 
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
@@ -38,6 +38,22 @@ def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading |
             lines.append(FieldHeading(group))
         lines.append(field)
     return lines
+
+
+def best_match(fields: Sequence[Field], wanted: str) -> Field | None:
+    """Return the field that is meant by some words: by its exact name, else the begin of one, else all of its text."""
+    wanted = wanted.lower().strip()
+    words = wanted.split()
+
+    def distance(field: Field) -> int:
+        if wanted in (field.name, field.key):
+            return 0
+        if field.name.startswith(wanted):
+            return 1
+        return 2 if all(word in field.key for word in words) else 3
+
+    found = [line for line in form_lines(fields, wanted) if isinstance(line, Field)]
+    return min(found, key=distance, default=None)
 
 
 def remark_role(remark: FieldMessage) -> str:
@@ -97,9 +113,12 @@ class Form(Listing):
         self.redraw()
 
     def find(self, wanted: str) -> None:
-        """Show only the fields that hold some words."""
+        """Show only the fields that hold some words, and go to the one that is meant."""
         self.wanted = wanted
         self.show(self._fields, self._remarks)
+        meant = best_match(self._fields, wanted) if wanted else None
+        if meant is not None:
+            self.go_to(meant.key)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a field."""
@@ -163,15 +182,17 @@ class FieldDetail(Canvas):
                 [(field.key, "title"), (f"  {allowed(field)}", "bright")],
                 [[("default ", "dim"), (printable(default)[:30], "bright")]],
             ),
-            [(field.option.help, "dim")] if self.remark is None or height > 2 else [],
         ]
         if self.remark is not None:
-            rows = [rows[0], [(printable(self.remark.text), remark_role(self.remark))], *rows[1:]]
+            rows += [[(line, remark_role(self.remark))] for line in wrap_text(printable(self.remark.text), width)]
+        rows += [[(line, "dim")] for line in wrap_text(field.option.help, width)]
         return [fit_row(row, width) for row in rows[:height]]
 
 
 def allowed(field: Field) -> str:
     """Return the allowed values of a field, as text."""
+    if field.option is ENV:
+        return "NAME=VALUE NAME=VALUE"
     if field.name == "gpus":
         return 'a count, a list of ids, "all" or "free"'
     if field.key == "train.task":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -15,6 +15,10 @@ LAST_SURE_RANK = 20
 """Last footer rank that is always shown, shortened where it does not fit."""
 FIRST_PINNED_RANK = 90
 """First footer rank of the actions at the right, which are always shown."""
+SELECTED: Row = [
+    (" text is selected   ", "label"), ("^c", "key"), (" Copy   ", "label"), ("esc", "key"), (" Let go", "label"),
+]  # fmt: skip
+"""What stands in the footer while text is selected."""
 
 
 def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[int, int, Action]]]:
@@ -106,9 +110,13 @@ class KeyBar(Canvas):
     KeyBar > .canvas--label { color: $foreground 80%; }
     """
 
-    def __init__(self, place: str) -> None:
+    ALLOW_SELECT = False
+
+    def __init__(self, place: str, over: Callable[[], bool] = lambda: False) -> None:
+        """Show the keys of a screen; ``over`` returns whether the screen's run has ended."""
         super().__init__()
         self.place = place
+        self.over = over
         self._spots: list[tuple[int, int, Action]] = []
 
     def on_mount(self) -> None:
@@ -117,8 +125,12 @@ class KeyBar(Canvas):
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the line of keys."""
+        if self.screen.selections:
+            self._spots = []
+            return [SELECTED]
         focused = getattr(self.screen.focused, "PLACE", None)
-        actions = footer(self.place) if focused is None else footer_of_focus(self.place, focused)
+        over = self.over()
+        actions = footer(self.place, over=over) if focused is None else footer_of_focus(self.place, focused, over=over)
         row, self._spots = draw_keys(actions, width)
         return [row]
 

@@ -15,6 +15,8 @@ from gputrain_tui.history.log_buffer import Level, LogLine, level_of
 from gputrain_tui.tables import ESCAPES, printable
 
 NO_STYLE = Style.null()
+MARKS = {Level.WARNING: ("▲", "warning"), Level.ERROR: ("✗", "error")}
+"""Mark and role of a line's level."""
 
 Pieces = list[tuple[str, Style]]
 """Text and the colours that the program that wrote it asked for."""
@@ -87,11 +89,14 @@ def line_strip(
     width: int,
     shift: int = 0,
     prefix_cells: int = 0,
+    clock: str = "",
+    flagged: bool = False,
     needle: str = "",
     at_match: bool = False,
 ) -> Strip:
     """Return a line of the log as exactly ``width`` cells, scrolled sideways by ``shift``; its prefix stays.
 
+    Before it stand its ``clock``, its source (``flagged``: coloured) and a mark of its level.
     ``needle`` is marked wherever it occurs, otherwise in the line that the search has found (``at_match``).
     """
     level = level_of(line.raw)
@@ -106,9 +111,15 @@ def line_strip(
         segments.append(Segment(f" … {line.cut_bytes:,} bytes more", styles["base"] + styles["dim"]))
     room = width
     head: list[Segment] = []
-    if prefix_cells:
-        text = prefix(line.name, prefix_cells - 1)[:width]
-        head = [Segment(text, styles["base"] + styles["prefix"])]
+    source = prefix(line.name, prefix_cells - 1) if prefix_cells else ""
+    if (clock or source) and level is not Level.ALL:  # in the last cell before the line
+        clock, source = (clock, source[:-1]) if source else (clock[:-1], "")
+        mark = MARKS[level]
+    else:
+        mark = ("", "prefix")
+    for text, role in ((clock, "prefix"), (source, "warning" if flagged else "prefix"), mark):
+        text = text[: max(room, 0)]
+        head.append(Segment(text, styles["base"] + styles[role]))
         room -= cell_len(text)
     body = Strip(segments).crop(shift, shift + room) if shift else Strip(segments)
     return Strip([*head, *body.adjust_cell_length(max(room, 0), styles["base"])], width)

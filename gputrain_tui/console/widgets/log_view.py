@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.events import Click, Unmount
+from textual.geometry import Offset
+from textual.selection import Selection
 from textual.strip import Strip
+from textual.widget import Widget
 from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.widgets.canvas import Canvas, role_classes
-from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, scroll_thumb, title_row
-from gputrain_tui.console.widgets.log_line import line_strip, prefix
+from gputrain_tui.console.widgets.canvas import Canvas, Copyable, role_classes
+from gputrain_tui.console.widgets.drawing import Row, cell_count, centred_text, fit_row, scroll_thumb, title_row
+from gputrain_tui.console.widgets.log_line import decoded, line_strip, prefix
 from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.log_buffer import Level, LogBuffer
+from gputrain_tui.history.log_buffer import Level, LogBuffer, LogLine
+from gputrain_tui.history.log_times import in_order
 from trainer.contract.record import RunDir
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
 
 TICK_BYTES = 1 << 20
 """Most bytes read per tick, some milliseconds of work."""
 BACKLOG_BYTES = 4 << 20
 """Bytes of earlier output that are read at the start."""
+CLOCK_FROM_CELLS = 56
+"""Fewest cells of a panel that shows when each line was written."""
 SHIFT_CELLS = 16
 """Cells that a long line moves sideways at a time."""
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
-LINE_ROLES = ("base", "prefix", "warning", "error", "match", "current", "dim")
+LINE_ROLES = ("base", "prefix", "warning", "error", "dim")
+MATCH_ROLES = ("match", "current")
 
 
 class LogView(Canvas, can_focus=True):
@@ -35,9 +47,12 @@ class LogView(Canvas, can_focus=True):
 
     PLACE = "log"
     """Its name in the action table: its keys stand in the footer while it has the focus."""
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("log")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *bindings("log"),
+        Binding("tab,shift+tab", "keep_search", "Find", show=False),
+    ]
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("prefix", "match", "current", "thumb")
+    COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("prefix", "match", "current", "thumb", "cursor")
 
     DEFAULT_CSS = """
     LogView { layout: vertical; }
@@ -49,6 +64,8 @@ class LogView(Canvas, can_focus=True):
     LogView > .canvas--error { text-style: none; }
     LogView > .canvas--match { background: $accent 35%; }
     LogView > .canvas--current { background: $accent; color: $background; }
+    LogView:nocolor > .canvas--match { text-style: underline; }
+    LogView:nocolor > .canvas--current { text-style: reverse; }
     LogView > .canvas--thumb { color: $foreground 40%; }
     """
 
@@ -57,12 +74,17 @@ class LogView(Canvas, can_focus=True):
         run: RunDir,
         *,
         rank: int | None = None,
+        live: LiveRun | None = None,
         lines: int = 50_000,
         id: str | None = None,
     ) -> None:
-        """Show what a run prints, all ranks or one; ``lines`` are kept."""
+        """Show what a run prints, all ranks or one; ``lines`` are kept.
+
+        ``live`` dates the lines and says which ranks are flagged.
+        """
         super().__init__(id=id)
         self._run = run
+        self._live = live
         self._rank = rank
         self._lines = lines
         self._top: int | None = None
@@ -72,7 +94,12 @@ class LogView(Canvas, can_focus=True):
         self._match: int | None = None
         """Number of the line that the search has found."""
         self._missed = False
-        self._painted = -1
+        self._pointed: int | None = None
+        """Number of the line that was clicked."""
+        self._painted: object = None
+        """Version of what was painted: lines, flagged ranks and times."""
+        self._flagged: set[str] = set()
+        """Names of the logs of flagged ranks."""
         self._follower: Follower | None = None
         self.buffer = LogBuffer(lines=lines)
         """The newest lines."""
@@ -101,11 +128,16 @@ class LogView(Canvas, can_focus=True):
         if not self.display:
             return
         if self._follower is not None:
-            for name, data in self._follower.poll(TICK_BYTES):
-                self.buffer.feed(name, data)
+            offset = self._follower.offset
+            parts = [(name, data, offset(name) - len(data)) for name, data in self._follower.poll(TICK_BYTES)]
+            for name, data, begin in in_order(parts, self._live.log_times if self._live is not None else {}):
+                self.buffer.feed(name, data, begin=begin)
                 self._missed = False  # what came may match
-        if self.buffer.version != self._painted:
-            self._painted = self.buffer.version
+        flagged = {str(rank) for rank in self._live.state.flagged} if self._live is not None else set()
+        dated = self._live.state.nodes if self._live is not None else {}
+        shown = self.buffer.version, flagged, max((sample.time for sample in dated.values()), default=0.0)
+        if shown != self._painted:
+            self._painted, self._flagged = shown, flagged
             self.redraw()
 
     def _open(self) -> None:
@@ -114,7 +146,8 @@ class LogView(Canvas, can_focus=True):
             self._follower.close()
         self.buffer = LogBuffer(lines=self._lines)
         self.buffer.set_level(level)
-        self._top, self._shift, self._match, self._missed, self._painted = None, 0, None, False, -1
+        self._top, self._shift, self._match, self._missed, self._painted = None, 0, None, False, None
+        self._pointed = None
         only = None if self._rank is None else {str(self._rank)}
         self._follower = Follower(self._run.logs, ".log", only=only, torn=True, last_bytes=BACKLOG_BYTES)
 
@@ -153,6 +186,13 @@ class LogView(Canvas, can_focus=True):
         """Go to the oldest line that is kept."""
         self._go(0)
 
+    def action_edge(self, side: int) -> None:
+        """Go to the oldest line, or to the end and follow it."""
+        if side < 0:
+            self.action_oldest()
+        else:
+            self.action_follow()
+
     def action_follow(self) -> None:
         """Go to the end and follow it."""
         self._top = None
@@ -168,9 +208,58 @@ class LogView(Canvas, can_focus=True):
         self.scroll_rows(lines)
 
     def on_click(self, event: Click) -> None:
-        """Jump where the bar at the right is clicked."""
-        if event.widget is self and event.x == self.size.width - 1 and event.y > 0:
+        """Jump where the bar at the right is clicked; elsewhere point at the line."""
+        if event.widget is not self or event.y <= 0:
+            return
+        if event.x == self.size.width - 1:
             self._go((self.buffer.rows - self.page) * (event.y - 1) // max(self.page - 1, 1))
+        elif (row := self.top_row + event.y - 1) < self.buffer.rows:
+            self._pointed, self._match = self.buffer.number(row), None
+            self.redraw()
+
+    @property
+    def cursor(self) -> int | None:
+        """Number of the line that is copied: the clicked or found one while it is in view, else the last in view."""
+        last = min(self.top_row + self.page, self.buffer.rows) - 1
+        for number in (self._match, self._pointed):
+            if number is not None and self.top_row <= self.buffer.row(number) <= last:
+                return number
+        return self.buffer.number(last) if last >= 0 else None
+
+    def copyable(self) -> Copyable | None:
+        """Return the line with the cursor, whole and without its colours."""
+        number = self.cursor
+        return None if number is None else Copyable(self._text(number), "a line of the log")
+
+    def _text(self, number: int) -> str:
+        return "".join(text for text, _ in decoded(self.buffer.line(number).raw))
+
+    # Selecting: lines are known by their numbers, so that a selection stays with them while others come
+
+    def text_line(self, y: int) -> int:
+        """Return the number of the line at ``y``; -1 for the title."""
+        row = self.top_row + y - 1
+        return self.buffer.number(row) if 0 < y <= self.page and row < self.buffer.rows else -1
+
+    def text_offset(self, x: int, y: int) -> Offset:
+        """Return the nearest place in a line of the log."""
+        last = min(self.page, self.buffer.rows - self.top_row)
+        return super().text_offset(x, min(max(y, 1), last))
+
+    def text_strip(self, line: int) -> Strip:
+        """Return a line of the log to its end, which may lie beyond the panel's."""
+        before = len(self._clock(self.buffer.line(line))) + self._prefix_cells()
+        return self._line_strip(line, before + cell_count(self._text(line)))
+
+    def text_lines(self) -> Iterable[int]:
+        """Return the numbers of the visible lines."""
+        return map(self.buffer.number, range(self.buffer.rows))
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        """Keep the selected lines in view: the end is no longer followed."""
+        if selection is not None and self.following and self.buffer.rows:
+            self._top = self.buffer.number(self.top_row)
+        self.redraw()
 
     def on_unmount(self, event: Unmount) -> None:
         """Close the files."""
@@ -197,6 +286,18 @@ class LogView(Canvas, can_focus=True):
         """Go to the next line that holds the text."""
         self._search(forward=True)
 
+    def action_next_flagged(self) -> None:
+        """Go to the next line of a rank that failed or that a finding is about."""
+        if self._live is None or self.rank is not None:
+            return
+        flagged = {str(rank) for rank in self._live.state.flagged}
+        start = self.top_row - 1 if self._match is None else self.buffer.row(self._match)
+        row = self.buffer.find_of(flagged, start)
+        if row is not None:
+            self._match = self.buffer.number(row)
+            self._top = self.buffer.number(max(row - self.page // 2, 0))
+            self.redraw()
+
     def action_previous_match(self) -> None:
         """Go to the line before that holds the text."""
         self._search(forward=False)
@@ -207,13 +308,17 @@ class LogView(Canvas, can_focus=True):
         self._needle, self._match, self._missed = "", None, False
         self.remove_class("-searching")
         if searching:
-            self.focus()
+            self.screen.set_focus(self)
         self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is enabled: Escape only clears a search."""
+        if action == "keep_search":
+            return self.has_class("-searching")
         if action == "clear_search":
             return bool(self._needle) or self.has_class("-searching")
+        if action == "next_flagged":
+            return self.rank is None  # of one rank's log the screen goes to the next one
         return True
 
     @on(Input.Changed)
@@ -225,10 +330,24 @@ class LogView(Canvas, can_focus=True):
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
+        self.action_keep_search()
+
+    def action_keep_search(self) -> None:
+        """Go to the first line that holds what was typed."""
+        self.screen.set_focus(self)
         self.remove_class("-searching")
-        self.focus()
         self._match = None
         self._search(forward=True)
+
+    def on_mount(self) -> None:
+        """Follow the focus."""
+        self.watch(self.screen, "focused", self._focus_moved, init=False)
+
+    def _focus_moved(self, focused: Widget | None) -> None:
+        """Close the line when the mouse goes elsewhere: its letters would be commands."""
+        if focused is not None and focused.parent is not self and self.has_class("-searching"):
+            self.remove_class("-searching")
+            self.redraw()
 
     def _search(self, *, forward: bool) -> None:
         if not self._needle:
@@ -259,29 +378,51 @@ class LogView(Canvas, can_focus=True):
         self._drawn_size = None
         self.refresh()
 
-    def render_line(self, y: int) -> Strip:
+    def line(self, y: int) -> Strip:
         """Return one line of the widget."""
         width = self.size.width
         rows = self.buffer.rows
         row = self.top_row + y - 1
         overflows = rows > self.page
         if y == 0 or row >= rows or y > self.page:
-            return super().render_line(y)
+            return super().line(y)
         number = self.buffer.number(row)
-        several = self._rank is None and len(self.buffer.names) > 1
-        strip = line_strip(
-            self.buffer.line(number),
-            {role: self.role(role) for role in LINE_ROLES},
-            width=width - overflows,
-            shift=self._shift,
-            prefix_cells=max(len(prefix(name, 0)) for name in self.buffer.names) if several else 0,
-            needle=self._needle,
-            at_match=number == self._match,
-        )
+        strip = self._line_strip(number, width - overflows)
         if overflows:
             mark = "┃" if y - 1 in scroll_thumb(self.top_row, self.page, rows) else " "
             strip = Strip([*strip, Segment(mark, self.role("thumb"))], width)
         return strip
+
+    def _line_strip(self, number: int, width: int) -> Strip:
+        """Return a line of the log as ``width`` cells."""
+        line = self.buffer.line(number)
+        ground = "@cursor" if self.has_focus and number == self.cursor else ""
+        return line_strip(
+            line,
+            {role: self.role(role + ground) for role in LINE_ROLES} | {role: self.role(role) for role in MATCH_ROLES},
+            width=width,
+            shift=self._shift,
+            prefix_cells=self._prefix_cells(),
+            clock=self._clock(line),
+            flagged=self._live is not None and line.name in self._flagged,
+            needle=self._needle,
+            at_match=number == self._match,
+        )
+
+    def _prefix_cells(self) -> int:
+        """Return the cells before a line that name who printed it, where there are several."""
+        several = self._rank is None and len(self.buffer.names) > 1
+        return max(len(prefix(name, 0)) for name in self.buffer.names) if several else 0
+
+    def _clock(self, line: LogLine) -> str:
+        """Return when a line was written; blanks where that is not known, nothing where it is known of none."""
+        if self._live is None or not self._live.log_times or self.size.width < CLOCK_FROM_CELLS:
+            return ""
+        times = self._live.log_times.get(line.name)
+        at = times.at(line.end) if times is not None else None
+        if times is not None and at is None and self._live.over and line.end > times.last:
+            at = self._live.state.time  # printed after the last sample
+        return time.strftime("%H:%M:%S ", time.localtime(at)) if at is not None else " " * 9
 
     def head(self, width: int) -> Row:
         """Return the title line: whose log, what is left out, and whether the end is followed."""

@@ -81,7 +81,7 @@ def draw_silent(host: Host, width: int, height: int) -> list[Row]:
         [(line, "bright")]
         for line in textwrap.wrap(f"{host.problem[:1].upper()}{host.problem[1:]}.", max(width - 2, 1))
     ]
-    rows.append([("It is asked again now and then; ", "dim"), ("r", "key"), (" asks at once.", "dim")])
+    rows.append([("It is asked again now and then; ", "dim"), ("^r", "key"), (" asks at once.", "dim")])
     return [fit_row(row, width) for row in rows[:height]]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isfinite
 
 from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL_CELLS, Axis, Scale, braille_line, plot_limits
 from gputrain_tui.console.widgets.drawing import (
@@ -12,12 +12,12 @@ from gputrain_tui.console.widgets.drawing import (
     Row,
     centred_text,
     fit_row,
-    format_value,
     merge,
     nice_step,
     pad,
     title_row,
 )
+from gputrain_tui.headless.progress import loss_text
 from gputrain_tui.tables import duration, printable
 
 
@@ -118,12 +118,12 @@ def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
     names = max(width - 7 - 2 * 14, 8)
     rows = []
     for index, line in enumerate(lines):
-        best = EMPTY if line.best is None else format_value(line.best)
+        best = loss_text(line.best)
         row: Row = [
             (f" {index + 1} ━━ ", f"curve-{index}"),
             (pad(printable(line.name), names), "bright"),
             ("  loss", "dim"),
-            (format_value(line.value).rjust(8), "bright"),
+            (loss_text(line.value).rjust(8) if isfinite(line.value) else EMPTY.rjust(8), "bright"),
             (" valid", "dim"),
             (best.rjust(8), "bright"),
         ]

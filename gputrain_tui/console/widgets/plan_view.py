@@ -5,14 +5,23 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import ClassVar
 
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 
-from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
+from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Canvas
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, row_cells, title_row, wrap_text
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.plan.shell import devices_text, rank_range
 from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
+
+PLAN_LINES = 1 << 20
+"""More lines than any plan has: scrolling stops at its end."""
+BESIDE_CELLS = 140
+"""Least cells in which commands stand beside the table of the nodes."""
+GAP_CELLS = 3
+"""Cells between the two."""
+LEAST_LINES = 6
+"""Of a plan, so that the form does not jump with every recipe."""
 
 
 def wrap_command(node: PlannedNode, width: int, *, program: str = "") -> list[str]:
@@ -45,7 +54,24 @@ def shorten_program(program: str, width: int) -> str:
 
 
 def draw_plan(plan: Plan, width: int) -> list[Row]:
-    """Return a plan as rows: a table of the nodes, then their commands."""
+    """Return a plan as rows: a table of the nodes, then their commands; beside each other in a wide terminal."""
+    nodes = _nodes(plan)
+    if width < BESIDE_CELLS:
+        return [fit_row(row, width) for row in [*nodes, [], *_commands(plan, width)]]
+    left = min(max(map(row_cells, nodes)), width // 2) + GAP_CELLS
+    commands = _commands(plan, width - left)
+    count = max(len(nodes), len(commands))
+    nodes += [[]] * (count - len(nodes))
+    commands += [[]] * (count - len(commands))
+    gap: Row = [(" " * GAP_CELLS, "base")]
+    return [
+        [*fit_row(node, left - GAP_CELLS), *gap, *fit_row(command, width - left)]
+        for node, command in zip(nodes, commands, strict=True)
+    ]
+
+
+def _nodes(plan: Plan) -> list[Row]:
+    """Return the table of the nodes."""
     hosts = max(len(printable(node.host)) for node in plan.nodes) + 2
     ranks = max(max(len(rank_range(node.ranks)) for node in plan.nodes), 5) + 2
     rows: list[Row] = [
@@ -61,25 +87,26 @@ def draw_plan(plan: Plan, width: int) -> list[Row]:
                 (devices_text(node.devices), "bright"),
             ]
         )
+    return rows
+
+
+def _commands(plan: Plan, width: int) -> list[Row]:
+    """Return each node's command, with blank lines between them."""
+    rows: list[Row] = []
     for node in plan.nodes:
-        rows.append([])
+        rows += [[]] if rows else []
         rows.append([(f"# node {node.node}, {printable(node.host)}", "dim")])
         rows += [
             [(line, "base")]
             for line in wrap_command(node, max(width, 20), program=shorten_program(node.argv[0], width))
         ]
-    return [fit_row(row, width) for row in rows]
+    return rows
 
 
 class PlanView(Canvas, can_focus=True):
     """The plan of the open recipe."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "scroll_by(-1)", "Up", show=False),
-        Binding("down,j", "scroll_by(1)", "Down", show=False),
-        Binding("pageup", "scroll_by(-8)", "Page up", show=False),
-        Binding("pagedown", "scroll_by(8)", "Page down", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
 
     plan: Plan | None = None
     problem = ""
@@ -91,7 +118,19 @@ class PlanView(Canvas, can_focus=True):
     def show(self, plan: Plan | None, problem: str) -> None:
         """Show a plan, or why there is none."""
         self.plan, self.problem, self.waiting = plan, problem, False
+        self._fit()
         self.redraw()
+
+    def on_resize(self) -> None:
+        """Take no more lines than the plan has."""
+        self._fit()
+
+    def _fit(self) -> None:
+        """Leave the lines that a wide terminal does not need to the form."""
+        width = self.size.width
+        is_short = self.plan is not None and not self.problem and width >= BESIDE_CELLS
+        lines = len(draw_plan(self.plan, width)) + 1 if is_short and self.plan is not None else None
+        self.styles.max_height = None if lines is None else max(lines, LEAST_LINES)
 
     def wait(self) -> None:
         """Show that the plan is being computed."""
@@ -111,7 +150,8 @@ class PlanView(Canvas, can_focus=True):
                 remarks.append([(f"meeting at {plan.init_method}", "dim")])
         head = [title_row(width, left, remarks)]
         if self.problem:
-            head.append(fit_row([("! ", "error"), (printable(self.problem), "error")], width))
+            lines = wrap_text(printable(self.problem), width - 2)
+            head += [fit_row([("  " if n else "! ", "error"), (line, "error")], width) for n, line in enumerate(lines)]
         if plan is None:
             if self.waiting:
                 return head + centred_text(width, height - len(head), ["…"])
@@ -130,6 +170,10 @@ class PlanView(Canvas, can_focus=True):
         """Scroll the plan."""
         self._top = max(self._top + lines, 0)
         self.redraw()
+
+    def action_edge(self, side: int) -> None:
+        """Go to the first or the last line."""
+        self.action_scroll_by(side * PLAN_LINES)
 
     def wheel(self, lines: int) -> None:
         """Scroll the plan."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
+from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row, wrap_text
 from gputrain_tui.preflight import CheckResult, errors, summary, warnings
 from gputrain_tui.tables import printable
 
@@ -15,47 +16,58 @@ def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, hei
     title = ("preflight", "title")
     if problem:
         rows = [title_row(width, [title, ("  ✗ the recipe is not right yet", "error")])]
-        return [*rows, _line("✗", problem, "error", width)][:height]
+        return [*rows, *_wrapped("✗", problem, "error", width)][:height]
     if not results:
         return [title_row(width, [title, ("  is looked at …", "dim")])]
     stopping, doubtful = errors(results), warnings(results)
     state = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
     verdict = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
-    wide = max((len(result.check) for result in (*stopping, *doubtful)), default=0)
-    lines = [_line("✗", _result_text(result, wide), "error", width) for result in stopping]
-    lines += [_line("!", _result_text(result, wide), "warning", width) for result in doubtful]
+    blocks = _blocks(results, width)
+    shown = sum(end <= height - 1 for end in accumulate(map(len, blocks)))
     remarks: list[Row] = [[(f"{len(results)} check{'s' * (len(results) != 1)}", "dim")]]
-    if len(lines) > height - 1:
-        remarks.insert(0, [(f"{height - 1} of {len(lines)} shown", "accent")])
-    return [title_row(width, [title, (verdict, state[1])], remarks[::-1]), *lines][:height]
+    if shown < len(blocks):
+        remarks.insert(0, [(f"{shown} of {len(blocks)} shown", "accent")])
+    return [title_row(width, [title, (verdict, state[1])], remarks[::-1]), *chain(*blocks)][:height]
+
+
+def _blocks(results: Sequence[CheckResult], width: int) -> list[list[Row]]:
+    """Return the lines of each error, then of each warning."""
+    told = [*(("✗", "error", result) for result in errors(results))]
+    told += [("!", "warning", result) for result in warnings(results)]
+    wide = max((len(result.check) for _, _, result in told), default=0) + 2
+    return [_wrapped(mark, _result_text(result, wide), role, width, wide) for mark, role, result in told]
 
 
 def _result_text(result: CheckResult, wide: int) -> str:
     host = f"{result.host}: " if result.host else ""
     fix = f" → {result.fix}" if result.fix else ""
-    return f"{result.check:<{wide}}  {host}{result.what}{fix}"
+    return f"{result.check:<{wide}}{host}{result.what}{fix}"
 
 
-def _line(mark: str, text: str, role: str, width: int) -> Row:
-    text = printable(text)
-    left = width - 4
-    return fit_row([(f"  {mark} ", role), (text if len(text) <= left else f"{text[: left - 1]}…", "bright")], width)
+def _wrapped(mark: str, text: str, role: str, width: int, indent: int = 0) -> list[Row]:
+    """Return a text in lines; those after its first begin under the cell ``indent``."""
+    name, text = printable(text)[:indent], printable(text)[indent:]
+    first, *rest = wrap_text(text, width - 4 - indent)
+    lines = [(f"  {mark} ", name + first), *(("    ", " " * indent + line) for line in rest)]
+    return [fit_row([(before, role), (line, "bright")], width) for before, line in lines]
 
 
 class PreflightSummary(Canvas):
     """The preflight of the open recipe."""
 
-    most = 2
-    """Lines under the headline."""
     _results: Sequence[CheckResult] = ()
     _problem = ""
 
     def show(self, results: Sequence[CheckResult], problem: str) -> None:
         """Show the results of all checks, or the problem of the recipe itself."""
         self._results, self._problem = results, problem
-        lines = 1 if problem else len(errors(results)) + len(warnings(results))
-        self.styles.height = 1 + min(lines, self.most)
         self.redraw()
+
+    def lines(self, width: int) -> int:
+        """Return the lines that everything takes."""
+        if self._problem:
+            return 1 + len(_wrapped("✗", self._problem, "error", width))
+        return 1 + sum(map(len, _blocks(self._results, width)))
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the results."""

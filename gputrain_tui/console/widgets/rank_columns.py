@@ -17,6 +17,11 @@ MOST_GAP_CELLS = 3
 """Cells between two columns of a wide table."""
 SHORTER = {"validating": "validate"}
 """Words that are longer than their column."""
+PHASES = {
+    "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
+    "optimizer": "optimizer", "other": "no phase", "group": "waits",
+}  # fmt: skip
+"""By the phase in which a rank has been for long, its state in the column."""
 MOST_HOST_CELLS = 24
 """Cells of the column of hosts, whose names are cropped."""
 
@@ -63,6 +68,11 @@ def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
     return value
 
 
+def _state(view: RankView, late: Lateness) -> Value:
+    """Return its state; in a step that takes unusually long, the phase."""
+    return PHASES[view.phase] if view.phase is not None else view.display_state
+
+
 def _memory(view: RankView, late: Lateness) -> Value:
     count = view.memory_bytes
     return None if count is None else count / GIB
@@ -81,9 +91,9 @@ COLUMNS: tuple[RankColumn, ...] = (
     RankColumn("rank", "rank", 4, 0, 0, lambda v, _: v.rank, descending=False),
     RankColumn("host", "host", 4, 4, None, lambda v, _: v.host, descending=False),
     RankColumn("device", "device", 7, 13, None, lambda v, _: v.device and v.device.partition(" ")[0], descending=False),
-    RankColumn("state", "state", 9, 6, None, lambda v, _: v.display_state, descending=False),
+    RankColumn("state", "state", 9, 6, None, _state, descending=False),
     RankColumn("step", "step", 7, 1, 0, lambda v, _: v.last.step if v.last else None),
-    RankColumn("loss", "loss", 7, 2, 4, _of_step("loss")),
+    RankColumn("loss", "loss", 7, 2, 4, lambda v, _: v.loss),
     RankColumn("norm", "g.norm", 6, 12, 3, _of_step("grad_norm")),
     RankColumn("local", "g.own", 6, 16, 3, _of_step("local_grad_norm")),
     RankColumn("rate", "smp/s", 7, 7, 1, lambda v, _: v.recent.samples_per_s),
@@ -114,16 +124,27 @@ class ColumnPlace:
         return self.begin + self.wide
 
 
+def _wide(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
+    """Return the cells of a column in a table of ``width``."""
+    if column.key == "rank":
+        return max(column.wide, len(str(max(ranks - 1, 0))))
+    if column.key == "host":
+        return min(max(column.wide, longest_host), MOST_HOST_CELLS if width >= 120 else 12)
+    return column.wide
+
+
+def whole_width(ranks: int, hosts: Collection[str]) -> int:
+    """Return the cells of a table with all columns, a bar to scroll it included."""
+    longest_host = max(map(cell_count, hosts), default=0)
+    return 4 + sum(_wide(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
+
+
 def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
     """Return the columns that fit, evenly spaced, after two cells for marks."""
     longest_host = max(map(cell_count, hosts), default=0)
 
     def wide(column: RankColumn) -> int:
-        if column.key == "rank":
-            return max(column.wide, len(str(max(ranks - 1, 0))))
-        if column.key == "host":
-            return min(max(column.wide, longest_host), MOST_HOST_CELLS if width >= 120 else 12)
-        return column.wide
+        return _wide(column, width, ranks, longest_host)
 
     def order(column: RankColumn) -> int:
         """Return the order in which columns are kept; a host that all ranks share goes early."""

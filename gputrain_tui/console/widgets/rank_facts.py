@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import ClockPanel
+from gputrain_tui.console.widgets.rank_columns import PHASES
 from gputrain_tui.headless.progress import loss_text, percent
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import duration, printable, size
@@ -16,8 +17,8 @@ VALUE_CELLS = 10
 """Cells of a name and of a value."""
 
 
-def facts(state: RunState, rank: int, now: float) -> list[Fact]:
-    """Return names and values of a rank, the most important first."""
+def facts(state: RunState, rank: int, now: float, *, standing_still: bool = False) -> list[Fact]:
+    """Return names and values of a rank, the most important first; without its rate where no step comes."""
     view = state.ranks.get(rank)
     if view is None:
         return [("state", "never heard of", "dim")]
@@ -25,11 +26,11 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
     late = state.lateness().get(rank)
     heard = None if view.time is None else max(0.0, now - view.time)
     found: list[Fact] = [
-        ("state", view.display_state or "not started", _state_role(state, view)),
+        ("state", _state(view), _state_role(state, view)),
         ("last heard of", f"{duration(heard)} ago" if heard is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
-        ("loss", loss_text(last.loss if last else None), "title"),
-        ("samples/s", format_value(recent.samples_per_s), "bright"),
+        ("loss", loss_text(view.loss), "title"),
+        ("samples/s", EMPTY if standing_still else format_value(recent.samples_per_s), "bright"),
         ("samples", f"{view.totals.samples:,}" if last else EMPTY, "bright"),
         ("gradient norm", format_value(last.grad_norm if last else None), "bright"),
         ("own grad norm", format_value(last.local_grad_norm if last else None), "bright"),
@@ -58,6 +59,10 @@ def facts(state: RunState, rank: int, now: float) -> list[Fact]:
             ("waits for CPU", _with(process.wait_percent, "%"), "bright"),
         ]
     return found
+
+
+def _state(view: RankView) -> str:
+    return PHASES[view.phase] if view.phase is not None else view.display_state or "not started"
 
 
 def _state_role(state: RunState, view: RankView) -> str:
@@ -118,5 +123,6 @@ class RankFacts(ClockPanel):
         failure = view.failure.message if view is not None and view.failure is not None else None
         message = failure or (view.message or "" if view is not None else "")
         where = whereabouts(view) if view is not None else ""
-        found = facts(self.live.state, rank, self.live.now())
+        still = self.live.standstill
+        found = facts(self.live.state, rank, self.live.now(), standing_still=still is not None and still.is_long)
         return draw_facts(rank, found, width, height, where=where, message=message)

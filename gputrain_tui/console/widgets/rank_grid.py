@@ -83,6 +83,11 @@ class RankGrid(Panel, can_focus=True):
         self._changed: dict[int, tuple[object, float]] = {}
         """Per visible rank its newest event, and until when its line is bright."""
         self._fade_at: float | None = None
+        self._standing_still = False
+        self._scrolled = False
+        """Whether the person has scrolled: what is flagged then stays where it is."""
+        self._cursor_height: int | None = None
+        """Height at which the cursor was in view; None where it was not."""
 
     # What the screen does with it
 
@@ -159,6 +164,13 @@ class RankGrid(Panel, can_focus=True):
         if index is not None:
             self._reveal(index)
 
+    def bring_into_view(self, rank: int) -> None:
+        """Scroll to a rank that is flagged, unless the person looks at another place."""
+        index = self._index_of(rank)
+        if index is not None and self.selected_rank is None and not self._scrolled:
+            self._reveal(index)
+            self.redraw()
+
     def _pick(self, index: int) -> None:
         if not self._arranged:
             return
@@ -169,7 +181,10 @@ class RankGrid(Panel, can_focus=True):
         self.post_message(self.Picked(self._selected_rank))
 
     def _cursor_index(self) -> int | None:
-        return next((i for i, view in enumerate(self._arranged) if view.rank == self.selected_rank), None)
+        return self._index_of(self.selected_rank)
+
+    def _index_of(self, rank: int | None) -> int | None:
+        return next((i for i, view in enumerate(self._arranged) if view.rank == rank), None)
 
     def _reveal(self, index: int) -> None:
         """Scroll so that a row is visible."""
@@ -183,6 +198,7 @@ class RankGrid(Panel, can_focus=True):
 
     def wheel(self, lines: int) -> None:
         """Scroll by lines."""
+        self._scrolled = True
         self._scroll(self._top + lines)
         self.redraw()
 
@@ -210,6 +226,10 @@ class RankGrid(Panel, can_focus=True):
 
     def tick(self) -> None:
         """Redraw if the run changed, or bright lines must become dim."""
+        still = self.live.standstill
+        if (still is not None and still.is_long) != self._standing_still and self.display and self.size:
+            self.redraw()
+            return
         if self._fade_at is not None and self._now() >= self._fade_at and self.display and self.size:
             self._fade_at = None
             self.redraw()
@@ -219,9 +239,16 @@ class RankGrid(Panel, can_focus=True):
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the grid."""
         now = self._now()
+        still = self.live.standstill
+        self._standing_still = still is not None and still.is_long
         if now - self._arranged_at >= SORT_INTERVAL_S and self.live.version != self._arranged_version:
             self._arrange(now)
+        index = self._cursor_index()
+        if index is not None and self._cursor_height not in (None, height):
+            self._reveal(index)  # in a panel of another height it would be out of view
         self._scroll(self._top)
+        in_view = index is not None and self._top <= index < self._top + visible_ranks(height)
+        self._cursor_height = height if in_view else None
         visible = self._arranged[self._top : self._top + visible_ranks(height)]
         return draw_grid(
             GridView(
@@ -238,6 +265,8 @@ class RankGrid(Panel, can_focus=True):
                 filter_text=self._filter.text,
                 hosts=self._hosts,
                 failing=self.live.state.root_cause is not None,
+                standing_still=self._standing_still,
+                ended="" if not self.live.over else "unknown" if self.live.status == "lost" else "ended",
             ),
             width,
             height,

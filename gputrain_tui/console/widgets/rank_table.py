@@ -21,6 +21,8 @@ from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
+GOING = ("spawned", "joining", "ready", "training", "validating", "saving")
+"""States of a rank that goes on."""
 HEAD_LINES = 2
 """Lines above the first rank."""
 
@@ -49,6 +51,10 @@ class GridView:
     hosts: Collection[str] = ()
     failing: bool = False
     """Whether a rank failed: ranks that were ended by it are dimmed."""
+    standing_still: bool = False
+    """Whether no step has come for long, so that rates are past and no rank trains."""
+    ended: str = ""
+    """Once the run is over, the state of ranks that recorded no end."""
 
 
 def visible_ranks(height: int) -> int:
@@ -138,17 +144,26 @@ def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
             pieces.append((" " * (place.begin - at), pieces[-1][1]))
         at = place.end
         role = value_role
+        if grid.standing_still and column.key == "rate":
+            text = EMPTY.rjust(place.wide)
+        if grid.standing_still and column.key == "state" and view.state == "training" and view.phase is None:
+            text = "no step".ljust(place.wide)
+        if grid.ended and column.key == "state" and view.display_state in GOING:
+            text = grid.ended.ljust(place.wide)
         if text.strip() == EMPTY:
             role = "absent"
         elif column.key in ("host", "device", "state"):
-            role = _state_role(view.display_state, failing=grid.failing) if column.key == "state" else "quiet"
+            role = _state_role(view, failing=grid.failing) if column.key == "state" else "quiet"
         elif column.key == "late" and warned:
             role = "warning"
         pieces.append((text, role))
     return merge(pieces)
 
 
-def _state_role(standing: str | None, *, failing: bool) -> str:
+def _state_role(view: RankView, *, failing: bool) -> str:
+    standing = view.display_state
+    if view.phase is not None:
+        return "quiet" if view.phase in ("sync", "group") else "warning"
     if standing == "failed":
         return "error"
     if standing in RANK_OUTCOMES:

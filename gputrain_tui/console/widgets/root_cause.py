@@ -73,6 +73,19 @@ def _of_one(doing: str, ranks: Sequence[int]) -> str:
     return doing.replace("were ", "was ") if len(ranks) == 1 else doing
 
 
+def failure_text(root_cause: RootCause) -> str:
+    """Return the card as text to paste, with the traceback or the end of the log whole."""
+    failure = root_cause.failure
+    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
+    where = f" on {printable(failure.host)}" if failure.host else ""
+    when = f" at step {failure.step:,}" if failure.step is not None else ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
+    head = f"{at}  {who}{where} failed{when}: {failure.kind.replace('_', ' ')}"
+    details = (failure.traceback or "").strip().splitlines() or root_cause.log
+    lines = [head, failure.message, *details, *(f"meanwhile: {line}" for line in root_cause.other_ranks)]
+    return "\n".join(map(printable, lines))
+
+
 def root_cause_height(root_cause: RootCause, width: int, most: int) -> int:
     """Return the lines that the card needs, at most ``most``."""
     return min(len(_rows(root_cause, width, most)), most)

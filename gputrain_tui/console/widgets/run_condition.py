@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from gputrain_tui.console.widgets.drawing import Row
+from gputrain_tui.diagnosis.roll_up import roll_up
+from gputrain_tui.history.runs import ENDED
 from gputrain_tui.state import RunState
+from gputrain_tui.state.standstill import Standstill
 from gputrain_tui.tables import printable
-from trainer.contract.record import Finding
+from trainer.contract.record import Failure, Finding
 
 MARKS = {"critical": ("✗", "error"), "warning": ("▲", "warning"), "info": ("·", "dim")}
 """Mark and role per severity."""
@@ -24,25 +27,37 @@ CAUSES = {
 WORDS = {
     "input_bound": "waits for data",
     "communication_bound": "waits for the network",
+    "cpu_contention": "too few cores",
+    "imbalance": "uneven work",
     "memory_creep": "memory grows",
-    "non_finite": "not a finite number",
+    "non_finite": "NaN or infinite",
+    "host_silent": "is silent",
     "loss_spike": "the loss jumped",
     "stalled": "stalled",
     "desync": "parameters differ",
 }
 """What is found, where the name of its kind is clumsy."""
+HOST_KINDS = ("cpu_contention", "host_silent")
+"""What is found of a host: its first rank stands for it."""
 LEAST_STEPS = 20
 """Fewest steps before a run without findings counts as healthy."""
 
 
-def run_condition(state: RunState) -> list[Row]:
-    """Return the worst active finding and the number of others, in ever shorter forms."""
-    findings = sorted(state.findings.values(), key=_order)
+def run_condition(state: RunState, status: str = "running", standstill: Standstill | None = None) -> list[Row]:
+    """Return the worst finding that stands, of a failed run the failure, and the number of others, ever shorter."""
+    if status not in ("running", *ENDED):
+        return []
+    if status == "failed":
+        return [] if state.root_cause is None else [[(failure_summary(state.root_cause), "error")]]
+    findings = sorted(roll_up(state.findings.values(), state.ranks), key=by_urgency)
     if not findings:
-        return [[("✓ no findings", "dim")]] if state.step >= LEAST_STEPS else []
+        is_still = standstill is not None and standstill.is_long
+        return [[("✓ no findings", "dim")]] if state.step >= LEAST_STEPS and not is_still else []
     worst = findings[0]
     mark, role = MARKS.get(worst.severity, MARKS["warning"])
     text = printable(finding_summary(worst))
+    if status in ENDED:
+        role = "dim" if role == "dim" else "warning"
     more = f"  +{len(findings) - 1:,} more" if len(findings) > 1 else ""
     forms = dict.fromkeys((text + more, text, text.partition(":")[0]))
     return [[(f"{mark} {form}", role)] for form in forms]
@@ -50,13 +65,32 @@ def run_condition(state: RunState) -> list[Row]:
 
 def finding_summary(finding: Finding) -> str:
     """Return a finding in a few words: rank, problem, and after a colon its cause."""
-    who = f"rank {finding.rank} " if finding.rank is not None else ""
-    if finding.kind != "straggler":
-        return who + WORDS.get(finding.kind, finding.kind.replace("_", " "))
+    who = _who(finding)
     cause = CAUSES.get(finding.cause or "", (finding.cause or "").replace("_", " "))
+    if finding.kind != "straggler":
+        what = who + WORDS.get(finding.kind, finding.kind.replace("_", " "))
+        return f"{what}: {cause}" if finding.kind == "stalled" and cause else what
     late_ms = finding.evidence.get("late_ms")
     return f"{who}late" + (f" {late_ms:.0f} ms" if late_ms is not None else "") + (f": {cause}" if cause else "")
 
 
-def _order(finding: Finding) -> tuple[int, float]:
+def _who(finding: Finding) -> str:
+    """Return what a finding is about, and a blank: a rank, several of a node, or a host; empty for the run."""
+    if finding.rank is None:
+        return ""
+    if finding.kind in HOST_KINDS and finding.host:
+        return f"{finding.host} "
+    ranks = finding.evidence.get("ranks", 1) if finding.kind == "straggler" else 1
+    return f"{ranks:.0f} ranks of {finding.host or 'a node'} " if ranks > 1 else f"rank {finding.rank} "
+
+
+def failure_summary(failure: Failure) -> str:
+    """Return a failure in a few words: rank, kind and step."""
+    who = f"rank {failure.rank} " if failure.rank is not None else ""
+    at = f" at step {failure.step:,}" if failure.step is not None else ""
+    return who + failure.kind.replace("_", " ") + at
+
+
+def by_urgency(finding: Finding) -> tuple[int, float]:
+    """Return a sort key of findings, the most severe and latest first."""
     return URGENCY.get(finding.severity, 1), -finding.evidence.get("late_ms", 0.0)

@@ -11,7 +11,8 @@ from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.console.widgets.run_condition import run_condition
 from gputrain_tui.headless.progress import loss_text
 from gputrain_tui.history.runs import ENDED
-from gputrain_tui.state.figures import RunFigures, run_figures
+from gputrain_tui.state.figures import RunFigures
+from gputrain_tui.state.standstill import Standstill
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 from trainer.contract.record import Validation
 
@@ -31,6 +32,9 @@ MARKS: dict[str, tuple[str, str]] = {
 """Mark and role per status."""
 BAR_CELLS = (8, 48)
 """Least and greatest width of the progress bar."""
+
+MEAN_FROM_CELLS = 140
+"""Fewest cells for the words that the loss is a mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class RunHeading:
     """The newest test, or what an evaluation found."""
     elapsed_s: float | None = None
     eta_s: float | None = None
+    standstill: Standstill | None = None
+    """How long no step has come; None while they come."""
     reading: float | None = None
     """Share of the record that was read, while it is being read."""
     condition: Sequence[Row] = ()
@@ -68,6 +74,9 @@ def draw_header(head: RunHeading, width: int, height: int) -> list[Row]:
 
 def _names(head: RunHeading, width: int) -> Row:
     mark, role = MARKS.get(head.status, ("·", "bright"))
+    still = head.standstill
+    if still is not None and still.is_long and not still.activity:
+        role = "warning"
     left: Row = [(f" {mark} ", role), (head.status, role if role != "bright" else "title")]
     elapsed: Row = []
     if head.elapsed_s is not None:
@@ -75,13 +84,14 @@ def _names(head: RunHeading, width: int) -> Row:
     rest: Row = []
     if head.reading is not None:
         rest = [("   reading the record ", "dim"), (f"{head.reading:4.0%}", "accent")]
-    elif head.eta_s is not None and head.status == "running":
+    elif head.eta_s is not None and head.status == "running" and not (still is not None and still.is_long):
         rest = [("   left ", "dim"), (duration(head.eta_s).rjust(7), "bright")]
     right: Row = [*elapsed, *rest, (" ", "base")]
     name: Row = [(printable(head.name), "title")]
     room = width - row_cells(left) - row_cells(right) - row_cells(name) - 5
+    is_wrong = any(role != "dim" for form in head.condition for _, role in form)
     if (
-        rest and head.condition and row_cells(head.condition[0]) + 3 > room
+        (rest or is_wrong) and head.condition and row_cells(head.condition[0]) + 3 > room
     ):  # what is wrong is worth more than the clock
         room += row_cells(right) - row_cells(rest) - 1
         right = [*rest, (" ", "base")]
@@ -120,20 +130,26 @@ def _figures(head: RunHeading, width: int) -> Row:
     epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
     fields: list[tuple[int, Row]] = [
         (0, [("step ", "dim"), (step, "bright"), (f"/{total}" if total else "", "dim")]),
-        (6, [("epoch ", "dim"), (epochs, "bright")]),
-        (1, [("loss ", "dim"), (loss_text(s.loss).rjust(6), "title")]),
-        (2, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
-        (5, [("compute ", "dim"), (_percent(s.compute_share), "bright")]),
-        (3, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]),
+        (7, [("epoch ", "dim"), (epochs, "bright")]),
+        (2, [("loss ", "dim"), (loss_text(s.loss).rjust(6), "title"), (_mean_of(head, width), "dim")]),
     ]
+    still = head.standstill
+    if still is not None:
+        fields.append((1, [(still.text, "bright" if still.activity else "warning")]))
+    if head.status != "lost" and not (still is not None and still.is_long):  # they are of steps long past
+        fields += [
+            (3, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
+            (6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]),
+            (4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]),
+        ]
     if head.valid_loss is not None:
-        fields.insert(3, (4, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
+        fields.insert(3, (5, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
     if head.tested is not None:
         which = of_weights(head.tested.weights_step or 0)
         loss = loss_text(head.tested.loss)
-        fields.insert(3, (4, [(f"{head.tested.split} ", "dim"), (loss, "bright"), (f" {which}", "dim")]))
+        fields.insert(3, (5, [(f"{head.tested.split} ", "dim"), (loss, "bright"), (f" {which}", "dim")]))
     if head.world_size == 1:
-        fields = [field for field in fields if field[0] != 3]
+        fields = [field for field in fields if field[0] != 4]
     progress = min(s.step / head.total, 1.0) if head.total else None
     chosen = list(fields)
     while len(chosen) > 1 and _taken(chosen, progress) > width - 1:
@@ -148,6 +164,11 @@ def _figures(head: RunHeading, width: int) -> Row:
     for index, (_, pieces) in enumerate(chosen):
         row += [*([("   ", "base")] if index else []), *pieces]
     return row
+
+
+def _mean_of(head: RunHeading, width: int) -> str:
+    """Return what the loss is a mean over, where there is room."""
+    return f" mean of {head.world_size:,} ranks" if head.world_size > 1 and width >= MEAN_FROM_CELLS else ""
 
 
 def _taken(fields: list[tuple[int, Row]], progress: float | None) -> int:
@@ -178,6 +199,7 @@ def heading(live: LiveRun) -> RunHeading:
     """Return the content for a run."""
     state = live.state
     status = live.status
+    still = live.standstill
     hosts = {view.host for view in state.ranks.values()} - {None}
     return RunHeading(
         status=status,
@@ -185,21 +207,24 @@ def heading(live: LiveRun) -> RunHeading:
         id=live.id,
         world_size=state.world_size,
         hosts=len(hosts),
-        summary=run_figures(state.ranks.values()),
+        summary=state.figures,
         total=state.updates_total,
         max_epochs=state.max_epochs,
         valid_loss=evaluated.loss if (evaluated := state.last_validation()) is not None else None,
         tested=state.last_test(),
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
+        standstill=still,
         reading=live.reading,
-        condition=run_condition(state) if status == "running" else (),
+        condition=run_condition(state, status, still),
         note=_note(live),
     )
 
 
 def _note(live: LiveRun) -> str:
     """Return the note on a run that did not finish."""
+    if live.run.status.archived is not None:
+        return "archived while it ran" if live.status == "lost" else "an archive"
     if live.status == "lost":
         return "its supervisor was killed"
     resumable = live.status in ("stopped", "failed") and live.state.checkpoints

@@ -16,6 +16,8 @@ class ScreenTabs(Canvas):
     ScreenTabs { height: 1; dock: top; background: $panel; }
     """
 
+    ALLOW_SELECT = False
+
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = place

@@ -7,8 +7,11 @@ from typing import ClassVar
 
 from textual.binding import BindingType
 
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.stack_text import stack_lines
 from gputrain_tui.tables import printable
 
 
@@ -16,19 +19,18 @@ def draw_stack(lines: Sequence[str], remark: str, width: int, height: int, top: 
     """Return a stack as ``height`` rows of ``width`` cells."""
     rows = [fit_row(title_row(width, [("stack", "title")], [[(remark, "dim")]] if remark and lines else []), width)]
     if not lines:
-        return rows + centred_text(width, height - 1, [remark or "k asks the process for its Python stack"])
-    for line in lines[top : top + height - 1]:
-        text = printable(line)
-        heading = "most recent call first" in text
-        rows.append(fit_row([(" ", "base"), (text, "accent" if heading else "bright")], width))
+        return rows + centred_text(width, height - 1, [remark or "K asks the process for its Python stack"])
+    for text, is_heading in stack_lines(lines, width - 1)[top : top + height - 1]:
+        rows.append(fit_row([(" ", "base"), (text, "accent" if is_heading else "bright")], width))
     return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
 
 class StackView(Panel, can_focus=True):
     """The newest stack of the rank."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [("up", "scroll_by(-1)", "Up"), ("down", "scroll_by(1)", "Down"),
-                ("pageup", "scroll_by(-20)", "Page up"), ("pagedown", "scroll_by(20)", "Page down")]  # fmt: skip
+    PLACE = "text"
+    """Its name in the action table."""
+    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS, *bindings("text")]
 
     _lines: Sequence[str] = ()
     _remark = ""
@@ -43,8 +45,21 @@ class StackView(Panel, can_focus=True):
 
     def action_scroll_by(self, lines: int) -> None:
         """Scroll the stack."""
-        self._top = min(max(self._top + lines, 0), max(len(self._lines) - self.size.height + 1, 0))
+        count = len(stack_lines(self._lines, self.size.width - 1))
+        self._top = min(max(self._top + lines, 0), max(count - self.size.height + 1, 0))
         self.redraw()
+
+    def action_edge(self, side: int) -> None:
+        """Go to the first or the last line."""
+        self.action_scroll_by(side * len(stack_lines(self._lines, self.size.width - 1)))
+
+    def wheel(self, lines: int) -> None:
+        """Scroll the stack."""
+        self.action_scroll_by(lines)
+
+    def copyable(self) -> Copyable | None:
+        """Return the stack, whole."""
+        return Copyable("\n".join(map(printable, self._lines)), "the stack") if self._lines else None
 
     def seen_version(self) -> object:
         """Change with the stack only."""

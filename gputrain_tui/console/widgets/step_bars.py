@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -20,8 +20,11 @@ from gputrain_tui.console.widgets.drawing import (
     title_row,
 )
 from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.run_condition import by_urgency
 from gputrain_tui.state import RankView
 
+MOST_FLAGGED = 3
+"""Ranks with a finding that have a bar of their own among groups."""
 SHAPES = "▒█▓░▞·"
 """Symbols of the phases, for terminals without colours."""
 LEGENDS = (
@@ -39,6 +42,8 @@ class Bar:
     phases: tuple[float, ...]
     """Milliseconds of each phase, in their order."""
     selected: bool = False
+    flagged: bool = False
+    """Whether a finding stands about it."""
 
     @property
     def total_ms(self) -> float:
@@ -61,12 +66,18 @@ def phases_of(view: RankView) -> tuple[float, ...] | None:
     return (*phases, max(event.step_ms - sum(phases), 0.0))
 
 
-def bars(views: Sequence[RankView], most: int, selected: int | None) -> list[Bar]:
-    """Return at most ``most`` bars: of each rank, else of each node, else of equal groups; the selected rank on top."""
+def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Collection[int] = ()) -> list[Bar]:
+    """Return at most ``most`` bars: of each rank, else of each node, else of equal groups; chosen ranks on top."""
     found = [(view, phases) for view in views if (phases := phases_of(view)) is not None]
+
+    def bar(view: RankView, phases: tuple[float, ...]) -> Bar:
+        return Bar(label=f"{view.rank}", phases=phases, selected=view.rank == selected, flagged=view.rank in flagged)
+
     if len(found) <= most:
-        return [Bar(label=f"{v.rank}", phases=phases, selected=v.rank == selected) for v, phases in found]
-    chosen = [Bar(label=f"{v.rank}", phases=phases, selected=True) for v, phases in found if v.rank == selected]
+        return [bar(*each) for each in found]
+    alone = [rank for rank in (selected, *flagged) if rank is not None]
+    alone = list(dict.fromkeys(alone))[: min(1 + MOST_FLAGGED, max(most // 2, 1))]
+    chosen = sorted((bar(*each) for each in found if each[0].rank in alone), key=lambda bar: not bar.selected)
     size = group_size(len(found), most - len(chosen))
     groups = [found[begin : begin + size] for begin in range(0, len(found), size)]
     spans = [(group[0][0].rank, group[-1][0].rank) for group in groups]
@@ -103,7 +114,8 @@ def draw_bars(lines: Sequence[Bar], width: int, height: int, *, symbols: bool = 
     cells = width - LABEL_CELLS - 2 - 8
     widest = max(line.total_ms for line in lines) or 1.0
     for line in lines[: height - 1]:
-        row: Row = [(line.label.rjust(LABEL_CELLS), "accent" if line.selected else "axis"), ("  ", "base")]
+        mark, role = ("▲", "warning") if line.flagged else ("", "accent" if line.selected else "axis")
+        row: Row = [((mark + line.label).rjust(LABEL_CELLS), role), ("  ", "base")]
         if cells > 0:
             row += _bar(line.phases, cells, widest, symbols)
         row.append((format_number(line.total_ms, 1, 8), "bright" if line.selected else "dim"))
@@ -151,11 +163,13 @@ class StepBars(Panel):
     """The phases of the newest step, per rank."""
 
     def seen_version(self) -> object:
-        """Change with every event: bars show the newest ones."""
+        """Change with every event: bars show the newest ones, and the findings."""
         return self.live.version
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the bars."""
-        ranks = self.live.state.ranks
-        lines = bars([ranks[rank] for rank in sorted(ranks)], height - 1, self.selected_rank)
+        state = self.live.state
+        flagged = [found.rank for found in sorted(state.findings.values(), key=by_urgency) if found.rank is not None]
+        views = [state.ranks[rank] for rank in sorted(state.ranks)]
+        lines = bars(views, height - 1, self.selected_rank, flagged)
         return draw_bars(lines, width, height, symbols=self.ramp.symbols)

@@ -7,14 +7,17 @@ from functools import wraps
 from pathlib import Path
 
 import pytest
+import synthetic
 from rich.style import Style
+from screen_frames import console, played, press, settle
 from textual.app import App, ComposeResult
 
+from gputrain_tui.console.screens.rank import RankScreen
 from gputrain_tui.console.widgets.log_line import decoded, line_strip, prefix
 from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.log_buffer import MAX_LINE_BYTES, Level, LogBuffer, LogLine, level_of, newest_version
-from trainer.contract.record import RunDir
+from trainer.contract.record import NodeSample, RankSample, RunDir
 
 STYLES = {role: Style.null() for role in ("base", "dim", "prefix", "warning", "error", "match", "current")} | {
     "match": Style(reverse=True),
@@ -332,6 +335,36 @@ async def test_keys_search_and_choose_the_level(run: RunDir) -> None:
         assert "not found" in screen(app.view)[0]
         await pilot.press("escape", "L")
         assert app.view.buffer.rows == 71
+
+
+@played
+async def test_lines_have_their_time_and_level_and_flagged_ranks_are_jumped_to(tmp_path: Path) -> None:
+    made = synthetic.run(tmp_path, steps=20, straggler=1)
+    for rank in (0, 1):
+        made.dir.rank_log(rank).write_text("".join(f"line {n} of {rank}\n" for n in range(30)))
+    with made.dir.rank_log(0).open("a") as file:
+        file.write("WARNING: the disk is slow\n")
+    samples = [RankSample(rank=rank, log_bytes=made.dir.rank_log(rank).stat().st_size) for rank in (0, 1)]
+    at = synthetic.BEGIN + 5
+    synthetic.write(made.dir.node_events(0), NodeSample(time=at, node=0, host="here", ranks=samples))
+    printed(made.dir, "0", "after the last sample\n")
+    app = console(made)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await press(pilot, "o", "z")
+        view = app.screen.query_one(LogView)
+        clock = time.strftime("%H:%M:%S", time.localtime(at))
+        lines = screen(view)
+        assert f"{clock} r0 line 29 of 0" in lines
+        assert f"{clock} r0▲WARNING: the disk is slow" in lines
+        assert "         r0 after the last sample" in lines
+        await press(pilot, "home", "e")
+        first = next(line for line in screen(view)[1:] if " r1 " in line)
+        assert first.endswith("line 0 of 1")
+        assert not view.following
+        await press(pilot, "escape", "escape", "enter", "e")
+        assert isinstance(app.screen, RankScreen)
+        assert app.screen.rank == 1
 
 
 def test_newest_version_leaves_other_lines_alone() -> None:

@@ -1,4 +1,4 @@
-"""Tab-separated sentences: three orders of columns, two line ends, and errors that name the line."""
+"""Tab-separated sentences: columns by order, name and number, two line ends, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -46,6 +46,54 @@ def test_all_layouts_give_the_same_rows(tmp_path: Path, content: str, format: Fo
     assert [(row.text, row.label) for row in rows] == [("a fine film", "1"), ("not so fine", "0")]
     first = 2 if "sentence" in content else 1
     assert [row.line for row in rows] == [first, first + 1]
+
+
+@pytest.mark.parametrize(
+    ("header", "text_column", "label_column"),
+    [
+        ("stars\tid\tphrase of a film\n", "phrase of a film", "stars"),
+        ("stars\tid\tPhrase of a film\n", "phrase of a film", "Stars"),
+        ("stars\tid\tphrase of a film\n", "2", "stars"),
+        ("doc_label\tslots\ttext\n", None, None),
+        ("label\tslots\tphrase of a film\n", "phrase of a film", None),
+        ("label\tslots\ttext\n", "2", "0"),
+        ("2\t1\t0\n", "0", "2"),
+        ("", "2", "0"),
+    ],
+    ids=["names", "case", "name and number", "usual names", "one name", "numbers", "names are digits", "no header"],
+)
+def test_columns_are_found_by_name_or_number_and_a_header_is_no_row(
+    tmp_path: Path, header: str, text_column: str | None, label_column: str | None
+) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text(header + "1\t7\ta fine film\n0\t8\tnot so fine\n")
+    rows = read_tsv(str(path), "auto", text_column=text_column, label_column=label_column)
+    assert [(row.text, row.label) for row in rows] == [("a fine film", "1"), ("not so fine", "0")]
+
+
+def test_of_two_columns_the_one_that_is_not_named_is_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("phrases\tstars\n" + PLAIN)
+    assert [row.label for row in read_tsv(str(path), "auto", text_column="phrases")] == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("text_column", "label_column", "message"),
+    [
+        ("phrases", "star", "line 1: the header has no column 'star', but 'id', 'phrases', 'stars'; did you mean 'st"),
+        ("3", "stars", "line 1: text_column is 3, but there are columns 0 to 2"),
+        ("phrases", "1", "line 1: text_column and label_column are both column 1"),
+        ("phrases", None, "line 1: which column is the label? label_column names one of 'id', 'phrases', 'stars'"),
+    ],
+)
+def test_a_column_that_is_not_there_is_told_with_those_that_are(
+    tmp_path: Path, text_column: str, label_column: str | None, message: str
+) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("id\tphrases\tstars\n0\ta fine film\t1\n")
+    with pytest.raises(RequestError) as refused:
+        read_tsv(str(path), "auto", text_column=text_column, label_column=label_column)
+    assert message in str(refused.value)
 
 
 def test_single_words_are_told_from_labels_by_how_often_they_repeat(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.console.widgets.findings import FindingEntry, draw_findings
+from gputrain_tui.console.widgets.findings import FindingEntry, draw_findings, finding_entries
+from gputrain_tui.state import RunState
+from trainer.contract.record import Finding
 
 LATE = FindingEntry(
     key=("straggler", 3, 2.0),
@@ -54,3 +56,32 @@ def test_what_is_opened_is_shown_from_its_beginning_also_where_it_does_not_fit()
     lines = _text(40, 4, opened=True)
     assert "rank 3" in lines[1]
     assert len(lines) == 4
+
+
+def _raised(kind: str, rank: int, time: float, severity: str, **more: object) -> Finding:
+    message = f"rank {rank} is far behind the others in each and every step that they make, because of its data loading"
+    return Finding(time=time, kind=kind, rank=rank, severity=severity, message=message, **more)  # type: ignore[arg-type]
+
+
+def _standing_and_cleared() -> RunState:
+    state = RunState(world_size=16)
+    state.apply(_raised("non_finite", 7, 1.0, "critical"))
+    state.apply(_raised("straggler", 5, 2.0, "warning", cause="data", evidence={"late_ms": 20.0}))
+    for rank in range(8):
+        state.apply(_raised("loss_spike", rank, 3.0 + rank, "critical"))
+        state.apply(_raised("loss_spike", rank, 4.0 + rank, "critical", state="cleared"))
+    return state
+
+
+def test_what_stands_comes_before_what_was_cleared_by_severity() -> None:
+    entries = finding_entries(_standing_and_cleared())
+    assert [entry.rank for entry in entries] == [7, 5, *range(7, -1, -1)]
+    assert [entry.cleared for entry in entries] == [False, False, *[True] * 8]
+
+
+@pytest.mark.parametrize(("width", "height"), [(38, 11), (38, 5), (60, 8), (78, 6), (98, 14), (118, 12)])
+def test_a_standing_finding_is_never_cut_before_its_cause(width: int, height: int) -> None:
+    rows = draw_findings(finding_entries(_standing_and_cleared()), width, height)
+    said = " ".join("".join(text for text, _ in row).strip() for row in rows)
+    assert "data loading" in " ".join(said.split())
+    assert max(len("".join(text for text, _ in row)) for row in rows) <= width

@@ -8,7 +8,8 @@ from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.diagnosis import KINDS
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import RunFigures
-from trainer.contract.record import Finding, Step, Validation
+from gputrain_tui.state.standstill import Standstill
+from trainer.contract.record import Failure, Finding, Step, Validation
 
 
 def state_with(*findings: Finding, step: int = LEAST_STEPS) -> RunState:
@@ -48,6 +49,34 @@ def test_what_is_critical_comes_first() -> None:
 def test_what_was_cleared_is_not_told() -> None:
     over = Finding(time=3.0, kind="straggler", rank=1, state="cleared")
     assert said(late(1, 20.0), over) == ["✓ no findings"]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_no_run_is_well_that_makes_no_step(is_long: bool) -> None:
+    forms = run_condition(state_with(), standstill=Standstill(38.0, is_long))
+    assert bool(forms) != is_long
+    head = RunHeading(
+        status="running", name="bert", id="id", world_size=2, hosts=1, total=100, elapsed_s=60.0, eta_s=50.0,
+        summary=RunFigures(step=42, epoch=1, loss=1.0, samples_per_s=500.0, sync_share=0.5),
+        standstill=Standstill(38.0, is_long), condition=forms,
+    )  # fmt: skip
+    text = "\n".join(map(row_text, draw_header(head, 120, 2)))
+    assert "no step for 38 s" in text
+    for words in ("left", "samples/s", "sync wait", "no findings"):
+        assert (words in text) != is_long
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
+def test_the_verdict_stays_when_the_run_has_ended(status: str) -> None:
+    state = state_with(late(1, 20.0, cause="data"))
+    if status == "failed":
+        state.apply(Failure(time=3.0, kind="out_of_memory", rank=1, step=42, message="CUDA out of memory"))
+    expected = "rank 1 out of memory at step 42" if status == "failed" else "▲ rank 1 late 20 ms: data loading"
+    forms = run_condition(state, status)
+    assert row_text(forms[0]) == expected
+    head = RunHeading(status=status, name="bert", id="id", world_size=2, hosts=1, summary=RunFigures(),
+                      elapsed_s=60.0, condition=forms, note="4 History, r goes on from its checkpoint")  # fmt: skip
+    assert expected in row_text(draw_header(head, 80, 2)[0])
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS | {"desync", "something_new"}))

@@ -30,6 +30,13 @@ def test_the_selected_rank_stands_above_the_groups() -> None:
     assert [line.selected for line in lines] == [True, False, False, False, False]
 
 
+def test_ranks_with_a_finding_have_their_own_bars_among_groups() -> None:
+    lines = bars(VIEWS, 8, 7, [5, 11])
+    assert [(line.label, line.flagged) for line in lines[:3]] == [("7", False), ("5", True), ("11", True)]
+    assert len(lines) <= 8
+    assert "▲5" in "".join(map(row_text, draw_bars(lines, 60, 9)))
+
+
 def test_every_rank_has_its_bar_where_there_is_room() -> None:
     assert [line.label for line in bars(VIEWS, 16, None)] == [str(rank) for rank in range(16)]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.record.events import AnyEvent, Count, Event, FiniteFloat, NodeSample, Step
+from trainer.contract.record.events import SINGLE_VALUES, AnyEvent, Count, Event, FiniteFloat, NodeSample, Step
 from trainer.contract.record.regular_file import open_to_append
 
 LEVELS = (16, 64, 256, 1024, 4096)
@@ -26,8 +26,6 @@ MEANS = (
 )  # fmt: skip
 """Fields with a mean over the steps in which they were measured."""
 MEANS_OF = attrgetter(*MEANS)
-EXTREMES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
-"""Fields with extremes, and the field with the single values of an event that covers several steps."""
 
 
 class DownsampledBlock(Step, kw_only=True, tag="steps"):
@@ -103,7 +101,7 @@ class _OpenBlock:
                 if value is not None and isfinite(value):
                     self.sums[name] += value * n
                     self.weights[name] += n
-        for name, singles in EXTREMES.items():
+        for name, singles in SINGLE_VALUES.items():
             if isinstance(events[0], DownsampledBlock):
                 lows = [getattr(event, f"{name}_low") for event in events]
                 highs = [getattr(event, f"{name}_high") for event in events]

@@ -159,40 +159,67 @@ class Step(Event, kw_only=True, tag="step"):
     """Likewise of ``sync_exposed_ms``."""
 
 
-def single_steps(event: Step) -> list[Step]:
+SINGLE_VALUES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
+"""Fields of which an event that covers several steps has each step's own value, and the fields with those."""
+MEAN_FIELDS = tuple(
+    name for name in Step.__struct_fields__
+    if name not in (
+        *SINGLE_VALUES, *SINGLE_VALUES.values(), "time", "rank", "step", "epoch", "steps", "samples", "tokens", "lr",
+        "bucket_ms",
+    )
+)  # fmt: skip
+"""Fields that such an event has as a mean, or of its last step."""
+
+
+def single_steps(event: Step, *, means: bool = False) -> list[Step]:
     """Return one event per covered step, with its single values; ``[event]`` where it has none.
 
-    Fields that the record has as a mean only are absent, and samples are divided evenly.
+    Samples and tokens are divided evenly. Fields that the record has as a mean only are absent.
+
+    Args:
+        event: One or several steps.
+        means: Repeat such means in each step instead, also where the event has no single values at all; the times of
+            the buckets are then those of the last step.
     """
-    lengths_ms = event.step_ms_each
-    if lengths_ms is None or len(lengths_ms) != event.steps:
+    count, lengths_ms = event.steps, event.step_ms_each
+    if count == 1 or (not means and (lengths_ms is None or len(lengths_ms) != count)):
         return [event]
-    losses = _each(event.losses, event.steps)
-    exposed_ms = _each(event.sync_exposed_ms_each, event.steps)
-    first = event.step - event.steps + 1
-    ends = [event.time] * event.steps
-    for index in range(event.steps - 1, 0, -1):
-        ends[index - 1] = ends[index] - (lengths_ms[index] or 0.0) / 1e3
-    samples = event.samples
-    return [
+    each = {name: _each(event, name, means) for name in SINGLE_VALUES}
+    repeated = {name: getattr(event, name) for name in MEAN_FIELDS} if means else {}
+    ends = [event.time] * count
+    for index in range(count - 1, 0, -1):
+        ends[index - 1] = ends[index] - (each["step_ms"][index] or 0.0) / 1e3
+    singles = [
         Step(
             time=time,
             rank=event.rank,
-            step=first + index,
+            step=event.step - count + 1 + index,
             epoch=event.epoch,
             steps=1,
-            samples=samples * (index + 1) // event.steps - samples * index // event.steps,
+            samples=_part(event.samples, index, count),
+            tokens=None if event.tokens is None else _part(event.tokens, index, count),
             lr=event.lr,
             loss=loss,
             step_ms=step_ms,
             sync_exposed_ms=waited_ms,
+            **repeated,
         )
-        for index, (time, loss, step_ms, waited_ms) in enumerate(zip(ends, losses, lengths_ms, exposed_ms, strict=True))
+        for index, (time, loss, step_ms, waited_ms) in enumerate(zip(ends, *each.values(), strict=True))
     ]
+    if means:
+        singles[-1].bucket_ms = event.bucket_ms
+    return singles
 
 
-def _each(values: list[float | None] | None, count: int) -> list[float | None]:
-    return values if values is not None and len(values) == count else [None] * count
+def _each(event: Step, name: str, means: bool) -> list[float | None]:
+    values = getattr(event, SINGLE_VALUES[name])
+    if values is not None and len(values) == event.steps:
+        return list(values)
+    return [getattr(event, name) if means else None] * event.steps
+
+
+def _part(total: int, index: int, count: int) -> int:
+    return total * (index + 1) // count - total * index // count
 
 
 class Doing(Event, kw_only=True, tag="doing"):
@@ -263,8 +290,14 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     cpu_percent: FiniteFloat | None = None
     """Use of all cores together, 0 to 100."""
     steal_percent: FiniteFloat | None = None
+    cores: Count | None = None
+    """Logical cores that the node's processes may use: CPU affinity and the container's quota."""
+    other_cpu_percent: FiniteFloat | None = None
+    """Of one core, by processes that are no rank, as workers of the data loaders are; absent where the node may not
+    use all cores of the machine."""
     memory_used_bytes: Count | None = None
     memory_total_bytes: Count | None = None
+    """Of the machine, or what the container may use of it."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
 
@@ -278,6 +311,12 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     rss_bytes: Count | None = None
     wait_percent: FiniteFloat | None = None
     """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
+    busy_threads: FiniteFloat | None = None
+    """Its threads that run or wait for a core, on average; counted where the main thread waits a tenth of the time."""
+    held: str | None = None
+    """``T`` where it is stopped by a signal, ``t`` where a debugger holds it."""
+    log_bytes: Count | None = None
+    """Size of its log, by which the lines of the log can be dated."""
     sleeps_in: str | None = None
     """Function of the kernel in which its main thread was asleep when its process did next to nothing."""
 

@@ -36,6 +36,13 @@ class RunDir:
         self.tmp = self.path / "tmp"
         """Temporary folder of the ranks, deleted when the run ends."""
 
+        self.on_end_log = self.logs / "on_end.log"
+        """What the command after the end of the run has printed; it is run once, by whoever makes this file."""
+
+    def report_state(self, sink: str) -> Path:
+        """Return how far a live sink has got, and its lock beside it with one more suffix."""
+        return self.path / f"report-{sink}.json"
+
     def rank_events(self, rank: int) -> Path:
         """Return the event file of a rank."""
         return self.events / f"{rank}.ndjson"

@@ -54,6 +54,8 @@ class EventWriter:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
+        self._urgent = False
+        """Whether events that wait for later ones are to be written without them."""
         self._before_write: Callable[[bool], None] | None = None
         self._thread: threading.Thread | None = None
         self._digest: Downsampler | None = None
@@ -108,7 +110,7 @@ class EventWriter:
     def before_each_write(self, call: Callable[[bool], None]) -> None:
         """Set a function that the thread calls before each write, ten times a second, to add its events.
 
-        Its argument is True on the last call, when the writer closes.
+        Its argument is True when no later events may come: when the writer closes, or in ``write_now``.
         """
         self._before_write = call
 
@@ -124,6 +126,14 @@ class EventWriter:
                 return False
             time.sleep(0.001)
         return not self._pending
+
+    def write_now(self, timeout_s: float = 1.0) -> None:
+        """Write all that was measured, within the time-out: the process may be ended next."""
+        deadline = time.monotonic() + timeout_s
+        self._urgent = True
+        self._wake.set()
+        while self._urgent and self._thread is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write the remaining events and end the thread, within the time-out."""
@@ -143,10 +153,12 @@ class EventWriter:
 
     def _run(self, fd: int) -> None:
         while True:
-            closing = self._closing
+            closing, urgent = self._closing, self._urgent
             if self._before_write is not None:
-                self._before_write(closing)
+                self._before_write(closing or urgent)
             self._drain(fd)
+            if urgent:
+                self._urgent = False
             self._write_digest(closing)
             if closing:
                 break

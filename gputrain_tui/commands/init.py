@@ -1,0 +1,172 @@
+"""``gputrain init``: writes a commented recipe from questions, or from the command line of another launcher."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gputrain_tui.history.export.masking import is_secret_variable
+from gputrain_tui.hosts.hostfile import parse_host_list
+from gputrain_tui.output import narrate
+from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.launch_command import read_launch_command, split_command
+from gputrain_tui.recipe.new_recipe import NewRecipe, from_command
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from gputrain_tui.shell_words import shell_joined, shell_quoted
+from trainer.contract.builtin_tasks import BUILT_IN, options_schema
+from trainer.contract.errors import ExitCode, RequestError, nearest, quoted
+from trainer.contract.schema import describe
+
+NAME = "init"
+HELP = "write a recipe from questions, or from the command of another launcher"
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument(
+        "words",
+        metavar="COMMAND",
+        nargs="*",
+        help="after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
+        "standard input, or asked for",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: the script's name with .toml; - prints it")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+
+
+def run(args: Namespace) -> int:
+    """Write the recipe."""
+    if args.words or not sys.stdin.isatty():
+        new = _from_words(args.words or split_command(sys.stdin.read(MAX_RECIPE_BYTES)))
+    else:
+        new = _from_answers()
+    output = args.output or _file_name(new.name)
+    text = new.text(file=output if output != "-" else "RECIPE")
+    recipes.build(text, name=output)
+    if output == "-":
+        print(text, end="")
+    else:
+        _write(Path(output), text, force=args.force)
+        print(output)
+    for note in new.notes:
+        narrate(note)
+    if output != "-":
+        name = shell_quoted(output)
+        narrate(f"`gputrain check {name}` says what would go wrong, `gputrain run {name}` runs it")
+    return ExitCode.FINISHED
+
+
+def _file_name(name: str) -> str:
+    return (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "recipe") + ".toml"
+
+
+def _write(path: Path, text: str, *, force: bool) -> None:
+    """Write the recipe.
+
+    Raises:
+        RequestError: there is such a file, and it may not be replaced.
+    """
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RequestError(f"init: {path} is there already: replace it with --force, or name another by -o") from None
+
+
+def _from_words(words: list[str]) -> NewRecipe:
+    command = read_launch_command(words, read_file=_read_file, is_secret=is_secret_variable)
+    shown = [re.sub(r"=.*", "=…", word) if is_secret_variable(word.partition("=")[0]) else word for word in words]
+    return from_command(command, typed=shell_joined(shown))
+
+
+def _read_file(name: str) -> str:
+    with Path(name).expanduser().open(encoding="utf-8", errors="replace") as file:
+        return file.read(MAX_RECIPE_BYTES)
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+def _from_answers() -> NewRecipe:
+    pasted = _ask("Paste a command of torchrun, accelerate or deepspeed; or Enter, for questions", _command)
+    if pasted is not None:
+        return pasted
+    named = _ask(f"Train what? A script such as train.py, or a task: {', '.join(BUILT_IN)}", _script_or_task)
+    if named.endswith(".py"):
+        args = _ask("Its arguments, or Enter for none", shlex.split)
+        train: dict[str, Any] = {"script": named, **({"args": args} if args else {})}
+        task: dict[str, str] = {}
+    else:
+        schema = options_schema(named) if named in BUILT_IN else None
+        needed = [option for option in describe(schema) if option.required] if schema is not None else []
+        task = {option.name: _ask(f"{option.name}: {option.help}", _not_empty) for option in needed}
+        train = {"task": named, "max_epochs": _ask("Epochs (1)", _number)}
+    hosts = _ask("On which machines? Names with commas between them, or Enter for this one", _hosts)
+    ranks = _ask("How many ranks on each? A number, all or free for its GPUs, or such as 2 cpu (1)", _ranks)
+    nodes = [{"host": host, **ranks} for host in hosts] if hosts else [ranks]
+    return NewRecipe(name=Path(named.partition(":")[0]).stem, origin="", nodes=nodes, train=train, task=task)
+
+
+def _ask(question: str, read: Callable[[str], T]) -> T:
+    """Ask until the answer can be read.
+
+    Raises:
+        RequestError: there is nobody who answers.
+    """
+    while True:
+        print(f"{question}: ", end="", file=sys.stderr, flush=True)
+        lines = [sys.stdin.readline()]
+        while lines[-1].endswith("\\\n"):
+            lines.append(sys.stdin.readline())
+        if not lines[-1]:
+            print(file=sys.stderr)
+            raise RequestError("init: nobody answers, so nothing is written")
+        try:
+            return read("".join(lines).strip())
+        except ValueError as error:  # RequestError among them
+            narrate(str(error))
+
+
+def _command(text: str) -> NewRecipe | None:
+    return _from_words(split_command(text)) if text else None
+
+
+def _script_or_task(text: str) -> str:
+    if text in BUILT_IN or ":" in text:
+        return text
+    if not text.endswith(".py"):
+        raise RequestError(f"{quoted(text)} is neither a Python file nor a task{nearest(text, BUILT_IN)}")
+    return text
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise RequestError("it has no default")
+    return text
+
+
+def _number(text: str) -> int:
+    """Return a number from 1 on; 1 where nothing is typed."""
+    if not re.fullmatch("([1-9][0-9]{0,3})?", text):
+        raise RequestError(f"{quoted(text)} is not a number from 1 to 9999")
+    return int(text or "1")
+
+
+def _hosts(text: str) -> list[str]:
+    return [entry.host for entry in parse_host_list(text, name="the answer")] if text else []
+
+
+def _ranks(text: str) -> dict[str, int | str]:
+    if text in ("all", "free"):
+        return {"gpus": text}
+    count, _, kind = text.partition(" ")
+    if kind not in ("", "cpu"):
+        raise RequestError(f"{quoted(text)} is neither a number, all nor free, nor a number with cpu")
+    return {"cpu_ranks" if kind else "ranks": _number(count)}

@@ -1,0 +1,109 @@
+"""Acts upon keys strictly one after the other, and on ``gg``.
+
+Textual sends a key to the widget that has the focus when the key arrives. The key before it may still be on its way
+through the widgets, and open a line to type in: what was typed ahead would then be taken for commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from textual import events, on
+from textual.app import App
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Input
+
+KEY_PATIENCE_S = 0.5
+"""Seconds that a key waits for the one before it, whose mark is lost where its widget was removed meanwhile."""
+DOUBLE_KEY_S = 0.4
+"""Most seconds between the two keys of ``gg``."""
+
+
+class KeyPassed(Message):
+    """Mark that follows a key through the widgets."""
+
+    def __init__(self, number: int, again_to: Widget | None = None) -> None:
+        super().__init__()
+        self.number = number
+        self.again_to = again_to
+        """The widget to which the mark goes once more."""
+
+
+class OrderedKeys(App[int]):
+    """App that acts upon a key when the one before it was acted upon."""
+
+    def __init__(self, *, ansi_color: bool | None = None) -> None:
+        super().__init__(ansi_color=ansi_color)
+        self.quiet_s = math.inf
+        """Seconds without a key before the last one; infinite before a click."""
+        self._key_time = -math.inf
+        """When the last key came, on the clock of events."""
+        self._waiting: deque[events.Key] = deque()
+        self._key_number = 0
+        self._under_way = 0
+        """Number of the key that is being acted upon; 0: none is."""
+        self._first_g: tuple[float, Widget | None, Callable[[], None]] | None = None
+        """When ``g`` was pressed, the widget that had the focus, and what restores the view of before."""
+
+    def before_key(self, event: events.Key) -> bool:
+        """Return whether a key counts."""
+        return True
+
+    async def on_event(self, event: events.Event) -> None:
+        """Hold a key back until the one before was acted upon."""
+        if isinstance(event, events.Key) and not event.is_forwarded:
+            self._waiting.append(event)
+            if self._under_way and event.time - self._key_time < KEY_PATIENCE_S:
+                self.set_timer(KEY_PATIENCE_S, partial(self._next_key, self._under_way))
+            else:
+                await self._next_key(self._under_way)
+            return
+        if isinstance(event, events.MouseDown) and not event.is_forwarded:
+            self.quiet_s = math.inf
+        await super().on_event(event)
+
+    async def _next_key(self, passed: int) -> None:
+        """Send the next key to the widget that has the focus now, after the key of a number has passed."""
+        if passed != self._under_way:
+            return
+        self._under_way = 0
+        while self._waiting and not self._under_way:
+            event = self._waiting.popleft()
+            self.quiet_s, self._key_time = event.time - self._key_time, event.time
+            if not self.before_key(event) or self._is_second_g(event):
+                continue
+            self._key_number += 1
+            target = self.focused or self.screen
+            await super().on_event(event)
+            # The mark goes to the widget twice: the second time it is also behind a message that the key gave rise to.
+            if target.post_message(KeyPassed(self._key_number, target)):
+                self._under_way = self._key_number
+
+    @on(KeyPassed)
+    def _passed(self, mark: KeyPassed) -> None:
+        widget = mark.again_to
+        there = widget is not None and widget.is_attached and widget.screen is self.screen
+        if widget is None or not there or not widget.post_message(KeyPassed(mark.number)):
+            self.call_later(self._next_key, mark.number)  # behind a change of the focus
+
+    def _is_second_g(self, event: events.Key) -> bool:
+        """Go to the first line for the second ``g`` of two, and undo what the first did as a key of its own."""
+        first, self._first_g = self._first_g, None
+        if event.key != "g" or isinstance(self.focused, Input):
+            return False
+        if first is None or event.time - first[0] > DOUBLE_KEY_S:
+            keep_view = getattr(self.screen, "keep_view", None)
+            self._first_g = event.time, self.focused, keep_view() if keep_view is not None else lambda: None
+            return False
+        _, focused, restore = first
+        restore()
+        if focused is not None:
+            self.call_after_refresh(focused.focus)  # it may have been hidden, and is shown with the next frame
+        edge = getattr(focused, "action_edge", None) or getattr(self.screen, "action_edge", None)
+        if edge is not None:
+            edge(-1)
+        return True

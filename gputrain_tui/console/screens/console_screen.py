@@ -1,0 +1,98 @@
+"""Base of the console's screens: text is selected within one panel, copied, and named in a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual.errors import NoWidget
+from textual.events import Key, MouseDown, MouseUp, Resize
+from textual.geometry import Offset
+from textual.screen import Screen
+from textual.selection import Selection
+from textual.timer import Timer
+from textual.widget import Widget
+
+from gputrain_tui.console.screens.app_protocol import app_of
+from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
+from gputrain_tui.console.widgets.canvas import Canvas, Copyable
+from gputrain_tui.console.widgets.key_bar import KeyBar
+
+SELECTION_S = 15.0
+"""Seconds after which a selection ends by itself: a panel holds still meanwhile, and one that was selected by a
+careless click must not show old values for long."""
+
+
+class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
+    """A screen whose panels hold text that can be copied."""
+
+    _pressed: Canvas | None = None
+    """The panel in which the mouse button was pressed, and to which a selection is confined."""
+    _selection_timer: Timer | None = None
+
+    # Selecting
+
+    def on_mouse_down(self, event: MouseDown) -> None:
+        """Confine a selection to the panel in which it begins."""
+        self._pressed = None
+        widget, _ = self.get_widget_and_offset_at(*event.screen_offset)
+        self._pressed = widget if isinstance(widget, Canvas) else None
+
+    def on_mouse_up(self, event: MouseUp) -> None:
+        """Let go of the panel."""
+        self._pressed = None
+
+    def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
+        """Return the widget at a cell, and the place in its text: for a panel without asking what it has drawn."""
+        try:
+            widget = self._pressed if self._pressed is not None else self.get_widget_at(x, y)[0]
+        except NoWidget:
+            return None, None
+        if not isinstance(widget, Canvas):
+            return super().get_widget_and_offset_at(x, y)
+        corner = widget.content_region.offset
+        return widget, widget.text_offset(x - corner.x, y - corner.y)
+
+    def watch_selections(self, selections: dict[Widget, Selection]) -> None:
+        """Offer the keys of a selection while there is one, and end it after a while."""
+        if self._selection_timer is not None:
+            self._selection_timer.stop()
+        self._selection_timer = self.set_timer(SELECTION_S, self.clear_selection) if selections else None
+        for keys in self.query(KeyBar):
+            keys.redraw()
+
+    def key_escape(self, event: Key) -> None:
+        """End a selection, and nothing else."""
+        if self.selections:
+            event.stop()
+            self.clear_selection()
+
+    def on_resize(self, event: Resize) -> None:
+        """Forget a selection: its lines are elsewhere now."""
+        self.clear_selection()
+
+    # Copying
+
+    def action_copy_text(self) -> None:
+        """Copy the selected text, and let go of it."""
+        super().action_copy_text()
+        self.clear_selection()
+
+    def action_copy(self) -> None:
+        """Copy the selected text, or what is under the cursor of the focused panel, or what the screen offers."""
+        if self.selections:
+            self.action_copy_text()
+            return
+        focused = self.focused.copyable() if isinstance(self.focused, Canvas) else None
+        found = focused or self.copyable()
+        if found is None:
+            app_of(self).report("nothing to copy here; text that is selected with the mouse is copied by ctrl+c")
+        else:
+            app_of(self).copy(found.text, found.what)
+
+    def copyable(self) -> Copyable | None:
+        """Return what the copy key takes where the focused panel has nothing; None: nothing."""
+        return None
+
+    def keep_view(self) -> Callable[[], None]:
+        """Return what restores the view: the key that changes it next may be the first of two."""
+        return lambda: None

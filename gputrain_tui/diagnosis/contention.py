@@ -1,0 +1,104 @@
+"""Detects hosts whose ranks wait for cores, because more threads are busy there than there are cores."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from gputrain_tui.diagnosis.statistics import median
+from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, MIN_AGREEING_SHARE, Symptom, percent
+from gputrain_tui.state import RunState
+from trainer.contract.record import NodeSample, RankSample
+
+WINDOW_SAMPLES = 10
+"""Samples, one a second: other work on a machine takes its cores for some seconds now and then."""
+MIN_WAIT_SHARE, CRITICAL_SHARE = 0.25, 0.50
+"""Of the time, in which the ranks' main threads are ready to run and have no core."""
+MIN_EXCESS = 1.1
+"""Ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
+MIN_OTHERS_SHARE = 0.25
+"""Of the cores, from which other processes are named."""
+
+
+class Contention:
+    """Detects waits for cores, host by host, once per sample."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[NodeSample]] = {}
+        self._found: dict[int, Symptom | None] = {}
+
+    def symptoms(self, state: RunState) -> list[Symptom]:
+        """Return the hosts with fewer cores than busy threads."""
+        for node, sample in state.nodes.items():
+            kept = self._samples.setdefault(node, deque(maxlen=WINDOW_SAMPLES))
+            if kept and kept[-1] is sample:
+                continue
+            if not any(state.ranks[each.rank].steps for each in sample.ranks):
+                kept.clear()  # while they start, ranks load torch all at once
+            kept.append(sample)
+            self._found[node] = _symptom(kept, alone=len(state.nodes) == 1, step=state.step)
+        return [symptom for symptom in self._found.values() if symptom is not None]
+
+
+def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int) -> Symptom | None:
+    known = [each for each in samples if any(rank.wait_percent is not None for rank in each.ranks)]
+    newest = samples[-1]
+    if len(known) < WINDOW_SAMPLES or not newest.cores:
+        return None
+    waits = [median([rank.wait_percent or 0.0 for rank in each.ranks]) / 100 for each in known]
+    share, cores, ranks = median(waits), newest.cores, len(newest.ranks)
+    if share < CLEAR_SHARE * MIN_WAIT_SHARE:
+        return None
+    own = median([sum(map(_busy_threads, each.ranks)) for each in known])
+    others = median([(each.other_cpu_percent or 0.0) / 100 for each in known])
+    if own + others < MIN_EXCESS * cores:
+        return None
+    who = f"the {ranks} ranks on {newest.host} wait" if ranks > 1 else f"the rank on {newest.host} waits"
+    taken = others >= MIN_OTHERS_SHARE * cores
+    and_others = f", {others:.1f} of them of other processes," if taken else ""
+    threads = max(1, int((cores - others if taken else cores) / ranks))
+    return Symptom(
+        kind="cpu_contention",
+        rank=None if alone else min(rank.rank for rank in newest.ranks),
+        host=newest.host,
+        value=share,
+        threshold=MIN_WAIT_SHARE,
+        confirmed=sum(each >= share / 2 for each in waits) >= MIN_AGREEING_SHARE * len(waits),
+        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        cause="core_wait",
+        step=step,
+        message=f"{who} {percent(share)} of the time for a free core: {own + others:.1f} threads{and_others} are busy "
+        f"on {cores} core{'s' * (cores != 1)}",
+        evidence={
+            "core_wait_share": share,
+            "busy_threads": own + others,
+            "cores": float(cores),
+            "ranks": float(ranks),
+            "threads_to_set": float(threads),
+            "other_cpu_percent": 100 * others,
+        },
+        advice=_advice(ranks, cores, own / ranks, threads, taken=taken),
+    )
+
+
+def _busy_threads(rank: RankSample) -> float:
+    """Return the busy threads of a rank; at least those that its use of cores shows where they were not counted."""
+    if rank.busy_threads is not None:
+        return rank.busy_threads
+    return ((rank.cpu_percent or 0.0) + (rank.wait_percent or 0.0)) / 100
+
+
+def _advice(ranks: int, cores: int, threads_per_rank: float, threads: int, *, taken: bool) -> str:
+    """Return what to change, the likeliest first."""
+    remedies = []
+    if ranks > cores:  # one thread each is too many
+        most = f"at most {cores} rank{'s' * (cores != 1)}"
+        remedies.append(f"start {most} on this host, one a core (cpu_ranks = {cores}, threads = 1)")
+    elif threads_per_rank >= threads + 0.5:
+        remedies.append(
+            f"set threads = {threads} (for a script OMP_NUM_THREADS={threads}): "
+            f"about {threads_per_rank:.0f} threads of each rank are busy"
+        )
+    if taken:
+        remedies.append("use fewer reading workers (num_workers) and stop other jobs on this host")
+    return "; ".join(remedies) or f"set threads = {threads} (for a script OMP_NUM_THREADS={threads})"

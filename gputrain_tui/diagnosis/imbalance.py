@@ -1,0 +1,151 @@
+"""Detects uneven work: ranks that are late in turns, so that every step waits for one or another of them.
+
+In a step all wait for its last rank. What even that one waits for is the transfer. What the others wait for is
+lateness: a straggler's where it is always the same rank that comes last, and otherwise imbalance. Averaged over steps,
+the least mean wait of any rank less the mean of the least waits is the imbalance, whatever stragglers there are: it is
+what each step would be shorter by, if the same work were spread evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from gputrain_tui.diagnosis.advice import ADVICE
+from gputrain_tui.diagnosis.row import StepRow
+from gputrain_tui.diagnosis.statistics import median
+from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, MIN_AGREEING_SHARE, Symptom, percent
+from gputrain_tui.diagnosis.timeline import Timeline
+
+BLOCK_ROWS, BLOCKS = 12, 5
+"""Rows of a block, each of which must show it, and blocks: a hiccup or the begin of a straggler is in one alone."""
+MIN_SHARE, CRITICAL_SHARE = 0.15, 0.30
+"""Of a step; balanced work whose parts vary by half of their length at each step loses a tenth and more."""
+MIN_CORRELATION = 0.7
+"""Between a rank's work and the size of its batch, from which the size explains half of the difference."""
+MAX_COMPARED_RANKS = 64
+"""Ranks whose batches are compared with their work: more would not make it more certain."""
+MAX_CORE_WAIT_SHARE = 0.5
+"""Of the waits for others: of steps that share an event only the mean waits for cores are known."""
+
+
+class _Block(NamedTuple):
+    """Sums over ``BLOCK_ROWS`` rows, ms."""
+
+    waits: Sequence[float]
+    """Per rank, its waits for the synchronisation."""
+    least: float
+    """Waits of the last rank of each step."""
+
+
+class Imbalance:
+    """Detects uneven work, block by block."""
+
+    def __init__(self) -> None:
+        self._start(0)
+
+    def _start(self, ranks: int) -> None:
+        """Start without blocks."""
+        self._blocks: deque[_Block] = deque(maxlen=BLOCKS)
+        self._begin_block(ranks)
+        self._symptom: Symptom | None = None
+
+    def _begin_block(self, ranks: int) -> None:
+        self._waits = [0.0] * ranks
+        self._least = 0.0
+        self._rows = 0
+        """Rows in the block that is not complete."""
+
+    def symptoms(self, timeline: Timeline, added: Sequence[StepRow]) -> list[Symptom]:
+        """Return the symptom of uneven work.
+
+        Args:
+            timeline: the newest steps.
+            added: its rows since the last call, in order.
+        """
+        if len(self._waits) != len(timeline.ranks) or not timeline.rows:
+            self._start(len(timeline.ranks))
+        for row in added:
+            if len(row.phases) < 2 or not row.synced or not row.waits:
+                continue
+            waits = row.waits_with_cores
+            self._waits = [total + wait for total, wait in zip(self._waits, _means(waits), strict=True)]
+            self._least += fmean(map(min, waits))
+            self._rows += 1
+            if self._rows == BLOCK_ROWS:
+                self._blocks.append(_Block(self._waits, self._least))
+                self._begin_block(len(row.phases))
+                self._symptom = _symptom(timeline, self._blocks)
+        return [self._symptom] if self._symptom is not None else []
+
+
+def _symptom(timeline: Timeline, blocks: Sequence[_Block]) -> Symptom | None:
+    """Return what uneven work costs over some blocks; None where it is far from being a finding."""
+    if len(blocks) < BLOCKS:
+        return None
+    rows = [row for row in timeline.rows if row.synced and row.waits][-BLOCKS * BLOCK_ROWS :]
+    total = [sum(waits) for waits in zip(*(block.waits for block in blocks), strict=True)]
+    least_ms = sum(block.least for block in blocks)
+    lost_ms = (min(total) - least_ms) / (BLOCKS * BLOCK_ROWS)
+    step_ms = fmean(row.step_ms for row in rows)
+    share = lost_ms / step_ms if step_ms > 0.0 else 0.0
+    if share < CLEAR_SHARE * MIN_SHARE:
+        return None
+    late_ms = (fmean(total) - least_ms) / (BLOCKS * BLOCK_ROWS)
+    merged = [row.core_wait_ms for row in rows if row.steps > 1]
+    if merged and median(merged) > MAX_CORE_WAIT_SHARE * late_ms:
+        return None
+    each_ms = [(min(block.waits) - block.least) / BLOCK_ROWS for block in blocks]
+    cause, sizes = _cause(rows)
+    evidence = {"imbalance_ms": lost_ms, "step_ms": step_ms, "imbalance_share": share}
+    because = "for a reason that the record does not show"
+    if cause is not None:
+        low, high = min(sizes), max(sizes)
+        evidence |= {f"least_{cause}": low, f"most_{cause}": high}
+        because = f"as they get from {low:,.0f} to {high:,.0f} {cause} in a step"
+    return Symptom(
+        kind="imbalance",
+        value=share,
+        threshold=MIN_SHARE,
+        confirmed=sum(each >= lost_ms / 2 for each in each_ms) >= MIN_AGREEING_SHARE * BLOCKS,
+        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        cause=cause or "unattributed",
+        step=rows[-1].step,
+        message=f"ranks are late in turns, {because}: uneven work costs {percent(share)} of a step "
+        f"({lost_ms:.1f} of {step_ms:.1f} ms)",
+        evidence=evidence,
+        advice=ADVICE[f"imbalance_{cause}" if cause is not None else "imbalance"],
+    )
+
+
+def _cause(rows: Sequence[StepRow]) -> tuple[str | None, list[float]]:
+    """Return ``tokens`` or ``samples`` where the size of a rank's batch explains its work, and the sizes."""
+    ranks = range(0, len(rows[0].phases), -(-len(rows[0].phases) // MAX_COMPARED_RANKS))
+    # A rank that waits less has worked longer.
+    work = _deviations([[-means[index] for index in ranks] for means in (_means(row.waits_with_cores) for row in rows)])
+    for name in ("tokens", "samples"):
+        sizes = [[getattr(row.phases[index], name) for index in ranks] for row in rows]
+        if any(None in each for each in sizes):
+            continue
+        if _correlation(_deviations(sizes), work) >= MIN_CORRELATION:
+            return name, [size for each in sizes for size in each]
+    return None, []
+
+
+def _means(waits: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Return the mean of each rank over some steps."""
+    return waits[0] if len(waits) == 1 else [fmean(each) for each in zip(*waits, strict=True)]
+
+
+def _deviations(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return each value less the mean of its row."""
+    return [value - mean for row, mean in zip(rows, map(fmean, rows), strict=True) for value in row]
+
+
+def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the correlation of two series whose means are zero; 0 where one of them is."""
+    norm = math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))
+    return sum(a * b for a, b in zip(one, other, strict=True)) / norm if norm > 0.0 else 0.0

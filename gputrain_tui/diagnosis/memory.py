@@ -1,0 +1,210 @@
+"""Detects memory that goes on growing, and forecasts when it is used up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from gputrain_tui.diagnosis.advice import ADVICE
+from gputrain_tui.diagnosis.statistics import jitter, median
+from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, percent
+from gputrain_tui.state import RankView, RunState
+
+GROWTH_BLOCKS = 6
+"""Equal blocks of the samples; memory must have grown from each to the next."""
+MIN_SAMPLES = 90
+"""Machine samples, one a second, before slow growth is computed."""
+SETTLING_SAMPLES = 30
+"""First samples after the first step that are skipped: caches fill, optimizers create their state."""
+MIN_GROWTH_SHARE = 0.10
+"""Growth as a share of the first block's memory."""
+MIN_BLOCK_GROWTH_SHARE = 0.5
+"""Growth between two blocks as a share of the mean growth: a cache that fills up grows less and less."""
+GROWTH_SIGMAS = 5.0
+"""Growth in standard deviations of the memory within a block."""
+
+FORECAST_SAMPLES = 24
+"""Newest samples from which a forecast is made: four a block."""
+FORECAST_SETTLING_SAMPLES = 10
+"""First samples after the first step that no forecast is made from."""
+FORECAST_S = 600.0
+"""Time until memory is used up, from which that is a finding."""
+MIN_LASTING_SHARE = 0.8
+"""Growth in the second half of these samples as a share of that in the first, for growth that will go on."""
+MIN_PART_SHARE = 0.5
+"""Of a host's growth that its ranks must have if each grows as this one, and of this rank's that the host must have:
+pages of files that a rank maps are counted as its memory, but given back when memory is short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Growth of some memory over equal blocks of samples."""
+
+    first_bytes: float
+    """Median of the first block."""
+    last_bytes: float
+    watched_s: float
+    per_s: float
+    """Bytes a second."""
+    steady: bool
+    """Whether it has grown from each block to the next, and well beyond the noise."""
+    lasting: bool
+    """Whether it grows as fast as at the beginning."""
+
+    @classmethod
+    def over(cls, samples: Sequence[tuple[float, int]]) -> Growth:
+        """Compute the growth over samples of time, Unix seconds, and bytes."""
+        size = len(samples) // GROWTH_BLOCKS
+        blocks = [[float(used) for _, used in samples[size * n : size * (n + 1)]] for n in range(GROWTH_BLOCKS)]
+        levels = [median(block) for block in blocks]
+        growth = levels[-1] - levels[0]
+        mean = growth / (GROWTH_BLOCKS - 1)
+        half = GROWTH_BLOCKS // 2
+        # From the middle of the first block to that of the last.
+        seconds = samples[size * (GROWTH_BLOCKS - 1)][0] - samples[0][0]
+        return cls(
+            first_bytes=levels[0],
+            last_bytes=levels[-1],
+            watched_s=samples[-1][0] - samples[0][0],
+            per_s=growth / max(seconds, 1.0),
+            steady=growth >= GROWTH_SIGMAS * median([jitter(block) for block in blocks])
+            and all(b - a >= MIN_BLOCK_GROWTH_SHARE * mean for a, b in pairwise(levels)),
+            lasting=levels[-1] - levels[half] >= MIN_LASTING_SHARE * (levels[half - 1] - levels[0]),
+        )
+
+    @property
+    def grows(self) -> bool:
+        """Whether it grows and will go on to."""
+        return self.per_s > 0.0 and self.steady and self.lasting
+
+
+class MemoryGrowth:
+    """Detects growing memory of each rank's process and GPU, once per sample."""
+
+    def __init__(self) -> None:
+        self._last_symptoms: dict[tuple[int, str], tuple[float, Symptom | None]] = {}
+        """By rank and kind of memory: time of the newest sample, and its symptom."""
+        self._hosts: dict[int, deque[tuple[float, int]]] = {}
+        """By node, the newest samples of its host's memory: time and bytes used."""
+
+    def symptoms(self, state: RunState) -> list[Symptom]:
+        """Return the ranks whose memory grows steadily; of process and GPU the one that is worse."""
+        for node, sample in state.nodes.items():
+            kept = self._hosts.setdefault(node, deque(maxlen=FORECAST_SAMPLES))
+            if sample.memory_used_bytes is not None and (not kept or kept[-1][0] != sample.time):
+                kept.append((sample.time, sample.memory_used_bytes))
+        found = []
+        for view in state.ranks.values():
+            candidates = (
+                self._symptom(state, view, "process", view.rss_bytes),
+                self._symptom(state, view, "GPU", view.gpu_bytes),
+            )
+            if symptoms := [symptom for symptom in candidates if symptom is not None]:
+                found.append(max(symptoms, key=lambda symptom: symptom.value))
+        return found
+
+    def _symptom(self, state: RunState, view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+        if len(samples) < FORECAST_SETTLING_SAMPLES + FORECAST_SAMPLES:
+            return None
+        newest, _ = samples[-1]
+        known = self._last_symptoms.get((view.rank, what))
+        if known is None or known[0] != newest:
+            symptom = self._forecast(state, view, what, samples)
+            if symptom is None and len(samples) >= SETTLING_SAMPLES + MIN_SAMPLES:
+                symptom = _growth_symptom(view, what, samples)
+            known = self._last_symptoms[view.rank, what] = newest, symptom
+        return known[1]
+
+    def _forecast(
+        self, state: RunState, view: RankView, what: str, samples: deque[tuple[float, int]]
+    ) -> Symptom | None:
+        """Return the symptom of memory that will be used up soon; None where it will not be, or that is unknown."""
+        if what == "GPU":
+            ranks, host, total = 1, samples, view.gpu.memory_total_bytes
+            where = f"the GPU's memory of rank {view.rank}"
+        else:
+            node = state.nodes.get(view.node or 0)
+            if node is None:
+                return None
+            ranks, host, total = max(len(node.ranks), 1), self._hosts[node.node], node.memory_total_bytes
+            where = f"the memory of {node.host}"
+        if total is None or len(host) < FORECAST_SAMPLES:
+            return None
+        free = max(total - host[-1][1], 0)
+        # Most memory hardly grows, which two samples show.
+        grown = (samples[-1][1] - samples[-FORECAST_SAMPLES][1]) * ranks / MIN_PART_SHARE
+        if grown / FORECAST_SAMPLES * FORECAST_S / CLEAR_SHARE < free:
+            return None
+        newest = list(islice(samples, len(samples) - FORECAST_SAMPLES, None))
+        growth = Growth.over(newest)
+        # What it has had before, and given back, it may give back again.
+        before = max((used for _, used in islice(samples, len(samples) - FORECAST_SAMPLES)), default=0)
+        if not growth.grows or newest[FORECAST_SAMPLES // 2][1] < before:
+            return None
+        together = Growth.over(list(islice(host, len(host) - FORECAST_SAMPLES, None)))
+        if not together.grows or not (
+            MIN_PART_SHARE * growth.per_s <= together.per_s <= growth.per_s * ranks / MIN_PART_SHARE
+        ):
+            return None
+        left_s = free / together.per_s
+        if left_s > FORECAST_S / CLEAR_SHARE:
+            return None
+        return Symptom(
+            kind="memory_creep",
+            rank=view.rank,
+            value=FORECAST_S / max(left_s, 1.0),
+            threshold=1.0,
+            severity="critical",
+            cause=what.lower(),
+            step=view.step,
+            message=f"the {what}'s memory of rank {view.rank} grows by {growth.per_s * 60 / 2**30:.2g} GiB a minute: "
+            f"at this rate {where} is used up in {about(left_s)}",
+            evidence={
+                "out_of_memory_s": left_s,
+                "free_bytes": float(free),
+                "growth_bytes_per_hour": growth.per_s * 3600,
+                "watched_s": growth.watched_s,
+            },
+            advice=ADVICE["memory_creep"],
+        )
+
+
+def about(seconds: float) -> str:
+    """Return a duration as a forecast gives it: ``about 4 min``."""
+    if seconds < 100:
+        return f"about {max(10 * round(seconds / 10), 10)} s"
+    return f"about {seconds / 60:.0f} min"
+
+
+def _growth_symptom(view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+    """Return the symptom of memory that has grown slowly since the first steps."""
+    settled = list(islice(samples, SETTLING_SAMPLES, None))
+    size = len(settled) // GROWTH_BLOCKS
+    last = size * (GROWTH_BLOCKS - 1)
+    first_bytes, last_bytes = (
+        median([float(used) for _, used in block]) for block in (settled[:size], settled[last : last + size])
+    )
+    if last_bytes < (1 + CLEAR_SHARE * MIN_GROWTH_SHARE) * first_bytes or first_bytes <= 0:
+        return None
+    growth = Growth.over(settled)
+    grown = last_bytes / first_bytes - 1
+    return Symptom(
+        kind="memory_creep",
+        rank=view.rank,
+        value=grown / MIN_GROWTH_SHARE,
+        threshold=1.0,
+        confirmed=growth.steady,
+        cause=what.lower(),
+        step=view.step,
+        message=f"the {what}'s memory of rank {view.rank} has grown by {percent(grown)} "
+        f"in {growth.watched_s / 60:.0f} minutes and goes on growing",
+        evidence={
+            "first_bytes": growth.first_bytes,
+            "last_bytes": growth.last_bytes,
+            "growth_bytes_per_hour": growth.per_s * 3600,
+            "watched_s": growth.watched_s,
+        },
+        advice=ADVICE["memory_creep"],
+    )

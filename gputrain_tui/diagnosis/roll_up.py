@@ -1,0 +1,66 @@
+"""Rolls up the stragglers of one node into one finding for views: the record keeps one for each rank."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from gputrain_tui.diagnosis.symptom import percent
+from gputrain_tui.state import RankView, RunState
+from trainer.contract.record import Event, Finding
+
+AnyFinding = TypeVar("AnyFinding", bound=Event)
+
+
+def roll_up(events: Iterable[AnyFinding], ranks: Mapping[int, RankView]) -> list[AnyFinding]:
+    """Return the events with one finding for all stragglers of a node, in the place of the first of them.
+
+    It is that of the latest of these ranks, with their number as the evidence ``ranks``. Stragglers for different
+    causes stay apart, and so do those of a run on one node, and of a node at least half of whose ranks are in time.
+    """
+    listed = list(events)
+    nodes = {rank: view.node for rank, view in ranks.items() if view.node is not None}
+    sizes = Counter(nodes.values())
+    groups: dict[tuple[int, str | None, str], list[Finding]] = defaultdict(list)
+    if len(sizes) > 1:
+        for event in listed:
+            if isinstance(event, Finding) and event.kind == "straggler" and event.rank in nodes:
+                groups[nodes[event.rank], event.cause, event.state].append(event)
+    merged: dict[int, Any] = {}
+    for (node, *_), group in groups.items():
+        if len(group) > max(1, sizes[node] / 2):
+            merged |= dict.fromkeys(map(id, group), _of_node(group))
+    return list({id(each): each for each in (merged.get(id(event), event) for event in listed)}.values())
+
+
+def newest_findings(state: RunState) -> list[tuple[Finding, bool]]:
+    """Return each finding as it was last raised, in that order and rolled up, and whether it stands."""
+    newest: dict[tuple[str, int | None], Finding] = {}
+    for finding in state.past_findings:
+        if finding.state == "raised":
+            newest.pop((finding.kind, finding.rank), None)
+            newest[finding.kind, finding.rank] = finding
+    found: list[tuple[Finding, bool]] = []
+    for stands in (True, False):
+        each = [finding for about, finding in newest.items() if (about in state.findings) == stands]
+        found += [(finding, stands) for finding in roll_up(each, state.ranks)]
+    return found
+
+
+def _of_node(group: list[Finding]) -> Finding:
+    latest = max(group, key=lambda finding: finding.evidence.get("late_ms", 0.0))
+    known_ms = [finding.evidence["late_ms"] for finding in group if "late_ms" in finding.evidence]
+    late = f"{min(known_ms):.1f} to {max(known_ms):.1f} ms late" if known_ms else "late"
+    share = latest.evidence.get("late_share")
+    of_step = f" (up to {percent(share)} of a step)" if share is not None else ""
+    because = latest.message.partition(" of a step), ")[2].replace(" its ", " their ")
+    who = f"{len(group):,} ranks of {latest.host or 'a node'}"
+    return replace(
+        latest,
+        device=None,
+        message=f"{who} are {late} in each step{of_step}, {because}",
+        evidence={**latest.evidence, "ranks": float(len(group))},
+    )

@@ -1,0 +1,58 @@
+"""Shows how far an export is, on a terminal alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+
+from gputrain_tui.tables import duration, size
+
+REDRAW_S = 0.1
+"""Between two drawings: faster changes cannot be read."""
+FIRST_DRAWN_S = 0.3
+"""An export that takes less shows no bar, which would only flicker."""
+BAR_COLUMNS = 30
+
+
+class ExportProgress:
+    """A bar on standard error, erased at the end; nothing where that is no terminal."""
+
+    def __init__(self, what: str) -> None:
+        """Begin: ``what`` is exported."""
+        self.total_bytes = 0
+        """To read; 0 while it is not known."""
+        self._what = what
+        self._done = 0
+        self._began = time.monotonic()
+        self._drawn_at = self._began + FIRST_DRAWN_S - REDRAW_S
+        self._stream = getattr(sys.stderr, "unfiltered", sys.stderr)
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._drawn = False
+
+    def advance(self, count: int) -> None:
+        """Count bytes that were read."""
+        self._done += count
+        now = time.monotonic()
+        if self._live and now - self._drawn_at >= REDRAW_S:
+            self._drawn_at = now
+            self._drawn = True
+            self._stream.write(f"\r{self._line(now)}\x1b[K")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Erase the bar."""
+        if self._drawn:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._drawn = False
+
+    def _line(self, now: float) -> str:
+        share = min(self._done / self.total_bytes, 1.0) if self.total_bytes else 0.0
+        cells = round(share * BAR_COLUMNS)
+        left_s = (now - self._began) * (1 / share - 1) if share > 0.01 else None
+        left = f"  {duration(left_s)} left" if left_s is not None else ""
+        bar = "━" * cells + "─" * (BAR_COLUMNS - cells)
+        line = f"{self._what}  {bar}  {share:4.0%}  {size(self._done)}{left}"
+        return line[: shutil.get_terminal_size().columns - 1]

@@ -1,0 +1,197 @@
+"""Writes a run as one file that opens anywhere: recipe, plan, record and logs, no checkpoints, secrets masked."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
+from gputrain_tui.history.archive_layout import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
+from gputrain_tui.history.export.masking import SecretMask
+from gputrain_tui.history.runs import Run, Status
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from gputrain_tui.tables import size
+from trainer.contract.errors import RecordError, RequestError
+from trainer.contract.record import decode_events
+from trainer.contract.record.regular_file import open_regular, read_whole, size_of
+
+READ_BYTES = 1 << 20
+"""Of a file at a time."""
+COMPRESSION = 6
+MAX_BYTES = 256 << 30
+"""A file of more, which may be sparse, is damage: a week of a thousand ranks has less."""
+MAX_USTAR_BYTES = 8**11
+"""The size of a file has eleven octal digits there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archived:
+    """What an archive holds."""
+
+    files: int
+    bytes: int
+    """Before compression."""
+    masked: list[str]
+    """Names of the secrets that were masked."""
+    left_out: list[str]
+    """A line for each file that should be there and is not."""
+
+
+class Archive:
+    """The files of a run that go into its archive, as long as they are now."""
+
+    def __init__(self, run: Run) -> None:
+        """List the files.
+
+        Raises:
+            RequestError: the run's folder has a name that no archive can have, or too many files.
+        """
+        if not RUN_NAME.fullmatch(run.id):
+            raise RequestError(
+                f"{run.dir.path}: an archive needs a folder named with letters, digits, '.', '_' and '-'"
+            )
+        self._run = run
+        self._sizes: dict[str, int] = {}
+        self._left_out: list[str] = []
+        for folder in FOLDERS:
+            for path in sorted((run.dir.path / folder).glob("*")):
+                name = f"{folder}/{path.name}"
+                if not is_file_of_run(name) or not path.is_file():
+                    continue
+                if os.access(path, os.R_OK):
+                    self._sizes[name] = size_of(path)
+                else:
+                    self._left_out.append(f"{name}: it may not be read")
+        if len(self._sizes) > MAX_FILES:
+            raise RequestError(f"{run.dir.path} has more than {MAX_FILES:,} files")
+        if self.total_bytes > MAX_BYTES:
+            what = f"{size(self.total_bytes)} of record and logs, more than the {size(MAX_BYTES)} of an archive"
+            raise RequestError(f"{run.dir.path} has {what}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the files."""
+        return sum(self._sizes.values())
+
+    def write(
+        self, file: BinaryIO, *, environment: Mapping[str, str], advance: Callable[[int], None] = lambda _: None
+    ) -> Archived:
+        """Write the archive.
+
+        Args:
+            file: where.
+            environment: variables whose secrets the run may have printed.
+            advance: is told the bytes that were read.
+
+        Raises:
+            OSError: it cannot be written, or a file of the run cannot be read.
+            RecordError: a file of the run became shorter.
+        """
+        mask = SecretMask(environment)
+        small = {"recipe.toml": self._recipe(mask), "plan.json": self._plan(mask)}
+        small |= {"status.json": msgspec.json.encode(self._status()), "slurm.json": self._bytes("slurm.json")}
+        count = total = 0
+        with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=COMPRESSION, filename="", mtime=0) as out:
+            for name, data in small.items():
+                if data:
+                    self._member(out, name, len(data), time.time())
+                    out.write(mask.mask_bytes(data))
+                    out.write(_padding(len(data)))
+                    count, total = count + 1, total + len(data)
+            for name, length in self._sizes.items():
+                path = self._run.dir.path / name
+                self._member(out, name, length, path.stat().st_mtime)
+                for data in _masked(mask, _read(path, length, advance), by_event=name.startswith("events/")):
+                    out.write(data)
+                out.write(_padding(length))
+                count, total = count + 1, total + length
+            out.write(bytes(2 * tarfile.BLOCKSIZE))
+        return Archived(files=count, bytes=total, masked=sorted(mask.masked), left_out=self._left_out)
+
+    def _member(self, out: gzip.GzipFile, name: str, length: int, modified: float) -> None:
+        header = tarfile.TarInfo(f"{self._run.id}/{name}")
+        header.size, header.mode, header.mtime = length, 0o600, int(modified)
+        # Without extended headers, which a reader would have to hold in memory whole.
+        out.write(header.tobuf(tarfile.USTAR_FORMAT if length < MAX_USTAR_BYTES else tarfile.GNU_FORMAT))
+
+    def _bytes(self, name: str) -> bytes:
+        path = self._run.dir.path / name
+        try:
+            return read_whole(path) if path.exists() else b""
+        except OSError as error:
+            self._left_out.append(f"{name}: {error.strerror}")
+            return b""
+
+    def _recipe(self, mask: SecretMask) -> bytes:
+        """Return the recipe; one of its name alone where it cannot be read, as its secrets are not known then."""
+        try:
+            document = tomlkit.parse(read_whole(self._run.dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
+        except (OSError, UnicodeDecodeError, TOMLKitError, RecursionError):
+            self._left_out.append("recipe.toml: it is not there, or cannot be read as TOML")
+            document = tomlkit.document()
+            document["name"] = self._run.status.recipe
+        mask.mask_values(document)
+        return tomlkit.dumps(document).encode()
+
+    def _plan(self, mask: SecretMask) -> bytes:
+        """Return the plan; nothing where it cannot be read, as its secrets are not known then."""
+        try:
+            plan = msgspec.json.decode(self._bytes("plan.json"))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self._left_out.append("plan.json: it is not there, or cannot be read as JSON")
+            return b""
+        mask.mask_values([plan])
+        return msgspec.json.encode(plan)
+
+    def _status(self) -> Status:
+        """Return the status, of which nothing names a process: on another machine that could be anybody's."""
+        return msgspec.structs.replace(self._run.status, supervisor=None, archived=time.time())
+
+
+def _padding(length: int) -> bytes:
+    return bytes(-length % tarfile.BLOCKSIZE)
+
+
+def _read(path: Path, length: int, advance: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield so many bytes of a file; it may have grown."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        while length > 0:
+            data = file.read(min(length, READ_BYTES))
+            if not data:
+                raise RecordError(f"{path} became shorter while it was read")
+            length -= len(data)
+            advance(len(data))
+            yield data
+
+
+def _masked(mask: SecretMask, parts: Iterator[bytes], *, by_event: bool) -> Iterator[bytes]:
+    """Yield the bytes with secrets masked, also where one lies in two parts."""
+    keep = mask.longest_bytes - 1
+    rest = b""
+    for part in parts:
+        data = rest + part
+        shown = mask.mask_bytes(data)
+        if by_event and shown != data:
+            shown = _still_events(data, shown)
+        whole_lines = shown.rfind(b"\n") + 1
+        cut = whole_lines if by_event and whole_lines else max(len(shown) - keep, 0)
+        rest = shown[cut:]
+        yield shown[:cut]
+    yield rest
+
+
+def _still_events(data: bytes, shown: bytes) -> bytes:
+    """Return the masked lines, but those as they were whose masked form is no event: a word of the record itself."""
+    lines = []
+    for before, after in zip(data.split(b"\n"), shown.split(b"\n"), strict=False):  # no value in JSON has a line feed
+        lines.append(before if before != after and decode_events(before) and not decode_events(after) else after)
+    return b"\n".join(lines)

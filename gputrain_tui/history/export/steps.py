@@ -1,0 +1,195 @@
+"""Reads every single step that the ranks of a run have recorded, in bounded memory, also while the run goes on.
+
+An event of fast steps covers several. It has the loss, the time and the exposed synchronisation of each of them; its
+other numbers are means over all of them, which each of its steps then repeats.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from gputrain_tui.history.export.extent import GOING, RankExtent
+from gputrain_tui.history.follow import AppendedFile, by_rank
+from gputrain_tui.history.runs import Run
+from trainer.contract.record import AnyEvent, Lost, RankState, Step, TrainingPlan, decode_events, single_steps
+from trainer.contract.record.regular_file import read_part, size_of
+from trainer.host.resource_limits import open_files
+
+READ_BYTES = (16 << 10, 1 << 20)
+"""Of one file at a time: least, where many ranks are read side by side, and most."""
+SIDE_BY_SIDE_BYTES = 16 << 20
+"""Of all files together, where they are read side by side; the events of a byte take some twenty in memory."""
+MAX_STEPS_PER_EVENT = 1 << 16
+"""More than the fastest steps of half a second; a larger number is damage, and would become as many lines."""
+MAX_BYTES_WITHOUT_EVENT = 64 << 20
+"""Of a damaged file; what follows is not read."""
+
+
+class SingleStep(NamedTuple):
+    """One optimizer step of one rank."""
+
+    attempt: int
+    """From 1: it grows where the rank has started again. Steps that were lost then stand in both attempts."""
+    averaged_over: int
+    """Steps over which the fields besides ``SINGLE_VALUES`` are means; 1: they are this step's own."""
+    is_last: bool
+    """Whether it is the last step of those."""
+    step: Step
+    """With ``steps`` 1 and without lists of single values."""
+
+
+class RecordedSteps:
+    """The steps of some ranks of a run, up to what their files held when this was made."""
+
+    def __init__(self, run: Run, ranks: Sequence[int], *, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Note how long each file is.
+
+        Args:
+            run: whose record is read.
+            ranks: whose steps are wanted, ascending.
+            advance: is told the bytes that were read.
+        """
+        self.run = run
+        self.ranks = ranks
+        self.extents = {rank: RankExtent(rank=rank) for rank in ranks}
+        """What the last reading of each rank has found."""
+        self._advance = advance
+        names = [*map(str, ranks), *(path.stem for path in run.dir.events.glob("*.ndjson") if path.stem.isdecimal())]
+        self._sizes = {name: size_of(run.dir.events / f"{name}.ndjson") for name in names}
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the files of the wanted ranks."""
+        return sum(self._sizes[str(rank)] for rank in self.ranks)
+
+    @property
+    def began(self) -> float:
+        """Unix seconds before all that is recorded of the wanted ranks, as far as their clocks agree."""
+        paths = [path for path in map(self.run.dir.rank_events, self.ranks) if size_of(path)]
+        heads = [decode_events(read_part(path, 0, READ_BYTES[0])) for path in paths]
+        firsts = [events[0] for events in heads if events]
+        times = [
+            event.time - (event.step_ms or 0.0) * event.steps / 1e3 if type(event) is Step else event.time
+            for event in firsts
+        ]
+        return min([*times, self.run.status.started] if self.run.status.started else times, default=0.0)
+
+    def of(self, rank: int, *, share: int = 1) -> Iterator[SingleStep]:
+        """Yield the steps of a rank in the order of its record; ``share``: how many ranks are read side by side."""
+        extent = self.extents[rank] = RankExtent(rank=rank)
+        reading = RankReading(extent)
+        limit = max(READ_BYTES[0], min(READ_BYTES[1], SIDE_BY_SIDE_BYTES // share))
+        without_event = 0
+        for lines in self._lines(str(rank), limit, keep_open=share < (open_files() or share + 1) // 2):
+            events = decode_events(lines)
+            extent.unreadable_lines += sum(map(bool, lines.split(b"\n"))) - len(events)
+            for event in events:
+                if type(event) is Step:
+                    yield from reading.step(event)
+                else:
+                    reading.other(event)
+            without_event = 0 if events else without_event + len(lines)
+            if without_event > MAX_BYTES_WITHOUT_EVENT:
+                extent.is_cut = True
+                return
+
+    def over_ranks(self) -> Iterator[list[SingleStep]]:
+        """Yield the steps of equal attempt and number of all wanted ranks together, in their order."""
+        readings = [self.of(rank, share=len(self.ranks)) for rank in self.ranks]
+        for _, row in groupby(heapq.merge(*readings, key=_place), _place):
+            yield list(row)
+
+    def notes(self, names: Sequence[str]) -> Iterator[AnyEvent]:
+        """Yield the events of some files, by name without suffix, that are no steps and no samples of machines."""
+        for name in names:
+            for lines in self._lines(name, READ_BYTES[1], counted=False):
+                kept = [line for line in lines.splitlines(keepends=True) if not line.startswith(PLENTY)]
+                yield from decode_events(b"".join(kept), self.run.status.world_size)
+
+    def names(self) -> list[str]:
+        """Return the names of all event files, without suffix: that of the run, those of ranks, those of nodes."""
+        return sorted((path.stem for path in self.run.dir.events.glob("*.ndjson")), key=by_rank)
+
+    def _lines(self, name: str, limit: int, *, keep_open: bool = True, counted: bool = True) -> Iterator[bytes]:
+        path = self.run.dir.events / f"{name}.ndjson"
+        left = self._sizes[name] if name in self._sizes else size_of(path)
+        file = AppendedFile(path, keep_open=keep_open)
+        try:
+            while left > 0:
+                before = file.offset
+                lines = file.lines(min(left, limit))
+                read = file.offset - before
+                if not read:  # it is shorter now: somebody has replaced it
+                    return
+                left -= read
+                if counted:
+                    self._advance(read)
+                if lines:
+                    yield lines
+            if self.run.state not in GOING and (torn := file.remainder()):
+                yield torn
+        except OSError:  # it was deleted, or the disk fails
+            return
+        finally:
+            file.close()
+
+
+PLENTY = (b'{"type":"step"', b'{"type":"node_sample"')
+"""How the lines begin of which a record mostly consists."""
+
+
+class RankReading:
+    """The events of one rank's file in their order: attempts, and what is missing."""
+
+    def __init__(self, extent: RankExtent) -> None:
+        self._extent = extent
+        self._joined = False
+        """Whether this attempt has begun by joining the process group."""
+        self._next: int | None = None
+        """Number of the next step, where that is known."""
+
+    def other(self, event: AnyEvent) -> None:
+        """Note what an event that is no step says about the next ones."""
+        if type(event) is RankState and event.state == "joining":
+            if self._joined or self._extent.steps:
+                self._begin_attempt()
+            self._joined = True
+        elif type(event) is TrainingPlan:
+            self._next = event.first_update + 1
+        elif type(event) is Lost:
+            self._extent.lost_events += event.events
+
+    def step(self, event: Step) -> Iterator[SingleStep]:
+        """Yield the steps that an event covers."""
+        extent, count = self._extent, event.steps
+        if count > min(event.step, MAX_STEPS_PER_EVENT) or event.rank != extent.rank:
+            extent.unreadable_lines += 1
+            return
+        first = event.step - count + 1
+        if self._next is not None and first < self._next and extent.steps:  # of a script, which need not join
+            self._begin_attempt()
+        if self._next is not None and first > self._next:
+            extent.missed(self._next, first - 1)
+        self._next = event.step + 1
+        extent.steps += count
+        extent.first = first if extent.first is None else extent.first
+        extent.last = event.step
+        if count == 1:
+            yield SingleStep(extent.attempts, 1, True, event)
+            return
+        if event.step_ms_each is None or len(event.step_ms_each) != count:
+            extent.only_means += count
+        for index, single in enumerate(single_steps(event, means=True)):
+            yield SingleStep(extent.attempts, count, index == count - 1, single)
+
+    def _begin_attempt(self) -> None:
+        self._extent.attempts += 1
+        self._joined = False
+        self._next = None
+
+
+def _place(single: SingleStep) -> tuple[int, int]:
+    return single.attempt, single.step.step

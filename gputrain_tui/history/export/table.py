@@ -1,0 +1,68 @@
+"""Writes one line per rank and step: CSV with all fields as columns, or JSON objects."""
+
+from __future__ import annotations
+
+import csv
+import io
+from operator import attrgetter
+from typing import BinaryIO
+
+from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
+from trainer.contract.record import SINGLE_VALUES, Step, encode_event
+
+CORE_WAIT_PHASES = ("data", "h2d", "forward", "backward", "sync", "optimizer", "other")
+"""Phases of ``core_wait_ms``, which has a column for each."""
+PARTS_PER_WRITE = 2000
+"""Two for each line: a write of about 300 KB."""
+
+_KEYS = ("rank", "step", "time", "epoch")
+_SCALARS = tuple(
+    name for name in Step.__struct_fields__
+    if name not in (*_KEYS, *SINGLE_VALUES.values(), "steps", "core_wait_ms", "bucket_ms")
+)  # fmt: skip
+_scalars_of = attrgetter(*_SCALARS)
+COLUMNS = (
+    "rank", "attempt", "step", "averaged_over", "time", "epoch", *_SCALARS,
+    *(f"core_wait_{phase}_ms" for phase in CORE_WAIT_PHASES), "bucket_ms",
+)  # fmt: skip
+"""Of the CSV file."""
+_NO_WAITS = ("",) * len(CORE_WAIT_PHASES)
+
+
+def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
+    """Write a line per rank and step, rank after rank; what was not measured is empty.
+
+    The times of the buckets are numbers with spaces between them.
+    """
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    try:
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        for rank in record.ranks:
+            rows.writerows(map(_row, record.of(rank)))
+        text.flush()
+    finally:
+        text.detach()  # the file is closed by whoever opened it
+
+
+def _row(single: SingleStep) -> tuple[object, ...]:
+    attempt, averaged_over, _, step = single
+    waits = step.core_wait_ms
+    return (
+        step.rank, attempt, step.step, averaged_over, step.time, step.epoch, *_scalars_of(step),
+        *(_NO_WAITS if waits is None else [waits.get(phase, 0.0) for phase in CORE_WAIT_PHASES]),
+        "" if step.bucket_ms is None else " ".join(map(str, step.bucket_ms)),
+    )  # fmt: skip
+
+
+def write_jsonl(record: RecordedSteps, file: BinaryIO) -> None:
+    """Write a step event of the record for each single step, with ``attempt`` and ``averaged_over`` besides."""
+    parts: list[bytes] = []
+    for rank in record.ranks:
+        for attempt, averaged_over, _, step in record.of(rank):
+            parts.append(encode_event(step)[:-2])
+            parts.append(b',"attempt":%d,"averaged_over":%d}\n' % (attempt, averaged_over))
+            if len(parts) >= PARTS_PER_WRITE:
+                file.write(b"".join(parts))
+                parts.clear()
+    file.write(b"".join(parts))

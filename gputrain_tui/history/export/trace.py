@@ -1,0 +1,192 @@
+"""Writes a timeline in the Trace Event Format, which Perfetto and chrome://tracing open.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: ``X`` is a slice with its start and
+duration, ``i`` an instant, ``M`` gives a process or a thread its name; times are microseconds.
+
+A rank is a process. The record has how long the phases of a step took, and not when each began: they are drawn in the
+order in which a step has them, with the times that were measured. The buckets of a step are drawn from the start of its
+synchronisation to its end, at even distances, each as long as it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
+from trainer.contract.record import SINGLE_VALUES, AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
+
+PHASES = {
+    "data_ms": "data", "h2d_ms": "copy to device", "forward_ms": "forward", "backward_ms": "backward",
+    "sync_exposed_ms": "wait for gradients", "optimizer_ms": "optimizer",
+}  # fmt: skip
+"""Fields of a step that are drawn within it, in the order of a step, and their names."""
+STEP_ARGUMENTS = ("epoch", "loss", "lr", "samples", "tokens", "grad_norm", "gc_ms", "core_wait_ms", "sync_bytes")
+"""Fields that are shown with a step."""
+STEPS_THREAD, SYNC_THREAD, FIRST_BUCKET_THREAD = 1, 2, 3
+INSTANTS = (Finding, Failure, Validation, Checkpoint, Lost)
+"""Events that are drawn as instants."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
+    """Write the timeline of the wanted ranks, and of what the whole run has recorded besides."""
+    run = record.run
+    began = record.began
+    metadata = {"run": run.id, "recipe": run.status.recipe, "began_unix_seconds": began}
+    file.write(b'{"displayTimeUnit":"ms","otherData":' + _encode(metadata) + b',"traceEvents":[\n')
+    ranks = set(record.ranks)
+    separator = b""
+    for event in _events(record, began, run_process=run.status.world_size, ranks=ranks):
+        file.write(separator + _encode(event))
+        separator = b",\n"
+    file.write(b"\n]}\n")
+
+
+def _events(record: RecordedSteps, began: float, *, run_process: int, ranks: set[int]) -> Iterator[dict[str, Any]]:
+    yield from _process(run_process, f"run {record.run.id}", -1)
+    others = [name for name in record.names() if not name.isdecimal() or int(name) in ranks or name == "0"]
+    for event in record.notes(others):
+        if isinstance(event, INSTANTS):
+            rank = getattr(event, "rank", None)
+            if rank is None or rank in ranks:
+                yield _instant(event, began, process=run_process if rank is None else rank)
+    for rank in record.ranks:
+        yield from _process(rank, f"rank {rank}", rank)
+        timeline = _RankTimeline(rank, began)
+        for single in record.of(rank):
+            yield from timeline.step(single)
+        yield from timeline.names()
+
+
+def _process(number: int, name: str, order: int) -> Iterator[dict[str, Any]]:
+    yield {"name": "process_name", "ph": "M", "ts": 0, "pid": number, "tid": 0, "args": {"name": name}}
+    yield {"name": "process_sort_index", "ph": "M", "ts": 0, "pid": number, "tid": 0, "args": {"sort_index": order}}
+
+
+def _instant(event: AnyEvent, began: float, *, process: int) -> dict[str, Any]:
+    fields = {key: value for key, value in msgspec.to_builtins(event).items() if key not in ("time", "type", "rank")}
+    return {
+        "name": _name(event),
+        "cat": str(event.__struct_config__.tag),
+        "ph": "i",
+        "ts": max(0.0, _micros(event.time - began)),
+        "s": "g" if getattr(event, "rank", None) is None else "p",
+        "pid": process,
+        "tid": 0,
+        "args": fields,
+    }
+
+
+def _name(event: AnyEvent) -> str:
+    match event:
+        case Finding():
+            return f"{event.kind} cleared" if event.state == "cleared" else event.kind
+        case Failure():
+            return f"failed: {event.kind}"
+        case Validation():
+            return f"{event.split} loss {event.loss:.4g}"
+        case Checkpoint():
+            return f"saved step {event.step}"
+        case _:
+            return "events lost"
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+class _RankTimeline:
+    """The slices of one rank; those of a thread follow each other or lie within each other, as the format demands."""
+
+    def __init__(self, rank: int, began: float) -> None:
+        self._rank = rank
+        self._began = began
+        self._ends: dict[int, float] = {}
+        """End of the last slice of each thread, in microseconds."""
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """Yield the names of the threads that have slices."""
+        for thread in sorted(self._ends):
+            own = {STEPS_THREAD: "steps", SYNC_THREAD: "gradient synchronisation"}
+            name = own.get(thread, f"bucket {thread - FIRST_BUCKET_THREAD}")
+            for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": thread})):
+                yield {"name": kind, "ph": "M", "ts": 0, "pid": self._rank, "tid": thread, "args": value}
+
+    def step(self, single: SingleStep) -> Iterator[dict[str, Any]]:
+        """Yield the slices of a step."""
+        step = single.step
+        phases_ms = {name: value for name in PHASES if (value := getattr(step, name)) is not None and value > 0}
+        length_ms = step.step_ms if step.step_ms is not None else sum(phases_ms.values())
+        end = _micros(step.time - self._began)
+        start = max(end - length_ms * 1e3, self._ends.get(STEPS_THREAD, 0.0))
+        end = max(end, start + 0.1)  # the clock of day may have been set back
+        arguments = {name: value for name in STEP_ARGUMENTS if (value := getattr(step, name)) is not None}
+        arguments |= {"attempt": single.attempt} if single.attempt > 1 else {}
+        if single.averaged_over > 1:
+            arguments["averaged_over"] = single.averaged_over
+        yield self._slice(STEPS_THREAD, f"step {step.step}", "step", start, end, arguments)
+        at, sync_end = start, end
+        for name, width in self._widths(phases_ms, end - start).items():
+            measured: dict[str, Any] = {name: phases_ms[name]}
+            if single.averaged_over > 1 and name not in SINGLE_VALUES:
+                measured["averaged_over"] = single.averaged_over
+            until = min(at + width, end)
+            yield self._slice(STEPS_THREAD, PHASES[name], "phase", at, until, measured, within=True)
+            at = until
+            if name == "sync_exposed_ms":
+                sync_end = until
+        yield from self._synchronisation(step, sync_end)
+
+    @staticmethod
+    def _widths(phases_ms: dict[str, float], room: float) -> dict[str, float]:
+        """Return the width of each phase in microseconds; means are narrowed where a step was shorter than those."""
+        own = min(phases_ms.get("sync_exposed_ms", 0.0) * 1e3, room)
+        others = sum(value for name, value in phases_ms.items() if name != "sync_exposed_ms") * 1e3
+        narrowed = min(1.0, (room - own) / others) if others else 1.0
+        return {name: own if name == "sync_exposed_ms" else value * 1e3 * narrowed for name, value in phases_ms.items()}
+
+    def _synchronisation(self, step: Step, end: float) -> Iterator[dict[str, Any]]:
+        buckets = [value * 1e3 for value in step.bucket_ms or ()]
+        length = max([*buckets, (step.sync_ms or 0.0) * 1e3])
+        if length <= 0:
+            return
+        start = max(end - length, self._ends.get(SYNC_THREAD, 0.0))
+        if start >= end:
+            return
+        known = {"sync_ms": step.sync_ms, "sync_bytes": step.sync_bytes, "sync_buckets": step.sync_buckets}
+        arguments = {name: value for name, value in known.items() if value is not None}
+        yield self._slice(SYNC_THREAD, "all-reduce", "sync", start, end, arguments)
+        last = end - buckets[-1] if buckets else start  # start of the last bucket
+        for index, width in enumerate(buckets):
+            thread = FIRST_BUCKET_THREAD + index
+            place = index / (len(buckets) - 1) if len(buckets) > 1 else 1.0
+            begin = max(start + (last - start) * place, self._ends.get(thread, 0.0))
+            until = min(begin + width, end)
+            if until > begin:
+                yield self._slice(
+                    thread, f"bucket {index}", "bucket", begin, until, {"bucket_ms": round(width / 1e3, 4)}
+                )
+
+    def _slice(
+        self,
+        thread: int,
+        name: str,
+        category: str,
+        start: float,
+        end: float,
+        arguments: dict[str, Any],
+        *,
+        within: bool = False,
+    ) -> dict[str, Any]:
+        """Return a slice; one ``within`` the last one of its thread does not move the thread's end."""
+        start, end = round(start, 1), round(end, 1)
+        if not within:
+            self._ends[thread] = end
+        return {
+            "name": name, "cat": category, "ph": "X", "ts": start, "dur": round(end - start, 1), "pid": self._rank,
+            "tid": thread, "args": arguments,
+        }  # fmt: skip

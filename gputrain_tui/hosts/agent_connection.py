@@ -1,0 +1,166 @@
+"""One connection by ssh to a session of the agent on another host: frames out of whatever the host prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, Any
+
+from gputrain_tui.hosts.inventory_program import packed_program
+from gputrain_tui.hosts.ssh import Ssh, kill_session
+from gputrain_tui.hosts.ssh_failure import SSH_FAILED, explain_failure
+
+MODULES = (
+    "trainer.contract.home_folder",
+    "trainer.contract.stop_level",
+    "trainer.host.proc_files",
+    "trainer.host.boot",
+    "trainer.host.processes",
+    "trainer.host.descendants",
+    "trainer.host.prctl",
+    "trainer.host.proc_environ",
+    "trainer.host.stop_request",
+    "gputrain_tui.hosts.host_agent",
+)
+"""Of the program that runs on the host, in import order; they use the standard library only."""
+READER = "'import os;exec(b\"\".join(iter(lambda:os.read(0,1)or bytes(1),bytes(1))))'"
+"""Runs what comes on standard input up to a zero byte; the rest of it is the program's own input. One word to every
+shell: quoted, and without a character that one of them changes."""
+HELLO_S = 30.0
+"""From the start of ssh to the session's first frame, start-up files of the host included."""
+EXIT_S = 2.0
+"""How long ssh may take to end once its output has."""
+MAX_NOISE_BYTES = 1 << 20
+"""What a host's start-up files may print."""
+MAX_LINE_BYTES = 1 << 16
+MAX_OUTCOME_BYTES = 1 << 24
+"""Of the host's own words: what is longer was not written by the agent."""
+
+
+class RefusedError(Exception):
+    """The node cannot be started on its host."""
+
+
+class Connection:
+    """One run of ssh, with a session of the host agent at its other end."""
+
+    def __init__(self, host: str, ssh: Ssh, request: Mapping[str, Any]) -> None:
+        """Start ssh.
+
+        Raises:
+            ConnectionError: there is no such program.
+        """
+        self.answered = False
+        """Whether the session has sent its first frame."""
+        self.ended = False
+        self._host = host
+        self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the connection
+        self._until = time.monotonic() + HELLO_S
+        self._buffer = bytearray()
+        try:
+            self._process = subprocess.Popen(
+                ssh.command_line(host, "python3", "-c", READER, self._mark.decode(), own=True),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise ConnectionError(f"ssh cannot be run: {error.strerror}") from None
+        self._first = packed_program(MODULES) + b"\0" + json.dumps(request).encode() + b"\n"
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+
+    def send(self, **fields: Any) -> None:
+        """Send one word; what a stuck connection does not take is said again on the next one."""
+        self._first += json.dumps(fields).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BlockingIOError, BrokenPipeError):
+            written = os.write(self._process.stdin.fileno(), self._first)
+            self._first = self._first[written:]
+
+    def frames(self, other: int | None, timeout_s: float) -> list[tuple[dict[str, Any], bytes]]:
+        """Return the frames that have come, after waiting for one, or for another descriptor.
+
+        Raises:
+            ConnectionError: what comes is none of the session's.
+            RefusedError: ssh or the host says why there is no session.
+        """
+        assert self._process.stdout is not None
+        assert self._process.stdin is not None
+        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        watched = [stdout] if other is None else [stdout, other]
+        readable, writable, _ = select.select(watched, [stdin] if self._first else [], [], timeout_s)
+        if writable:
+            self._write()
+        if os.fstat(self._stderr.fileno()).st_size > MAX_NOISE_BYTES:
+            raise RefusedError(f"it says more than {MAX_NOISE_BYTES >> 20} MiB on its standard error")
+        if stdout in readable:
+            part = os.read(stdout, 1 << 18)
+            self._buffer += part
+            self.ended = not part
+        found = list(self._take())
+        if not self.answered and (self.ended or time.monotonic() > self._until):
+            raise self._failure()
+        return found
+
+    def _take(self) -> Any:
+        while True:
+            begin = self._buffer.find(self._mark)
+            if begin < 0:
+                if len(self._buffer) > MAX_NOISE_BYTES:
+                    raise RefusedError(f"it says more than {MAX_NOISE_BYTES >> 20} MiB, and nothing of the agent's")
+                return
+            del self._buffer[:begin]
+            end = self._buffer.find(b"\n", 0, MAX_LINE_BYTES)
+            if end < 0:
+                if len(self._buffer) >= MAX_LINE_BYTES:
+                    raise ConnectionError("what it sent is no frame")
+                return
+            try:
+                frame = json.loads(self._buffer[len(self._mark) : end])
+                size = int(frame["bytes"])
+                frame["word"]
+            except (ValueError, TypeError, KeyError):
+                raise ConnectionError("what it sent is no frame") from None
+            if not 0 <= size <= MAX_OUTCOME_BYTES:
+                raise ConnectionError("what it sent is no frame")
+            if len(self._buffer) < end + 1 + size:
+                return
+            data = bytes(self._buffer[end + 1 : end + 1 + size])
+            del self._buffer[: end + 1 + size]
+            self.answered = True
+            yield frame, data
+
+    def _failure(self) -> Exception:
+        """Return why there is no session: a reason that stays is a refusal, one that may pass is not."""
+        if not self.ended:
+            return ConnectionError(f"it did not answer within {HELLO_S:g} s")
+        try:
+            code = self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            return RefusedError("it closes its standard output, and says nothing of the agent's")
+        self._stderr.seek(0)
+        why = explain_failure(self._host, code, self._stderr.read(1 << 16).decode("utf-8", "replace"))
+        return ConnectionError(why) if code == SSH_FAILED else RefusedError(why)
+
+    def close(self) -> None:
+        """End ssh; the session on the host ends with it."""
+        kill_session(self._process)
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._process.wait()

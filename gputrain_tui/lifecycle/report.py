@@ -1,0 +1,161 @@
+"""Reports a run besides its record, as ``[report]`` of its recipe asks; whatever goes wrong costs the run a warning.
+
+Imported after the run's nodes were started: nothing of it delays the first step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gputrain_tui import paths
+from gputrain_tui.lifecycle import leftovers
+from gputrain_tui.lifecycle.attempt_outcome import last_lines
+from gputrain_tui.lifecycle.on_end import run_on_end
+from gputrain_tui.lifecycle.sink_state import read_sink_state
+from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from trainer.contract.errors import printable
+from trainer.contract.record import RunDir
+from trainer.contract.record.regular_file import open_to_append, read_whole
+from trainer.contract.schema import check
+from trainer.host.processes import descendants
+
+if TYPE_CHECKING:
+    from gputrain_tui.lifecycle.run_status import RunStatusWriter
+
+SINK_TIMEOUT_S = 30.0
+"""How long a sink may take for the rest of the record once the run has ended; wandb uploads in it."""
+POLL_S = 0.05
+"""Time between two looks whether it has ended."""
+
+
+class LiveSink:
+    """The process of one sink."""
+
+    def __init__(self, run_dir: RunDir, name: str, target: str) -> None:
+        """Start it; it ends with this process."""
+        self.name = name
+        self._log = run_dir.logs / f"report-{name}.log"
+        self._reported = False
+        output = open_to_append(self._log)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gputrain_tui.lifecycle.sink_program", str(run_dir.path), name, target],
+                env={**os.environ, leftovers.MARK: str(run_dir.path)},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            os.close(output)
+
+    def pids(self) -> set[int]:
+        """Return its process and those below it, where it has not ended."""
+        pid = self._process.pid
+        return {pid, *descendants(pid)} if self._process.poll() is None else set()
+
+    def problem(self) -> str:
+        """Return why it has ended too soon, once; empty otherwise."""
+        if self._reported or not self._process.poll():
+            return ""
+        self._reported = True
+        lines = last_lines(self._log, 1)
+        return f"report.{self.name} is not written any more: {printable(lines[0]) if lines else 'it was killed'}"
+
+    def end(self, *, hurried: Callable[[], bool]) -> str:
+        """Let it write the rest of the record; return what went wrong."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        stdin.close()
+        deadline = time.monotonic() + SINK_TIMEOUT_S
+        while self._process.poll() is None and time.monotonic() < deadline and not hurried():
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_S)
+        left = self.pids()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        if left:
+            whole = "; `gputrain export --to tensorboard` writes all of it" if self.name == "tensorboard" else ""
+            return f"report.{self.name} lacks the end, which was not written in time; see {self._log}{whole}"
+        return self.problem()
+
+
+class RunReport:
+    """What is reported of one run, while it goes on and at its end."""
+
+    def __init__(self, run_dir: RunDir, options: ReportOptions) -> None:
+        self._dir = run_dir
+        self._options = options
+        self._sinks: list[LiveSink] = []
+
+    def begin(self) -> list[str]:
+        """Start the sinks, or continue them; return what went wrong."""
+        problems = []
+        for name, target in (("tensorboard", self._options.tensorboard), ("wandb", self._options.wandb)):
+            state = read_sink_state(self._dir, name)
+            if target is None or (state is not None and state.finished):
+                continue
+            try:
+                self._sinks.append(LiveSink(self._dir, name, target))
+            except OSError as error:
+                problems.append(f"report.{name} is not written: {error.strerror}")
+        return problems
+
+    def pids(self) -> set[int]:
+        """Return the processes of the sinks, which outlive an attempt."""
+        return set().union(*(sink.pids() for sink in self._sinks))
+
+    def problems(self) -> list[str]:
+        """Return a line for each sink that has broken since the last call."""
+        return [problem for sink in self._sinks if (problem := sink.problem())]
+
+    def end(self, writer: RunStatusWriter, *, hurried: Callable[[], bool] = bool) -> None:
+        """Report the end of the run, once for a run; to be called when its status has it, by the lock's holder.
+
+        Args:
+            writer: of the status, which gets the warnings.
+            hurried: whether somebody does not want to wait any longer.
+        """
+        problems = [sink.end(hurried=hurried) for sink in self._sinks]
+        if self._options.on_end:
+            problems.append(run_on_end(self._options.on_end, self._dir, writer.status, hurried=hurried))
+        for problem in filter(None, problems):
+            writer.warn(problem)
+
+
+def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
+    """Return what the recipe of a run wants reported; None for nothing, and where it cannot be read.
+
+    Of an adopted run it counts only among the runs of this user: to stop or to open a run directory that somebody has
+    copied or made must not run its commands.
+    """
+    try:
+        if adopted and not run_dir.path.parent.samefile(paths.runs_folder()):
+            return None
+        text = read_whole(run_dir.recipe, MAX_RECIPE_BYTES)
+        if b"report" not in text:
+            return None
+        table = tomllib.loads(text.decode("utf-8")).get("report")
+        return RunReport(run_dir, check(ReportOptions, table, where=str)) if isinstance(table, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def report_end(run_dir: RunDir, writer: RunStatusWriter) -> None:
+    """Report the end of a run whose supervisor was killed before it could."""
+    report = read_report(run_dir, adopted=True)
+    if report is not None:
+        for problem in report.begin():
+            writer.warn(problem)
+        report.end(writer)

@@ -1,0 +1,373 @@
+"""Reads the command line of another launcher: what it trains, on which machines, and what has no counterpart here.
+
+Pure: files that a command names, such as a hostfile, are read by the caller's function.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from trainer.contract.errors import RequestError, nearest, quoted
+
+UNKNOWN_HOST = "host{}"
+"""Stands for a machine that the command does not name."""
+MAX_NODES = 10_000
+
+ReadFile = Callable[[str], str]
+
+
+@dataclass(kw_only=True)
+class LaunchCommand:
+    """What a launch command says, in the words of a recipe."""
+
+    launcher: str
+    """``torchrun``, ``accelerate``, ``deepspeed`` or ``python``."""
+    script: str
+    args: list[str]
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    """As ``[[cluster.nodes]]``."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """A line for each part that has no counterpart, or that a person has to complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherFlags:
+    """The flags of a launcher, as its parser needs them to find the script."""
+
+    switches: tuple[str, ...]
+    """Flags without a value, with ``_`` for ``-`` and without dashes; all others take one."""
+    short: Mapping[str, str]
+    """Flags by their short names."""
+    read: Callable[[LaunchCommand, dict[str, str], ReadFile], None]
+    """Takes what it understands out of the flags, into the command."""
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def split_command(text: str) -> list[str]:
+    """Split pasted text into words: prompts, comments and line ends behind a backslash are no part of it.
+
+    Raises:
+        RequestError: a quote that does not end, or several commands.
+    """
+    lines = [re.sub(r"^[$>%] +", "", line.strip()) for line in text.replace("\\\n", " ").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if len(lines) != 1:
+        how_many = f"{len(lines)} commands are" if lines else "no command is"
+        raise RequestError(f"{how_many} given; paste one, such as: torchrun --nproc-per-node 4 train.py")
+    try:
+        return shlex.split(lines[0], comments=True)
+    except ValueError as error:
+        raise RequestError(f"the command cannot be read: {str(error).lower()}") from None
+
+
+def read_launch_command(
+    words: Sequence[str], *, read_file: ReadFile, is_secret: Callable[[str], bool]
+) -> LaunchCommand:
+    """Read a command of torchrun, accelerate, DeepSpeed or python itself.
+
+    Args:
+        words: of the command, which may begin with settings of environment variables.
+        read_file: returns the text of a file that the command names; raises OSError.
+        is_secret: whether an environment variable is, by its name.
+
+    Raises:
+        RequestError: another program, no script, or a value that is none.
+    """
+    rest, env = list(words), dict[str, str]()
+    if rest[:1] == ["env"]:
+        rest.pop(0)
+    while rest and (setting := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL)):
+        env[setting[1]] = setting[2]
+        rest.pop(0)
+    if not rest:
+        raise RequestError("no command is given; it begins with torchrun, accelerate launch, deepspeed or python")
+    name, python, rest = _program(rest)
+    launcher = LAUNCHERS[name]
+    flags, rest = _flags(launcher, rest)
+    is_module = _take(flags, "module") is not None
+    if _take(flags, "no_python") is not None or _take(flags, "run_path") is not None:
+        raise RequestError(f"{name} starts a program that is no Python script here, which gputrain cannot start")
+    if not rest:
+        raise RequestError(f"the {name} command names no script")
+    command = LaunchCommand(launcher=name, script=rest[0], args=rest[1:])
+    if is_module:
+        command.script = rest[0].replace(".", "/") + ".py"
+        command.notes.append(
+            f"-m {rest[0]} is written as the file {command.script}: relative imports in it do not work, and a module "
+            "that is installed elsewhere needs its path"
+        )
+    if python is not None:
+        command.cluster["python"] = python
+    visible = env.pop("CUDA_VISIBLE_DEVICES", None)
+    for variable in [each for each in env if each in RENDEZVOUS_VARIABLES]:
+        command.notes.append(f"{variable}={env.pop(variable)} is left out: gputrain computes it")
+    for variable in [each for each in env if is_secret(each)]:
+        del env[variable]
+        command.notes.append(
+            f"{variable} is left out, as a recipe is no place for it: the ranks have it from the shell"
+        )
+    command.env = env
+    launcher.read(command, flags, read_file)
+    _choose_devices(command, visible)
+    for flag, value in flags.items():
+        command.notes.append(f"--{flag}{f' {value}' if value else ''} has no counterpart and is left out")
+    return command
+
+
+RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_DEVICE_ORDER")
+
+
+def _program(words: list[str]) -> tuple[str, str | None, list[str]]:
+    """Return the launcher, the interpreter where the command names its path, and the words after them."""
+    path = PurePath(words[0])
+    name, rest = path.name, words[1:]
+    python = str(path) if path.is_absolute() else None
+    if re.fullmatch(r"python[\d.]*", name):
+        while rest and rest[0] in ("-u", "-O", "-B", "-E", "-I", "-s"):
+            rest.pop(0)
+        module = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else ""
+        if module in MODULES:
+            return MODULES[module], python, _after_launch(MODULES[module], rest[2:])
+        return "python", python, rest
+    if name in LAUNCHERS:
+        return name, str(path.with_name("python")) if python else None, _after_launch(name, rest)
+    known = "torchrun, accelerate launch, deepspeed and python"
+    raise RequestError(f"{quoted(words[0])} is no launcher that is understood: {known} are{nearest(name, LAUNCHERS)}")
+
+
+MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+
+
+def _after_launch(name: str, words: list[str]) -> list[str]:
+    if name == "accelerate" and words[:1] == ["launch"]:
+        return words[1:]
+    if name == "accelerate" and words and not words[0].startswith("-") and not words[0].endswith(".py"):
+        raise RequestError(f"accelerate {words[0]} starts no training; accelerate launch does")
+    return words
+
+
+def _flags(launcher: LauncherFlags, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the launcher's flags, and the script with its arguments."""
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word, equals, value = rest.pop(0).partition("=")
+        flag = launcher.short.get(word, word.lstrip("-").replace("-", "_"))
+        if word == "--":
+            break
+        if equals:
+            found[flag] = value
+        else:  # a switch of a newer version is told by what follows it, which is the script or another flag
+            takes = flag not in launcher.switches and rest and not re.fullmatch(r"-\D.*|.*\.py", rest[0])
+            found[flag] = rest.pop(0) if takes else ""
+    return found, rest
+
+
+def _take(flags: dict[str, str], *names: str) -> str | None:
+    """Take a flag out, by any of its names."""
+    values = [flags.pop(name) for name in names if name in flags]
+    return values[0] if values else None
+
+
+def _number(value: str, flag: str, *, least: int = 1) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", value) or int(value) < least:
+        raise RequestError(f"--{flag} is {quoted(value)}, but must be a whole number from {least} on")
+    return int(value)
+
+
+# --- the launchers ----------------------------------------------------------------------------------------------------
+
+
+def _nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
+    """Give each node its ranks; those whose names the command does not have get a placeholder."""
+    if count > MAX_NODES:
+        raise RequestError(f"{count} nodes are more than {MAX_NODES}")
+    if count == 1:
+        command.nodes = [ranks]
+        return
+    named = first_host if first_host and first_host not in LOOPBACK else None
+    hosts = [named or UNKNOWN_HOST.format(0), *(UNKNOWN_HOST.format(index) for index in range(1, count))]
+    command.nodes = [{"host": host, **ranks} for host in hosts]
+    missing = [host for host in hosts if host != named]
+    command.notes.append(
+        f"the command does not name {len(missing)} of its {count} hosts: put their names in place of "
+        f"{', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}; one recipe starts all of them"
+    )
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
+
+
+def _endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
+    """Keep where the ranks meet, where the command says so for several machines; one finds a free port by itself."""
+    if nodes == 1 or host is None or host in LOOPBACK:
+        return
+    number = _number(port, "port") if port else 29500
+    command.cluster["init_method"] = f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
+
+
+def _torchrun(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> None:
+    for name in ("standalone", "rdzv_id", "node_rank", "use_env", "rdzv_backend", "rdzv_conf", "local_addr"):
+        _take(flags, name)  # what they say, one supervisor for all nodes does by itself
+    least, colon, most = (_take(flags, "nnodes") or "1").partition(":")
+    nodes = _number(most or least, "nnodes")
+    if colon and least != most:
+        command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe has {nodes} nodes, always")
+    per_node = _take(flags, "nproc_per_node") or "1"
+    ranks: dict[str, Any] = {"gpus": "all"} if per_node in ("gpu", "auto") else {"ranks": 1}
+    if per_node.isdecimal():
+        ranks = {"ranks": _number(per_node, "nproc_per_node")}
+    elif per_node == "cpu":
+        ranks = {"cpu_ranks": 1}
+        command.notes.append("--nproc-per-node cpu is a rank per core: set cpu_ranks to as many as the machine has")
+    elif per_node not in ("gpu", "auto"):
+        raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
+    address, port = _take(flags, "master_addr"), _take(flags, "master_port")
+    if endpoint := _take(flags, "rdzv_endpoint"):
+        host, number = endpoint.rsplit(":", 1) if re.search(r":\d+$", endpoint) else (endpoint, "")
+        address, port = host.strip("[]"), number or port
+    _nodes(command, nodes, address, ranks)
+    _endpoint(command, address, port, nodes)
+    if (restarts := _take(flags, "max_restarts")) and _number(restarts, "max_restarts", least=0):
+        command.cluster["max_restarts"] = int(restarts)
+
+
+ACCELERATE_ENVIRONMENT = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "num_cpu_threads_per_process": "OMP_NUM_THREADS",
+}
+"""Flags that accelerate hands to the script by the environment."""
+
+
+def _accelerate(command: LaunchCommand, flags: dict[str, str], read_file: ReadFile) -> None:
+    if path := _take(flags, "config_file"):
+        try:
+            settings = re.findall(r"^(\w+): *['\"]?([^'\"\n#]*?)['\"]? *$", read_file(path), re.MULTILINE)
+        except OSError as error:
+            raise RequestError(f"--config_file {path} cannot be read: {error.strerror}") from None
+        for name, value in settings:
+            if name in CONFIGURED and value not in ("", "null", "no", "false"):
+                flags.setdefault(name, value)
+    elif "num_processes" not in flags:
+        command.notes.append("what `accelerate config` has saved is not read: name its file by --config_file")
+    for name in ("multi_gpu", "machine_rank", "rdzv_backend", "same_network"):
+        _take(flags, name)
+    nodes = _number(_take(flags, "num_machines") or "1", "num_machines")
+    total, ids, cpu = _take(flags, "num_processes"), _take(flags, "gpu_ids"), _take(flags, "cpu", "use_cpu") is not None
+    if total is not None and _number(total, "num_processes") % nodes:
+        raise RequestError(f"--num_processes is {total}, but must be a multiple of the {nodes} machines")
+    each = None if total is None else int(total) // nodes
+    ranks: dict[str, Any] = {"cpu_ranks" if cpu else "ranks": each} if each else {"gpus": "all"}
+    if each is None and cpu:
+        ranks = {"cpu_ranks": 1}
+    if ids and ids != "all":
+        ranks = {"gpus": _devices(ids, "gpu_ids")}
+    address, port = _take(flags, "main_process_ip"), _take(flags, "main_process_port")
+    _nodes(command, nodes, address, ranks)
+    _endpoint(command, address, port, nodes)
+    for name, variable in ACCELERATE_ENVIRONMENT.items():
+        if (value := _take(flags, name)) is not None:
+            command.env.setdefault(variable, value)
+    if (restarts := _take(flags, "max_restarts")) and _number(restarts, "max_restarts", least=0):
+        command.cluster["max_restarts"] = int(restarts)
+
+
+CONFIGURED = (
+    *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port"),
+    *("mixed_precision", "use_cpu"),
+)
+"""Keys of accelerate's configuration file that are read."""
+
+
+def _deepspeed(command: LaunchCommand, flags: dict[str, str], read_file: ReadFile) -> None:
+    for name in ("launcher", "force_multi", "node_rank", "no_local_rank"):
+        _take(flags, name)
+    command.notes.append("deepspeed gives the script --local_rank; here it reads LOCAL_RANK from the environment")
+    include, hostfile = _take(flags, "include"), _take(flags, "hostfile")
+    count, gpus = _take(flags, "num_nodes"), _take(flags, "num_gpus")
+    address, port = _take(flags, "master_addr"), _take(flags, "master_port")
+    ranks: dict[str, Any] = {"gpus": _number(gpus, "num_gpus")} if gpus and gpus != "-1" else {"gpus": "all"}
+    if include:
+        command.nodes = []
+        for part in include.split("@"):
+            host, colon, ids = part.partition(":")
+            node = {"gpus": _devices(ids, "include")} if colon else dict(ranks)
+            command.nodes.append(node if host in LOOPBACK else {"host": host, **node})
+    elif hostfile:
+        try:
+            lines = [line.partition("#")[0].split() for line in read_file(hostfile).splitlines()]
+        except OSError as error:
+            raise RequestError(f"--hostfile {hostfile} cannot be read: {error.strerror}") from None
+        for host, *settings in filter(None, lines):
+            slots = next((word.removeprefix("slots=") for word in settings if word.startswith("slots=")), None)
+            has = {"gpus": _number(slots, "hostfile")} if slots and not gpus else dict(ranks)
+            command.nodes.append({"host": host, **has})
+        command.nodes = command.nodes[: _number(count, "num_nodes")] if count and count != "-1" else command.nodes
+    else:
+        _nodes(command, _number(count, "num_nodes") if count and count != "-1" else 1, address, ranks)
+    _endpoint(command, address, port, len(command.nodes))
+
+
+def _python(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> None:
+    command.nodes = [{"ranks": 1}]
+    command.notes.append("python starts one process: raise ranks for more, each with RANK, WORLD_SIZE and LOCAL_RANK")
+
+
+def _devices(text: str, flag: str) -> list[int]:
+    return [_number(part.strip(), flag, least=0) for part in text.split(",")]
+
+
+def _choose_devices(command: LaunchCommand, visible: str | None) -> None:
+    """Put ``CUDA_VISIBLE_DEVICES`` into the nodes, which then have as many ranks."""
+    if visible is None:
+        return
+    listed = [int(part) if part.isdecimal() else part for part in visible.replace(" ", "").split(",") if part]
+    for node in command.nodes:
+        count = node.get("ranks", node.get("gpus"))
+        if isinstance(count, list):  # numbers of the visible ones
+            chosen = [listed[index] for index in count if index < len(listed)]
+        else:
+            chosen = listed[:count] if isinstance(count, int) else listed
+        if chosen and "cpu_ranks" not in node:
+            node.pop("ranks", None)
+            node["gpus"] = chosen
+
+
+LAUNCHERS = {
+    "torchrun": LauncherFlags(
+        switches=("standalone", "module", "no_python", "run_path", "use_env"), short={"-m": "module"}, read=_torchrun
+    ),
+    "accelerate": LauncherFlags(
+        switches=(
+            *("multi_gpu", "cpu", "use_cpu", "module", "no_python", "use_deepspeed", "use_fsdp", "use_megatron_lm"),
+            *("tpu", "use_xpu", "quiet", "debug", "enable_cpu_affinity", "dynamo_use_dynamic", "dynamo_use_fullgraph"),
+        ),
+        short={"-m": "module", "-q": "quiet"},
+        read=_accelerate,
+    ),
+    "deepspeed": LauncherFlags(
+        switches=(
+            *("module", "no_python", "no_local_rank", "no_ssh_check", "no_ssh", "force_multi", "elastic_training"),
+            *("enable_each_rank_log", "bind_cores_to_rank"),
+        ),
+        short={"-H": "hostfile", "-i": "include", "-e": "exclude"},
+        read=_deepspeed,
+    ),
+    "python": LauncherFlags(switches=("module",), short={"-m": "module"}, read=_python),
+}
+"""By name."""

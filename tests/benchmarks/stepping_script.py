@@ -1,0 +1,66 @@
+"""A DDP script that trains when it is told to: each line of its input, "BATCH STEPS", asks for so many steps.
+
+It knows nothing of what starts it. Its ranks read and answer at named pipes in the folder that is its argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+WIDTH = 128
+
+
+class Batches(Dataset):  # type: ignore[type-arg]
+    """The same batch, again and again."""
+
+    def __init__(self, batch: int, steps: int) -> None:
+        self.batch = torch.randn(batch, WIDTH)
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.batch
+
+
+def stay_on_a_core(rank: int) -> None:
+    core = sorted(os.sched_getaffinity(0))[rank]
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stay_on_a_core(rank)
+    with Path(sys.argv[1], f"{rank}.ask").open() as asked, Path(sys.argv[1], f"{rank}.answer").open("w") as answer:
+        for line in asked:
+            batch, steps = map(int, line.split())
+            dist.barrier()
+            began = time.perf_counter()
+            for points in DataLoader(Batches(batch, steps), batch_size=None):
+                optimizer.zero_grad()
+                model(points).square().mean().backward()
+                optimizer.step()
+            print((time.perf_counter() - began) / steps, file=answer, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

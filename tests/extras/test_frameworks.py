@@ -1,0 +1,210 @@
+"""Unchanged scripts of Lightning, Hugging Face, accelerate and plain DDP, started by the recipes of the README.
+
+They run with the real packages, which `pip install -e '.[test,frameworks]'` brings.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from waiting import LIMIT_S
+
+from gputrain_tui.history.runs import RunReader, list_runs
+from trainer.contract.record import AnyEvent, Finding, Step
+from trainer.host.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SCRIPTS = Path(__file__).with_name("scripts")
+PACKAGES = {"plain": "torch", "lightning": "lightning", "huggingface": "transformers", "accelerate": "accelerate"}
+"""Package that the script of each recipe needs."""
+SAMPLES = {"huggingface": 16}
+"""Samples of a rank in a step, where they are not 64."""
+PASSES = {"accelerate": 2}
+"""Forward passes in a step, where they are not one."""
+STEPS = 200
+WARM = 5
+"""Steps in which DDP arranges its buckets."""
+FIRST = 161
+"""Step from which on rank 1 is held up."""
+SOON = 20
+"""Steps after which it must have been named."""
+PHASES = ("forward_ms", "backward_ms", "optimizer_ms", "sync_exposed_ms")
+
+
+class Ran:
+    """What a run left behind."""
+
+    def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+        self.folder, self.code, self.stdout, self.stderr = folder, done.returncode, done.stdout, done.stderr
+        self.dir = list_runs(folder / "home" / "runs")[0].dir
+        self.events: list[AnyEvent] = []
+        reader = RunReader(self.dir)
+        while batch := reader.poll():
+            self.events += batch
+        reader.close()
+
+    def steps(self, rank: int) -> list[Step]:
+        return [event for event in self.events if isinstance(event, Step) and event.rank == rank]
+
+    @property
+    def stragglers(self) -> list[Finding]:
+        found = [event for event in self.events if isinstance(event, Finding)]
+        return [event for event in found if event.kind == "straggler" and event.state == "raised"]
+
+    def weights(self, rank: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.folder / f"weights.{rank}.pt")
+        return found
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of a recipe."""
+    package = PACKAGES[request.param]
+    pytest.importorskip(package, reason="needs the packages of an extra: pip install -e '.[test,frameworks]'")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run the recipe as the README does, in a folder of its own with the scripts."""
+
+    def run(*words: str, **faults: str) -> Ran:
+        folder = laid_out(name, tmp_path_factory.mktemp(name))
+        done = subprocess.run(
+            ["bash", "-c", " ".join([command(name), *words])],
+            cwd=folder,
+            env=os.environ
+            | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NO_COLOR": "1", "COLUMNS": "120"}
+            | {"GPUTRAIN_HOME": str(folder / "home")}
+            | faults,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        return Ran(folder, done)
+
+    return run
+
+
+def laid_out(name: str, folder: Path) -> Path:
+    """Fill a folder with the scripts and the recipe."""
+    shutil.copytree(SCRIPTS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (recipe,) = re.findall(rf'^```toml\n(name = "{name}"\n.*?)^```$', README, re.DOTALL | re.MULTILINE)
+    (folder / f"{name}.toml").write_text(recipe)
+    return folder
+
+
+def command(name: str) -> str:
+    """Return the README's command for the recipe."""
+    (found,) = re.findall(rf"^gputrain run {name}\.toml$", README, re.MULTILINE)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def held_up(run: Run, name: str) -> Ran:
+    """A run whose rank 1 is held up at the end."""
+    return run(HELD_UP=f"1:{(FIRST - 1) * PASSES.get(name, 1)}")
+
+
+# --- what is measured without a line in the script -----------------------------------------------------------------
+
+
+def test_every_step_of_both_ranks_is_in_the_record_with_its_phases(held_up: Ran, name: str) -> None:
+    assert held_up.code == 0, held_up.stdout + held_up.stderr
+    for rank in (0, 1):
+        steps = held_up.steps(rank)
+        assert [sum(event.steps for event in steps), steps[-1].step] == [STEPS, STEPS]
+        assert sum(event.samples for event in steps) == STEPS * SAMPLES.get(name, 64)
+        losses = [event.loss for event in steps]
+        assert all(loss is not None and math.isfinite(loss) for loss in losses)
+        assert losses[-1] < losses[0] / 2
+        assert sum(event.data_ms is not None for event in steps) > len(steps) / 2, "accelerate reads a batch ahead"
+        warm = [event for event in steps if event.step - event.steps >= WARM]
+        for event in warm:
+            phases = {phase: getattr(event, phase) for phase in PHASES}
+            assert None not in phases.values(), event
+            assert 0 < sum(phases.values()) + (event.data_ms or 0) <= event.step_ms, event
+    late = [event for event in held_up.steps(1) if event.step > FIRST]
+    assert median(event.forward_ms for event in late) > 30 * PASSES.get(name, 1)
+    waits = [median(event.sync_exposed_ms for event in held_up.steps(rank) if event.step > FIRST) for rank in (0, 1)]
+    assert waits[0] > waits[1] + 20, "rank 0 waits for rank 1"
+
+
+def test_the_closing_table_has_losses_phases_and_synchronisation_of_both_ranks(held_up: Ran) -> None:
+    title, *rows = (re.split(r"\s{2,}", line.strip()) for line in held_up.stdout.splitlines()[:3])
+    for rank, row in enumerate(rows):
+        cells = dict(zip(title, row, strict=True))
+        assert (cells["rank"], cells["steps"]) == (str(rank), str(STEPS))
+        assert float(cells["loss"]) > 0
+        for share in ("data", "compute", "sync", "optimizer"):
+            assert 0 <= float(cells[share].removesuffix("%")) < 100, share
+
+
+@pytest.mark.timing
+def test_the_rank_that_is_held_up_is_named_soon_and_with_its_cause(held_up: Ran) -> None:
+    (found,) = held_up.stragglers
+    done = max(event.step for rank in (0, 1) for event in held_up.steps(rank) if event.time <= found.time)
+    assert (found.rank, found.cause) == (1, "forward"), found.message
+    assert FIRST <= done <= FIRST + SOON
+
+
+# --- the script sees no difference ----------------------------------------------------------------------------------
+
+
+def test_the_weights_are_equal_bit_for_bit_without_measuring(run: Run, held_up: Ran) -> None:
+    plain = run("--set", "train.instrument=false")
+    assert plain.code == 0, plain.stderr
+    assert not plain.steps(0)
+    for rank in (0, 1):
+        measured, unmeasured = held_up.weights(rank), plain.weights(rank)
+        assert measured.keys() == unmeasured.keys()
+        assert all(torch.equal(measured[key], unmeasured[key]) for key in measured)
+
+
+def test_a_failing_script_ends_as_under_python(run: Run, name: str, tmp_path: Path) -> None:
+    done = run(FAILS="1:5")
+    assert done.code == 1
+    assert "ValueError: no more data" in done.stderr
+    code, errors = by_hand(laid_out(name, tmp_path), f"train_{name}.py", FAILS="1:5")
+    assert code == 1
+    assert traceback(done.dir.rank_log(1).read_text(), done.folder) == traceback(errors, tmp_path)
+
+
+def by_hand(folder: Path, script: str, **faults: str) -> tuple[int, str]:
+    """Start two ranks by ``python``; return the exit code and the errors of rank 1, which ends first."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    settings = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    begin = functools.partial(subprocess.Popen, [sys.executable, script], cwd=folder, text=True)
+    environ = os.environ | place | settings | {"GLOO_SOCKET_IFNAME": "lo"} | faults
+    logs = [folder / f"by_hand.{rank}" for rank in (0, 1)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as errors:
+            there = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(begin(env=there, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors))
+    code = ranks[1].wait(LIMIT_S)
+    ranks[0].kill()
+    ranks[0].wait()
+    return code, logs[1].read_text()
+
+
+def traceback(log: str, folder: Path) -> list[str]:
+    """Return the lines of a log's last traceback, paths in the folder without it."""
+    _, _, found = log.replace(f"{folder}/", "").rpartition("Traceback (most recent call last):\n")
+    return found.splitlines()

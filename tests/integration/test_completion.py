@@ -1,0 +1,113 @@
+"""Shell completion, in the shells themselves: commands, flags, values, runs and recipes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_dirs import run_dir
+from waiting import LIMIT_S
+
+GPUTRAIN = Path(sys.executable).parent / "gputrain"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("completion")
+    for day, name in enumerate(("one", "two")):
+        run_dir(folder / "home" / "runs", name, started=1_790_000_000.0 + day * 86_400, steps=1)
+    for name in ("mnist.toml", "mine.json", "notes.txt", "my recipe.toml"):
+        (folder / name).touch()
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "demo.toml").touch()
+    return folder
+
+
+def ask(home: Path, command: list[str]) -> str:
+    environment = {**os.environ, "GPUTRAIN_HOME": str(home / "home"), "PATH": f"{GPUTRAIN.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def in_bash(home: Path, line: str) -> list[str]:
+    """Return what bash would put in place of the last word of a line, split as readline does it."""
+    words = [part for word in line.split(" ") for part in ([word[: word.index("=")], "=", word[word.index("=") + 1 :]]
+             if "=" in word else [word])]  # fmt: skip
+    words = words[:-1] if words[-1] == "" and "=" in line.split(" ")[-1] else words
+    script = f"""
+        eval "$(gputrain completion bash)"
+        compopt() {{ :; }}  # readline's, which a script has not
+        COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)} COMP_CWORD={len(words) - 1}
+        COMP_WORDS=({" ".join(map(shlex.quote, words))})
+        _gputrain && printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    return [line for line in ask(home, ["bash", "--norc", "-c", script]).splitlines() if line]
+
+
+RUNS = ["20260922-141320-two", "20260921-141320-one"]
+
+CASES = [
+    ("gputrain ru", ["run", "runs"]),
+    ("gputrain lo", ["logs"]),
+    ("gputrain --v", ["--version"]),
+    ("gputrain export last --t", ["--to"]),
+    ("gputrain export last --to saf", ["safetensors"]),
+    ("gputrain eval --split ", ["test", "valid"]),
+    ("gputrain logs ", ["last", *RUNS]),
+    ("gputrain logs 202609", RUNS),
+    ("gputrain logs --rank 3 2026092", RUNS),
+    ("gputrain run --resume l", ["last"]),
+    ("gputrain run m", ["mine.json", "mnist.toml", "my\\ recipe.toml"]),
+    ("gputrain run recipes/", ["recipes/demo.toml"]),
+    ("gputrain run rec", ["recipes/"]),
+    ("gputrain gpus --hostfile no", ["notes.txt"]),
+    ("gputrain run x.toml --set train.optim", ["train.optimizer="]),
+    ("gputrain completion f", ["fish"]),
+    ("gputrain nothing ", []),
+    ("gputrain stop last extra", []),
+]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(("line", "found"), [*CASES, ("gputrain export x --to=saf", ["safetensors"])])
+def test_bash_completes(home: Path, line: str, found: list[str]) -> None:
+    assert in_bash(home, line) == found
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+@pytest.mark.parametrize(("line", "found"), CASES)
+def test_fish_completes(home: Path, line: str, found: list[str]) -> None:
+    script = f"gputrain completion fish | source; complete -C {shlex.quote(line)}"
+    words = [each.partition("\t")[0] for each in ask(home, ["fish", "--no-config", "-c", script]).splitlines()]
+    assert sorted(words) == sorted(word.replace("\\", "") for word in found)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize(("line", "found"), CASES)
+def test_zsh_completes(home: Path, line: str, found: list[str]) -> None:
+    script = f"""
+        compdef() {{ :; }}
+        eval "$(gputrain completion zsh)"
+        compadd() {{ print -rl -- "${{(@P)@[-1]}}"; }}  # the completion system's, which a script has not
+        words=({" ".join(shlex.quote(word) if word else "''" for word in line.split(" "))}) CURRENT=$#words
+        _gputrain; true
+    """
+    assert sorted(ask(home, ["zsh", "-f", "-c", script]).splitlines()) == sorted(
+        word.replace("\\", "") for word in found
+    )
+
+
+@pytest.mark.parametrize("words", [["ru"], ["run", ""], ["logs", ""], ["export", "last", "--to", ""]])
+def test_neither_torch_nor_textual_is_loaded_for_a_word(home: Path, words: list[str]) -> None:
+    program = (
+        "import sys; from gputrain_tui import cli; cli.main(sys.argv[1:]);"
+        "print([name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules])"
+    )
+    assert ask(home, [sys.executable, "-c", program, "__complete", *words]).splitlines()[-1] == "[]"

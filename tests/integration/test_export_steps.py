@@ -1,0 +1,392 @@
+"""``gputrain export`` of the record: every single step, as tables and as a timeline; the record is only read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+from commands import Command, command
+from long_record import long_run, loss_of, single
+from made_runs import append
+
+from gputrain_tui.history.export.steps import RecordedSteps
+from gputrain_tui.history.export.table import COLUMNS, write_csv
+from gputrain_tui.history.runs import Run, open_run, write_status
+from trainer.contract.output_file import output_file
+from trainer.contract.record import Lost, RankState, RunDir, Step, decode_events, encode_event
+from trainer.host.process_identity import identify
+from trainer.telemetry.step_events import merge
+
+STEPS = 100_000
+PEAK = """
+import resource, sys
+from gputrain_tui.cli import main
+code = main(sys.argv[1:])
+usage = resource.getrusage(resource.RUSAGE_SELF)
+print(usage.ru_maxrss >> 10, usage.ru_utime + usage.ru_stime, file=sys.stderr)
+sys.exit(code)
+"""
+"""Runs a command and says how many MiB and seconds of a core it took."""
+FORMATS = ("csv", "jsonl", "chrome-trace")
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`gputrain export`, in a folder of its own."""
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return command(capsys, "export")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Run:
+    """A run of two ranks whose rank 1 is late, with findings."""
+    return synthetic.run(tmp_path / "home" / "runs", steps=40, status="finished", straggler=1)
+
+
+# ------------------------------------------------------------------------------------------------- every step
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return long_run(tmp_path_factory.mktemp("long") / "runs", steps=STEPS)
+
+
+def peak(run: Run, *words: object) -> tuple[int, float, subprocess.CompletedProcess[str]]:
+    line = [sys.executable, "-c", PEAK, "export", str(run.dir.path), *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    mib, seconds = done.stderr.splitlines()[-1].split()
+    return int(mib), float(seconds), done
+
+
+def test_a_csv_of_100_000_steps_has_each_step_once_in_bounded_memory(long: Run, tmp_path: Path) -> None:
+    before = contents(long.dir.path)
+    small = long_run(tmp_path / "runs", steps=500)
+    least_mib, _, _ = peak(small, "--to", "csv", "-o", tmp_path / "small.csv")
+    mib, seconds, done = peak(long, "--to", "csv", "-o", tmp_path / "long.csv")
+    assert done.stdout.startswith(f"{tmp_path}/long.csv: 200,000 steps of 2 ranks, 1 to 100000, ")
+    assert len(done.stderr.splitlines()) == 1, "no bar where nobody looks"
+    assert mib < least_mib + 32
+    assert seconds < 20
+    assert contents(long.dir.path) == before
+    with (tmp_path / "long.csv").open(newline="") as file:
+        rows = csv.reader(file)
+        assert tuple(next(rows)) == COLUMNS
+        rank_at, step_at, loss_at = (COLUMNS.index(name) for name in ("rank", "step", "loss"))
+        for rank in range(2):
+            for number in range(1, STEPS + 1):
+                row = next(rows)
+                assert (row[rank_at], row[step_at]) == (str(rank), str(number))
+                assert float(row[loss_at]) == loss_of(rank, number)
+        assert next(rows, None) is None
+
+
+def test_a_terminal_sees_how_far_the_export_is(long: Run, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = ["export", str(long.dir.path), "--to", "jsonl", "-o", str(tmp_path / "long.jsonl")]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "gputrain_tui", *words], stdout=subprocess.PIPE, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                shown += os.read(ours, 1 << 16)
+            except OSError:  # the other side is closed
+                break
+        os.close(ours)
+        assert process.wait() == 0
+    draws = shown.decode().split("\r")
+    assert f"{long.id} to jsonl  ━" in draws[1]
+    assert "%" in draws[1]
+    assert draws[-1] == "\x1b[K", "the bar is erased"
+
+
+def test_single_values_are_each_steps_own_and_means_are_marked(call: Command, made: Run) -> None:
+    steps = [single(0, number) for number in range(41, 47)]
+    append(made.dir, 0, merge(steps[:4]), merge(steps[4:5]), merge(steps[5:]))
+    done = call(made.id, "--to", "csv", "-o", "-", "--rank", 0)
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))[40:]
+    assert [int(row["step"]) for row in rows] == list(range(41, 47))
+    assert [int(row["averaged_over"]) for row in rows] == [4, 4, 4, 4, 1, 1]
+    for row, step in zip(rows, steps, strict=True):
+        assert float(row["loss"]) == step.loss
+        assert float(row["step_ms"]) == step.step_ms
+        assert float(row["sync_exposed_ms"]) == step.sync_exposed_ms
+        assert (row["epoch"], row["lr"], row["samples"], row["tokens"]) == ("1", "0.001", "16", "")
+        assert (row["core_wait_forward_ms"], row["core_wait_data_ms"]) == ("0.5", "0.0")
+    assert [float(row["data_ms"]) for row in rows] == [1.5] * 4 + [2.0, 1.0]
+    assert done.stderr == "gputrain: 46 steps of 1 rank, 1 to 46\n"
+
+    lines = call(made.id, "--to", "jsonl", "-o", "-", "--rank", 0).stdout.encode()
+    read = [event for event in decode_events(lines) if isinstance(event, Step)]
+    assert [(event.step, event.steps, event.loss) for event in read[40:]] == [(s.step, 1, s.loss) for s in steps]
+    assert json.loads(lines.splitlines()[41]).items() >= {"attempt": 1, "averaged_over": 4, "step": 42}.items()
+
+
+def test_steps_that_a_failed_attempt_lost_stand_in_both_attempts(call: Command, made: Run) -> None:
+    for rank in range(2):
+        again = [single(rank, number) for number in range(31, 36)]
+        append(made.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
+    rows = list(csv.DictReader(io.StringIO(call(made.id, "--to", "csv", "-o", "-").stdout)))
+    found = [(int(row["rank"]), int(row["attempt"]), int(row["step"])) for row in rows]
+    assert found == [
+        (rank, attempt, step)
+        for rank in range(2)
+        for attempt, begin, end in ((1, 1, 40), (2, 31, 35))
+        for step in range(begin, end + 1)
+    ]
+
+
+# -------------------------------------------------------------------------------------------- how far it goes
+
+
+def lose(run: Run) -> None:
+    gone = identify()
+    run.status.status = "running"
+    run.status.supervisor = type(gone)(pid=2**22 + 1, start_ticks=1, boot_id=gone.boot_id, host=gone.host)
+    write_status(run.dir, run.status)
+
+
+def go_on(run: Run) -> None:
+    run.status.status, run.status.supervisor = "running", identify()
+    write_status(run.dir, run.status)
+    append(run.dir, 0, torn=b'{"type":"step","ti')  # it is being written
+
+
+def tear(run: Run) -> None:
+    append(run.dir, 0, torn=encode_event(single(0, 41))[:30])
+
+
+def lose_steps(run: Run) -> None:
+    append(run.dir, 0, Lost(time=2e9, rank=0, events=7, message="disk full"), single(0, 48), single(0, 49))  # type: ignore[arg-type]
+    append(run.dir, 1, torn=b"\x00garbage\n")
+
+
+def be_older(run: Run) -> None:
+    for rank in range(2):
+        step = b'{"type":"step","time":1.8e9,"rank":%d,"step":50,"epoch":1,"steps":10,"samples":80,"loss":2.5}\n' % rank
+        append(run.dir, rank, torn=step + b'{"type":"mood","time":1}\n')
+
+
+def lose_a_rank(run: Run) -> None:
+    run.dir.rank_events(1).unlink()
+
+
+@pytest.mark.parametrize(
+    ("happened", "steps", "told"),
+    [
+        (lambda run: None, 80, []),
+        (lose, 80, ["{run} has no end, its supervisor was killed: its record goes to step 40"]),
+        (go_on, 80, ["{run} is still running: its record goes to step 40 so far"]),
+        (tear, 80, ["rank 0: 1 line of its record cannot be read, and is left out"]),
+        (
+            lose_steps,
+            82,
+            [
+                "rank 0: 7 steps between others are not in the record: 41 to 47",
+                "rank 0: the disk did not take 7 events",
+                "rank 1 has recorded steps to 40 alone",
+                "rank 1: 1 line of its record cannot be read, and is left out",
+            ],
+        ),
+        (
+            be_older,
+            100,
+            [
+                "rank 0: 1 line of its record cannot be read, and is left out",
+                "rank 0: of 10 steps the record has means alone, which are repeated",
+                "rank 1: 1 line of its record cannot be read, and is left out",
+                "rank 1: of 10 steps the record has means alone, which are repeated",
+            ],
+        ),
+        (lose_a_rank, 40, ["rank 1 has recorded no step"]),
+    ],
+)
+def test_what_a_record_has_is_exported_and_what_it_lacks_is_said(
+    call: Command, made: Run, happened: Callable[[Run], None], steps: int, told: list[str]
+) -> None:
+    happened(made)
+    before = contents(made.dir.path)
+    for form in FORMATS:
+        done = call(made.id, "--to", form, "-o", f"out.{form}")
+        assert done.returncode == 0
+        assert done.stderr.splitlines() == [f"gputrain: {line.format(run=made.id)}" for line in told]
+        assert f"out.{form}: {steps} steps of " in done.stdout
+    assert len(Path("out.csv").read_text().splitlines()) == 1 + steps
+    assert len(Path("out.jsonl").read_text().splitlines()) == steps
+    json.loads(Path("out.chrome-trace").read_text())
+    assert contents(made.dir.path) == before
+
+
+def test_a_failed_run_says_where_its_record_ends(call: Command, tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path / "home" / "runs", steps=12, status="failed", failed_rank=1)
+    done = call("last", "--to", "csv")
+    assert done.stderr == f"gputrain: {run.id} failed: its record goes to step 12\n"
+    assert done.stdout.startswith(f"{run.id}.csv: 24 steps of 2 ranks, 1 to 12, ")
+
+
+# ----------------------------------------------------------------------------------------------- the timeline
+
+
+def slices_nest(events: list[dict[str, Any]]) -> bool:
+    """Whether the slices of one thread follow each other or lie within each other."""
+    open_ends: list[float] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while open_ends and open_ends[-1] <= event["ts"] + 0.05:  # a tenth of a microsecond is the resolution
+            open_ends.pop()
+        if open_ends and event["ts"] + event["dur"] > open_ends[-1] + 0.15:
+            return False
+        open_ends.append(event["ts"] + event["dur"])
+    return True
+
+
+def test_a_timeline_keeps_the_rules_of_its_format_and_has_ranks_phases_buckets_and_findings(
+    call: Command, made: Run
+) -> None:
+    for rank in range(2):
+        append(made.dir, rank, merge([single(rank, number) for number in range(41, 65)]))
+    assert call(made.id, "--to", "chrome-trace", "-o", "t.json").returncode == 0
+    trace = json.loads(Path("t.json").read_text())
+    events = trace["traceEvents"]
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        assert event["ph"] in "MXi"
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], event["tid"]].append(event)
+        if event["ph"] == "i":
+            assert event["s"] in "gp"
+    assert all(map(slices_nest, threads.values()))
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {0: "rank 0", 1: "rank 1", 2: f"run {made.id}"}
+    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks.keys() == threads.keys()
+    assert sorted(tracks[0, tid] for pid, tid in tracks if pid == 0) == [
+        "bucket 0", "bucket 1", "gradient synchronisation", "steps",
+    ]  # fmt: skip
+    for rank in range(2):
+        names = [event["name"] for event in threads[rank, 1] if event["cat"] == "step"]
+        assert names == [f"step {number}" for number in range(1, 65)]
+    phases = {event["name"] for event in threads[0, 1] if event["cat"] == "phase"}
+    assert phases == {"data", "copy to device", "forward", "backward", "wait for gradients", "optimizer"}
+    late = next(event for event in threads[1, 1] if event["name"] == "data" and event["args"]["data_ms"] > 15)
+    assert late["dur"] == pytest.approx(late["args"]["data_ms"] * 1e3, abs=0.2)
+    instants = {event["name"]: event for event in events if event["ph"] == "i"}
+    assert instants["straggler"]["pid"] == 1
+    assert (instants["input_bound"]["pid"], instants["input_bound"]["s"]) == (2, "g")
+    assert instants["straggler"]["args"]["cause"] == "data"
+    assert {"input_bound cleared", "valid loss 1.91", "saved step 40"} <= instants.keys()
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{run}", "--to", "csv", "-o", "here.csv"], "here.csv is there already: replace it with --force, or name"),
+        (["{run}", "--to", "csv", "-o", "folder"], "folder is a folder: name a file in it"),
+        (["{run}", "--to", "csv", "-o", "none/x.csv"], "none/x.csv: there is no folder none"),
+        (["{run}", "--to", "csv", "--rank", "2"], "export: run {run} has no rank 2: its ranks are 0 to 1"),
+        (["{run}", "--to", "csv", "--checkpoint", "best"], "export: --checkpoint is for --to safetensors, not for csv"),
+        (["{run}", "--to", "archive", "--rank", "1"], "export: --rank is for --to csv, jsonl, tensorboard, chrome-"),
+        (["{run}", "--to", "tensorboard", "-o", "-"], "export: --to tensorboard writes a folder: name one with -o "),
+        (["{run}", "--to", "tensorboard", "-o", "here.csv"], "here.csv is no folder, and is not replaced by one"),
+        (["{run}", "--to", "tensorboard", "-o", "folder", "--force"], "folder holds other files, such as mine.txt: "),
+        (["2001", "--to", "csv"], "no run is called '2001'"),
+        (["{empty}", "--to", "csv"], "{empty} has recorded no step: there is nothing to export"),
+        (["{empty}", "--to", "chrome-trace"], "{empty} has recorded no step: there is nothing to export"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+    call: Command, made: Run, tmp_path: Path, words: list[str], message: str
+) -> None:
+    empty = synthetic.run(tmp_path / "home" / "runs", name="empty", steps=0, status="stopped")
+    Path("here.csv").write_text("before")
+    Path("folder").mkdir()
+    Path("folder/mine.txt").touch()
+    before = contents(tmp_path)
+    names = {"run": made.id, "empty": empty.id}
+    done = call(*(word.format(**names) for word in words))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"gputrain: {message.format(**names)}")
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert contents(tmp_path) == before
+
+
+def test_a_file_is_replaced_when_that_is_asked_for(call: Command, made: Run) -> None:
+    Path("here.csv").write_text("before")
+    assert call(made.id, "--to", "csv", "-o", "here.csv", "--force").returncode == 0
+    assert Path("here.csv").read_text().startswith("rank,attempt,step,")
+
+
+def test_without_the_package_tensorboard_is_refused_with_the_command_that_installs_it(
+    call: Command, made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tensorboard", "tensorboard.compat.proto"):  # which another test may have imported
+        monkeypatch.setitem(sys.modules, name, None)
+    before = contents(tmp_path)
+    done = call(made.id, "--to", "tensorboard")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "gputrain: tensorboard is not installed: pip install 'tensorboard>=2.14'\n"
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("form", [*FORMATS, "archive"])
+def test_a_full_disk_leaves_the_file_that_was_there_and_no_part_of_another(
+    made: Run, tmp_path: Path, form: str
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "file").write_text("before")
+    words = ["export", str(made.dir.path), "--to", form, "-o", str(folder / "file"), "--force"]
+    limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", sys.executable, "-m", "gputrain_tui", *words]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"gputrain: cannot write {folder / 'file'}: File too large\n"
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("file", "before")]
+
+
+def test_an_interrupted_export_leaves_nothing(made: Run, tmp_path: Path) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    record = RecordedSteps(made, [0, 1], advance=interrupt)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with pytest.raises(KeyboardInterrupt), output_file(folder / "x.csv") as file:
+        write_csv(record, file)
+    assert not list(folder.iterdir())
+
+
+def test_an_export_of_a_run_directory_that_the_trainer_made_alone(call: Command, tmp_path: Path) -> None:
+    alone = RunDir(tmp_path / "alone")
+    alone.events.mkdir(parents=True)
+    append(alone, 0, single(0, 1), single(0, 2))
+    done = call("./alone", "--to", "csv", "-o", "-")
+    assert len(done.stdout.splitlines()) == 3
+    assert open_run(alone.path) is None

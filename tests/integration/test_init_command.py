@@ -1,0 +1,80 @@
+"""``gputrain init``: a recipe from a command on the line or on standard input, and from questions on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import LIMIT_S
+
+from gputrain_tui.recipe.model import Node, load
+
+
+def init(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gputrain_tui", "init", *words],
+        cwd=folder, input=stdin, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+
+
+def test_a_command_becomes_a_recipe_that_is_not_written_over(tmp_path: Path) -> None:
+    command = ["TOKEN=hidden", "torchrun", "--nproc-per-node", "4", "--log-dir", "x\ny", "my train.py", "--lr", "0.1"]
+    done = init(tmp_path, "--", *command)
+    assert (done.returncode, done.stdout) == (0, "my-train.toml\n"), done.stderr
+    assert "--log_dir x␊y has no counterpart" in done.stderr
+    assert "gputrain run my-train.toml" in done.stderr
+    text = (tmp_path / "my-train.toml").read_text()
+    recipe = load(str(tmp_path / "my-train.toml"))
+    assert recipe.script is not None
+    assert (recipe.name, recipe.script.script, recipe.script.args) == ("my train", "my train.py", ("--lr", "0.1"))
+    assert recipe.cluster.nodes == (Node(ranks=4),)
+    assert "# From: 'TOKEN=…' torchrun --nproc-per-node 4" in text
+    again = init(tmp_path, stdin="torchrun 'my train.py'\n")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == (
+        "gputrain: init: my-train.toml is there already: replace it with --force, or name another by -o\n"
+    )
+    assert (tmp_path / "my-train.toml").read_text() == text
+    assert init(tmp_path, "--force", stdin="torchrun 'my train.py'\n").returncode == 0
+    assert load(str(tmp_path / "my-train.toml")).cluster.nodes == (Node(ranks=1),)
+    printed = init(tmp_path, "-o", "-", stdin="$ deepspeed --num_gpus 2 \\\n  train.py\n")
+    assert 'script = "train.py"' in printed.stdout
+    assert not (tmp_path / "train.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("answers", "file", "content"),
+    [
+        (
+            ["", "train", "train.py", "--lr 0.1", "gpu1,gpu2", "two", "2 cpu"],
+            "train.toml",
+            {'args = ["--lr", "0.1"]', 'host = "gpu2"', "cpu_ranks = 2"},
+        ),
+        (["", "docnn", "data/train.tsv", "3", "", "all"], "docnn.toml", {'task = "docnn"', "max_epochs = 3"}),
+        (["torchrun --nproc-per-node 2 \\", "  fit.py"], "fit.toml", {'script = "fit.py"', "ranks = 2"}),
+    ],
+    ids=["script", "task", "paste"],
+)
+def test_questions_on_a_terminal_become_a_recipe(
+    tmp_path: Path, answers: list[str], file: str, content: set[str]
+) -> None:
+    master, terminal = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gputrain_tui", "init"],
+            cwd=tmp_path, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        os.write(master, "".join(f"{answer}\n" for answer in answers).encode())
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        os.close(terminal)
+        os.close(master)
+    assert (process.returncode, out) == (0, f"{file}\n"), err
+    text = (tmp_path / file).read_text()
+    load(str(tmp_path / file))
+    for line in content:
+        assert line in text

@@ -1,0 +1,431 @@
+"""Loops that know nothing of us, measured: their steps and losses are on record, their results the same bits."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_group import Gang
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from trainer.contract.record import Step, decode_events
+from trainer.telemetry import instrument
+
+BATCH = 8
+STEPS = 6
+SYNC = {"sync_ms", "sync_exposed_ms", "sync_bytes"}
+FIELDS = {"data_ms", "forward_ms", "backward_ms", "optimizer_ms", *SYNC}
+PARAMETER_BYTES = 4 * (4 * 16 + 16 + 16 + 1)
+
+Loop = Callable[[int, int], tuple[list[nn.Module], list[float]]]
+"""Takes the rank and a number of steps; returns the models and the loss that each step is to have on record."""
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loader(rank: int, batches: int, seed: int = 0) -> DataLoader[Any]:
+    points = torch.randn(batches * BATCH, 4, generator=torch.Generator().manual_seed(2 * seed + rank))
+    return DataLoader(TensorDataset(points), batch_size=BATCH)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# ----------------------------------------------------------------------------------------------------- the loops
+
+
+def plain(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    optimizer = sgd(model)
+    return [model], [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+
+
+def accumulating(rank: int, steps: int, *, no_sync: bool) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses: list[float] = []
+    for number, (batch,) in enumerate(loader(rank, 3 * steps)):
+        model.require_backward_grad_sync = number % 3 == 2 or not no_sync
+        loss = model(batch).square().mean() / 3
+        loss.backward()
+        losses = [*losses, loss.item()] if number % 3 == 0 else [*losses[:-1], losses[-1] + loss.item()]
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model], losses
+
+
+def accumulating_without_sync(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    return accumulating(rank, steps, no_sync=True)
+
+
+def accumulating_with_sync(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    return accumulating(rank, steps, no_sync=False)
+
+
+def two_backwards(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Each of the two losses has its own backward pass, the second one called by ``torch.autograd``."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    for (batch,) in loader(rank, steps):
+        optimizer.zero_grad()
+        one = model(batch).square().mean()
+        one.backward()
+        two = model(batch + 1).abs().mean()
+        torch.autograd.backward([two])
+        optimizer.step()
+        losses.append(one.item() + two.item())
+    return [model], losses
+
+
+def adversarial(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Two optimizers in turn; of the first iteration only the first one's part is known to be a step."""
+    generator, discriminator = DDP(nn.Linear(4, 4)), DDP(net())
+    of_generator, of_discriminator = sgd(generator), sgd(discriminator)
+    losses = []
+    for (batch,) in loader(rank, steps):
+        of_discriminator.zero_grad()
+        one = discriminator(batch).mean() - discriminator(generator(batch).detach()).mean()
+        one.backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        two = discriminator(generator(batch)).mean()
+        two.backward()
+        of_generator.step()
+        losses.append(one.item() + two.item() if losses else one.item())
+    return [generator, discriminator], losses
+
+
+def several_steps_for_one(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """One optimizer steps at each batch, another at every third: the first one's steps count."""
+    model, head = DDP(net()), DDP(nn.Linear(4, 1))
+    often, rarely = sgd(model), sgd(head)
+    losses, more = [], 0.0
+    for number, (batch,) in enumerate(loader(rank, steps), start=1):
+        losses.append(train(model, often, batch) + more)
+        more = train(head, rarely, batch) if number % 3 == 0 else 0.0
+    return [model, head], losses
+
+
+def closure(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    for (batch,) in loader(rank, steps):
+
+        def compute(batch: Tensor = batch) -> float:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            return loss.item()
+
+        optimizer.step(compute)
+    return [model], losses
+
+
+def scaler_that_skips(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps + 2)):
+        loss = model(batch).square().mean() * (float("inf") if number in (0, 3) else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses += [] if number in (0, 3) else [loss.item()]
+    return [model], losses
+
+
+def own_comm_hook(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = sgd(model)
+    losses = [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+    assert [hook for hook, _ in model._comm_hooks] == [default_hooks.allreduce_hook]
+    return [model], losses
+
+
+def comm_hook_that_comes_late(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    optimizer = sgd(model)
+    calls = []
+
+    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        state.append(1)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    hook.__annotations__.clear()  # those of this file are strings, which DDP refuses
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        if number == 2:
+            model.register_comm_hook(calls, hook)
+        losses.append(train(model, optimizer, batch))
+    assert len(calls) == steps - 2
+    assert [each for each, _ in model._comm_hooks] == [hook]
+    return [model], losses
+
+
+def compiled_within(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(torch.compile(net(), backend="eager"))
+    optimizer = sgd(model)
+    return [model], [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+
+
+def compiled_around(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = torch.compile(DDP(net()), backend="eager")
+    optimizer = sgd(model)
+    return [model], [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+
+
+def without_ddp(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = net()
+    optimizer = sgd(model)
+    return [model], [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+
+
+def sharded(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = sgd(model)
+    return [model], [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+
+
+def wrapped_late(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    inner = net()
+    optimizer = sgd(inner)
+    model: nn.Module = inner
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        if number == 2:
+            model = DDP(inner)
+        losses.append(train(model, optimizer, batch))
+    return [model], losses
+
+
+class FailsTwice(nn.Module):
+    """Raises in the second forward pass, and in the backward pass of the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == 2:
+            raise ValueError("no forward")
+        y: Tensor = self.inner(x)
+        if self.count == 4:
+            y.register_hook(_refuse)
+        return y
+
+
+def _refuse(_: Tensor) -> None:
+    raise ValueError("no backward")
+
+
+def failing_and_going_on(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(FailsTwice(), find_unused_parameters=True)
+    optimizer = sgd(model)
+    losses = []
+    for (batch,) in loader(rank, steps + 2):
+        try:
+            losses.append(train(model, optimizer, batch))
+        except ValueError:
+            optimizer.zero_grad()
+    return [model], losses
+
+
+def uneven_inputs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    with model.join(divide_by_initial_world_size=False):
+        for (batch,) in loader(rank, steps + 3 * rank):
+            losses.append(train(model, optimizer, batch))
+    return [model], losses
+
+
+LOOPS: dict[Loop, set[str]] = {
+    plain: set(),
+    accumulating_without_sync: set(),
+    accumulating_with_sync: set(),
+    two_backwards: set(),
+    adversarial: set(),
+    several_steps_for_one: set(),
+    closure: set(),
+    scaler_that_skips: set(),
+    own_comm_hook: set(),
+    comm_hook_that_comes_late: set(),
+    compiled_within: set(),
+    compiled_around: set(),
+    without_ddp: SYNC,
+    sharded: SYNC,
+    wrapped_late: set(),
+    failing_and_going_on: set(),
+    uneven_inputs: set(),
+}
+"""Loops, with the fields that cannot be known of them."""
+
+
+# ----------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+def _run(
+    rank: int, world_size: int, folder: str | None, loop: Loop, steps: int
+) -> tuple[list[Tensor], list[float], float]:
+    torch.manual_seed(1)
+    if folder is not None:
+        instrument.install(Path(folder, f"{rank}.ndjson"), rank)
+    began = time.perf_counter()
+    try:
+        models, losses = loop(rank, steps)
+    finally:
+        elapsed_ms = 1e3 * (time.perf_counter() - began)
+        instrument.finish()
+    parameters = [parameter.detach() for model in models for parameter in model.parameters()]
+    local = [getattr(parameter, "_local_tensor", parameter).clone() for parameter in parameters]
+    return local, losses, elapsed_ms
+
+
+def _steps(folder: Path, rank: int) -> list[Step]:
+    path = folder / f"{rank}.ndjson"
+    return [event for event in decode_events(path.read_bytes()) if isinstance(event, Step)]
+
+
+def _losses(events: list[Step]) -> list[float | None]:
+    return [loss for event in events for loss in (event.losses or [event.loss])]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_steps_of_a_loop_are_on_record_and_its_results_are_its_own(gang: Gang, tmp_path: Path, loop: Loop) -> None:
+    measured = gang.run(_run, str(tmp_path), loop, STEPS)
+    alone = gang.run(_run, None, loop, STEPS)
+    for rank, ((parameters, expected, _), (theirs, _, _)) in enumerate(zip(measured, alone, strict=True)):
+        assert all(torch.equal(one, other) for one, other in zip(parameters, theirs, strict=True))
+        events = _steps(tmp_path, rank)
+        assert _losses(events) == pytest.approx(expected, rel=1e-5)
+        assert events[-1].step == len(expected)
+        assert all(event.lr == 0.1 and event.epoch == 1 for event in events)
+        known = {name for name in FIELDS if any(getattr(event, name) is not None for event in events)}
+        assert known == FIELDS - LOOPS[loop]
+
+
+def test_two_hundred_steps_give_the_same_bits_and_each_is_on_record_with_its_samples(
+    gang: Gang, tmp_path: Path
+) -> None:
+    measured = gang.run(_run, str(tmp_path), plain, 200)
+    alone = gang.run(_run, None, plain, 200)
+    for rank, ((ours, losses, _), (theirs, _, _)) in enumerate(zip(measured, alone, strict=True)):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        events = _steps(tmp_path, rank)
+        assert _losses(events) == pytest.approx(losses, rel=1e-5)
+        assert sum(event.samples for event in events) == 200 * BATCH
+        assert sum(len(event.step_ms_each or [event.step_ms]) for event in events) == 200
+        assert {event.sync_bytes for event in events[2:]} == {PARAMETER_BYTES}
+
+
+class Slow(Dataset[Tensor]):
+    """A batch of it takes 20 ms."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.01)
+        return torch.ones(4)
+
+
+def _evaluating(where: str) -> Loop:
+    def evaluate(model: nn.Module) -> float:
+        began = time.perf_counter()
+        for batch in DataLoader(Slow(), batch_size=2):
+            with torch.no_grad():
+                model(batch)
+        return 1e3 * (time.perf_counter() - began)
+
+    def loop(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+        model = DDP(net())
+        optimizer = sgd(model)
+        losses, evaluations_ms = [], 0.0
+        for number, (batch,) in enumerate(loader(rank, steps)):
+            losses.append(train(model, optimizer, batch))
+            if number % 2:
+                model.eval()
+                with torch.set_grad_enabled(where != "without gradients"):
+                    evaluations_ms += evaluate(model.module if where == "of the inner model" else model)
+                model.train()
+        return [model], [*losses, evaluations_ms]
+
+    return loop
+
+
+def _evaluate(rank: int, world_size: int, folder: str, where: str) -> tuple[float, float]:
+    _, (*_, evaluations_ms), elapsed_ms = _run(rank, world_size, folder, _evaluating(where), STEPS)
+    return evaluations_ms, elapsed_ms
+
+
+@pytest.mark.parametrize("where", ["of the wrapped model", "of the inner model", "without gradients"])
+def test_an_evaluation_between_steps_counts_to_none(gang: Gang, tmp_path: Path, where: str) -> None:
+    for rank, (evaluations_ms, elapsed_ms) in enumerate(gang.run(_evaluate, str(tmp_path), where)):
+        events = _steps(tmp_path, rank)
+        assert sum(event.steps for event in events) == STEPS
+        assert sum((event.step_ms or 0.0) * event.steps for event in events) <= elapsed_ms - evaluations_ms
+
+
+def _keep_copies(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
+    instrument.install(Path(folder, f"{rank}.ndjson"), rank)
+    model = DDP(net())
+    optimizer = sgd(model)
+    points = loader(rank, STEPS)
+    for (batch,) in points:
+        train(model, optimizer, batch)
+    kept = [pickle.dumps(each) for each in (model, model.state_dict(), optimizer, points, torch.autograd.backward)]
+    twin = copy.deepcopy(model)
+    optimizer = sgd(twin)  # in the place of the other one
+    train(twin, optimizer, torch.ones(BATCH, 4))
+    instrument.finish()
+    signatures = [str(inspect.signature(each)) for each in (DDP.__init__, DDP.register_comm_hook, Tensor.backward)]
+    return any(b"trainer" in each for each in kept), signatures
+
+
+def test_models_optimizers_and_loaders_can_be_copied_and_hold_nothing_of_ours(gang: Gang, tmp_path: Path) -> None:
+    own = [str(inspect.signature(each)) for each in (DDP.__init__, DDP.register_comm_hook, Tensor.backward)]
+    assert gang.run(_keep_copies, str(tmp_path)) == [(False, own)] * 2
+    assert sum(event.steps for event in _steps(tmp_path, 0)) == STEPS + 1

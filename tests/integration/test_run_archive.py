@@ -1,0 +1,296 @@
+"""A run as one file: what is in it, what is masked, that it opens elsewhere, and what is refused to be opened."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import synthetic
+from commands import Command, command
+from made_runs import say
+
+from gputrain_tui.console.live import LiveRun
+from gputrain_tui.history.runs import Run, find, read_plan, write_status
+from gputrain_tui.lifecycle.start import load
+from gputrain_tui.lifecycle.stop import stop_by_name
+from trainer.contract.errors import RequestError
+from trainer.contract.record import Failure, decode_events, encode_event
+
+TOKEN = "hf_abcdefghijkl"
+RECIPE = f"""\
+# as it was asked for
+name = "demo"
+
+[cluster]
+setup = "module load cuda; export WANDB_API_KEY='wandb-0123456789' OMP_NUM_THREADS=4"
+
+[cluster.env]
+HF_TOKEN = "{TOKEN}"
+NCCL_DEBUG = "INFO"
+DB_PASSWORD = 12345678
+
+[[cluster.nodes]]
+cpu_ranks = 2
+env = {{ aws_secret_access_key = "AKIA/short" }}
+
+[train]
+task = "lm"
+max_tokens = 4096
+
+[task]
+tokenizer = "wordpiece"
+api_key = "task-secret-1"
+"""
+SECRETS = (TOKEN, "wandb-0123456789", "12345678", "AKIA/short", "task-secret-1", "from-my-shell-1")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Run:
+    """A run that had secrets, and printed and recorded one."""
+    run = synthetic.run(tmp_path / "home" / "runs", steps=40, status="failed", straggler=1, failed_rank=1)
+    run.dir.recipe.write_text(RECIPE)
+    plan = read_plan(run.dir)
+    plan.nodes[0].env = {"HF_TOKEN": TOKEN, "NCCL_DEBUG": "INFO"}
+    plan.nodes[0].argv += ["--api-key", "task-secret-1", "--max-tokens", "4096", "--hub-token=task-secret-1"]
+    run.dir.plan.write_bytes(msgspec.json.encode(plan))
+    for number in range(3000):
+        say(run, 0, b"%d: logged in with %s\n" % (number, TOKEN.encode()))
+    say(run, 1, b"MY_API_TOKEN is from-my-shell-1\n")
+    failure = Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message=f"401 for {TOKEN}", traceback="…")
+    with run.dir.rank_events(0).open("ab") as file:
+        file.write(encode_event(failure))
+    (run.dir.checkpoints / "step_00000040.pt").write_bytes(b"weights")
+    (run.dir.path / "attempt.json").write_text("{}")
+    (run.dir.logs / "odd name.log").write_text("x")
+    return run
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MY_API_TOKEN", "from-my-shell-1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return command(capsys)
+
+
+def members(archive: Path) -> dict[str, bytes]:
+    with tarfile.open(archive) as tar:
+        return {info.name: (tar.extractfile(info) or io.BytesIO()).read() for info in tar.getmembers()}
+
+
+def test_an_archive_has_the_record_without_checkpoints_and_without_secrets(call: Command, made: Run) -> None:
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made.dir.path.rglob("*") if path.is_file()}
+    done = call("export", made.id, "--to", "archive")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{made.id}.tar.gz: 9 files of {made.id}, ")
+    names = "DB_PASSWORD, HF_TOKEN, MY_API_TOKEN, WANDB_API_KEY, api-key, api_key, aws_secret_access_key, hub-token"
+    assert f"masked, by their names: {names}\n" in done.stderr
+    found = members(Path(f"{made.id}.tar.gz"))
+    assert {name.removeprefix(f"{made.id}/") for name in found} == {
+        "recipe.toml", "plan.json", "status.json", "events/0.ndjson", "events/1.ndjson", "events/node-0.ndjson",
+        "events/run.ndjson", "logs/0.log", "logs/1.log",
+    }  # fmt: skip
+    whole = b"".join(found.values())
+    assert not [secret for secret in SECRETS if secret.encode() in whole]
+    recipe = tomllib.loads(found[f"{made.id}/recipe.toml"].decode())
+    assert recipe["cluster"]["env"]["NCCL_DEBUG"] == "INFO"
+    assert recipe["cluster"]["setup"] == ("module load cuda; export WANDB_API_KEY=******** OMP_NUM_THREADS=4")
+    assert (recipe["train"]["max_tokens"], recipe["task"]["tokenizer"]) == (4096, "wordpiece")
+    assert found[f"{made.id}/recipe.toml"].startswith(b"# as it was asked for\n")
+    kept, original = found[f"{made.id}/events/0.ndjson"], made.dir.rank_events(0).read_bytes()
+    assert len(kept) == len(original)
+    assert decode_events(kept)[:-1] == decode_events(original)[:-1]
+    after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made.dir.path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_an_archive_opens_where_there_is_no_run(call: Command, made: Run, tmp_path: Path) -> None:
+    archive = tmp_path / "shared.tar.gz"
+    csv = call("export", made.id, "--to", "csv", "-o", "-").stdout
+    logs = call("logs", made.id, "--rank", 1).stdout
+    assert call("export", made.id, "--to", "archive", "-o", archive).returncode == 0
+    environment = {**os.environ, "GPUTRAIN_HOME": str(tmp_path / "elsewhere")}
+
+    def elsewhere(*words: object) -> str:
+        line = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    assert elsewhere("export", archive, "--to", "csv", "-o", "-") == csv
+    assert elsewhere("logs", archive, "--rank", 1) == logs.replace("from-my-shell-1", "*" * 15)
+    assert not list(tmp_path.glob("gputrain-archive-*")), "what was unpacked is deleted"
+
+    live = LiveRun(find(str(archive)))
+    while live.poll():
+        pass
+    live.close()
+    assert (live.id, live.status, live.over) == (made.id, "failed", True)
+    assert live.state.root_cause is not None
+    assert live.state.root_cause.kind == "out_of_memory"
+    assert oct(live.run.dir.path.parent.stat().st_mode & 0o777) == "0o700"
+
+
+def test_the_archive_of_a_running_run_is_no_running_run(call: Command, made: Run, tmp_path: Path) -> None:
+    made.status.status, made.status.ended, made.status.exit_code = "running", None, None
+    write_status(made.dir, made.status)
+    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
+    assert f"{made.id} is still running: its record goes to step 40 so far" in done.stderr
+    assert find("x.tar.gz").state == "lost"
+    with pytest.raises(RequestError, match="is an archive, of which nothing runs"):
+        stop_by_name("x.tar.gz")
+    with pytest.raises(RequestError, match="is an archive, which holds no checkpoints"):
+        load(None, overrides=(), resume="x.tar.gz", stdin=None)
+    told = call("export", "x.tar.gz", "--to", "csv", "-o", "-").stderr
+    assert f"{made.id} has no end, it was archived while it ran: its record goes to step 40" in told
+
+
+# ---------------------------------------------------------------------------------------------- hostile archives
+
+
+def entry(name: str, data: bytes = b"", **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info, data
+
+
+def archive_of(path: Path, *entries: tuple[tarfile.TarInfo, bytes], form: int = tarfile.USTAR_FORMAT) -> None:
+    with tarfile.open(path, "w:gz", format=form) as tar:
+        for info, data in (entry("r/recipe.toml", b'name = "r"\n'), *entries):
+            tar.addfile(info, io.BytesIO(data))
+
+
+def of_entries(*entries: tuple[tarfile.TarInfo, bytes], form: int = tarfile.USTAR_FORMAT) -> Callable[[Path], None]:
+    return lambda path: archive_of(path, *entries, form=form)
+
+
+def cut_off(path: Path) -> None:
+    archive_of(path, entry("r/logs/0.log", os.urandom(5000)))
+    os.truncate(path, path.stat().st_size - 700)
+
+
+def flipped(path: Path) -> None:
+    archive_of(path, entry("r/logs/0.log", os.urandom(5000)))
+    data = bytearray(path.read_bytes())
+    data[-6] ^= 1  # of the checksum
+    path.write_bytes(data)
+
+
+def bomb(path: Path) -> None:
+    """Announce and hold 2 GiB of zeros in 2 MB."""
+    info, _ = entry("r/logs/0.log")
+    info.size = 2 << 30
+    zeros = gzip.compress(bytes(1 << 24), 9)
+    with path.open("wb") as file:
+        file.write(gzip.compress(entry("r/recipe.toml")[0].tobuf(tarfile.USTAR_FORMAT)))
+        file.write(gzip.compress(info.tobuf(tarfile.USTAR_FORMAT)))
+        for _ in range(128):
+            file.write(zeros)
+
+
+def endless_end(path: Path) -> None:
+    """Go on with zeros where an archive ends."""
+    path.write_bytes(gzip.compress(entry("r/recipe.toml")[0].tobuf(tarfile.USTAR_FORMAT) + bytes(1 << 24)))
+
+
+def of_bytes(data: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(data) and None
+
+
+NONE = "{file} is no archive of a run: "
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "absolute": (of_entries(entry("/etc/evil", b"x")), NONE + "'/etc/evil' would lie outside of it"),
+    "parent": (of_entries(entry("r/../../evil", b"x")), NONE + "'r/../../evil' would lie outside of it"),
+    "symlink": (
+        of_entries(entry("r/logs", type=tarfile.SYMTYPE, linkname="/tmp"), entry("r/logs/0.log", b"x")),
+        NONE + "'r/logs' is a link",
+    ),
+    "hard link": (
+        of_entries(entry("r/logs/0.log", type=tarfile.LNKTYPE, linkname="/etc/passwd")),
+        NONE + "'r/logs/0.log' is a link",
+    ),
+    "device": (of_entries(entry("r/logs/0.log", type=tarfile.CHRTYPE)), NONE + "'r/logs/0.log' is a device"),
+    "pipe": (of_entries(entry("r/logs/0.log", type=tarfile.FIFOTYPE)), NONE + "'r/logs/0.log' is a pipe"),
+    "code": (of_entries(entry("r/checkpoints/a.pt", b"x")), NONE + "'r/checkpoints/a.pt' is no file of a run"),
+    "hidden": (of_entries(entry("r/logs/.bashrc", b"x")), NONE + "'r/logs/.bashrc' is no file of a run"),
+    "escapes": (of_entries(entry("r/logs/\x1b[2J", b"x")), NONE + "'r/logs/\\x1b[2J' is no file of a run"),
+    "folder": (of_entries(entry("r/bin", type=tarfile.DIRTYPE)), NONE + "'r/bin' is no folder of a run"),
+    "two runs": (
+        of_entries(entry("s/plan.json", b"{}")),
+        NONE + "'s/plan.json' does not lie in the one folder of a run",
+    ),
+    "twice": (
+        of_entries(entry("r/plan.json", b"{}"), entry("r/plan.json", b"{}")),
+        NONE + "'r/plan.json' is in it twice",
+    ),
+    "extended header": (
+        of_entries(entry("r/logs/" + "9" * 200, b"x"), form=tarfile.PAX_FORMAT),
+        NONE + "'././@PaxHeader' is no plain file",
+    ),
+    "long name": (
+        of_entries(entry("r/logs/" + "9" * 200, b"x"), form=tarfile.GNU_FORMAT),
+        NONE + "'././@LongLink' is no plain file",
+    ),
+    "bomb": (bomb, NONE + "it unpacks to more than 200 times its size"),
+    "endless end": (endless_end, NONE + "it goes on after its end"),
+    "cut off": (cut_off, "{file} is damaged: it does not unpack to its end"),
+    "bit flip": (flipped, "{file} is damaged: it does not unpack to its end"),
+    "no tar": (of_bytes(gzip.compress(b"hello" * 200)), NONE + "what was compressed is no tar, or is cut off"),
+    "no gzip": (of_bytes(b"PK\x03\x04 a zip"), NONE + "it is not compressed with gzip"),
+    "nothing": (of_bytes(b""), NONE + "it is not compressed with gzip"),
+    "empty gzip": (of_bytes(gzip.compress(b"")), NONE + "what was compressed is no tar, or is cut off"),
+    "pipe itself": (os.mkfifo, "{file} cannot be read: it is no regular file"),
+    "not there": (lambda path: None, "{file} cannot be read: No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_archive_is_refused_in_one_line_and_leaves_nothing(call: Command, tmp_path: Path, kind: str) -> None:
+    make, message = HOSTILE[kind]
+    file = tmp_path / "evil.tar.gz"
+    make(file)
+    done = call("logs", "evil.tar.gz")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"gputrain: {message.format(file='evil.tar.gz')}\n"
+    assert not Path("/etc/evil").exists()
+    assert not (tmp_path.parent / "evil").exists()
+    assert not list(tmp_path.glob("gputrain-archive-*"))
+
+
+def test_an_archive_without_a_recipe_is_none(call: Command, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tgz", "w:gz") as tar:
+        info, data = entry("r/logs/0.log", b"hello\n")
+        tar.addfile(info, io.BytesIO(data))
+    assert call("logs", "x.tgz").stderr == "gputrain: x.tgz is no archive of a run: it has no recipe.toml\n"
+
+
+def test_a_run_directory_packed_by_hand_opens_too(call: Command, made: Run, tmp_path: Path) -> None:
+    kept = ["recipe.toml", "plan.json", "status.json", "events", "logs/0.log", "logs/1.log"]
+    words = ["tar", "czf", "x.tar.gz", "-C", made.dir.path.parent, *(f"{made.id}/{name}" for name in kept)]
+    subprocess.run(words, cwd=tmp_path, check=True)
+    assert "logged in" in call("logs", "x.tar.gz", "--rank", 0).stdout
+
+
+def test_a_recipe_that_cannot_be_read_is_left_out_with_what_it_may_hide(call: Command, made: Run) -> None:
+    made.dir.recipe.write_text(f'name = "demo\nHF_TOKEN={TOKEN}')
+    made.dir.plan.write_bytes(b"{")
+    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
+    assert "left out: recipe.toml: it is not there, or cannot be read as TOML\n" in done.stderr
+    assert "left out: plan.json: it is not there, or cannot be read as JSON\n" in done.stderr
+    found = members(Path("x.tar.gz"))
+    assert found[f"{made.id}/recipe.toml"] == b'name = "demo"\n'
+    assert json.loads(found[f"{made.id}/status.json"])["run"] == made.id

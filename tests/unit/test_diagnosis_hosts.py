@@ -1,0 +1,210 @@
+"""What hosts explain: too few cores, silence, processes that are stopped, and nodes all of whose ranks are late."""
+
+from __future__ import annotations
+
+import pytest
+from test_diagnosis import Run, balanced, told
+
+from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
+from trainer.contract.record import Finding, NodeSample, RankSample
+
+
+def sampled(
+    run: Run,
+    seconds: int,
+    *,
+    wait_percent: float,
+    cpu_percent: float = 20.0,
+    ranks: int = 2,
+    cores: int | None = 1,
+    busy_threads: float | None = 1.0,
+    other_cpu_percent: float | None = None,
+    node: int = 0,
+) -> list[Finding]:
+    """Let as many seconds pass, each with a sample of a host whose ranks are all alike."""
+    found = []
+    for _ in range(seconds):
+        run.now += 1.0
+        samples = [
+            RankSample(rank=node * 2 + n, cpu_percent=cpu_percent, wait_percent=wait_percent, busy_threads=busy_threads)
+            for n in range(ranks)
+        ]
+        run.state.apply(
+            NodeSample(
+                time=run.now, node=node, host=f"node{node}", cores=cores, ranks=samples,
+                other_cpu_percent=other_cpu_percent,
+            )
+        )  # fmt: skip
+        found += run.steps(1)
+    return found
+
+
+CROWDED = [
+    pytest.param({"ranks": 4, "cores": 2, "busy_threads": 1.0, "wait_percent": 85.0}, 1,
+                 "start at most 2 ranks on this host, one a core (cpu_ranks = 2, threads = 1)", id="ranks"),
+    pytest.param({"ranks": 2, "cores": 8, "busy_threads": 8.0, "wait_percent": 40.0}, 4,
+                 "set threads = 4 (for a script OMP_NUM_THREADS=4): about 8 threads of each rank are busy",
+                 id="threads"),
+    pytest.param({"ranks": 2, "cores": 8, "busy_threads": None, "cpu_percent": 500.0, "wait_percent": 60.0}, 4,
+                 "set threads = 4 (for a script OMP_NUM_THREADS=4): about 6 threads of each rank are busy",
+                 id="threads that are not counted"),
+    pytest.param({"ranks": 2, "cores": 4, "busy_threads": 1.0, "wait_percent": 40.0, "other_cpu_percent": 300.0}, 1,
+                 "use fewer reading workers (num_workers) and stop other jobs on this host", id="other processes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sample", "threads", "advice"), CROWDED)
+def test_a_host_with_more_busy_threads_than_cores_is_told_with_the_threads_to_set(
+    sample: dict[str, float], threads: int, advice: str
+) -> None:
+    run = Run(4)
+    run.steps(10)
+    found = sampled(run, 12, **sample)  # type: ignore[arg-type]
+    assert told(found) == [("cpu_contention", "raised", None, "core_wait")]
+    assert found[0].host == "node0"
+    assert f"wait {sample['wait_percent']:.0f} % of the time for a free core" in found[0].message
+    assert found[0].severity == ("critical" if sample["wait_percent"] >= 50.0 else "warning")
+    assert found[0].evidence["threads_to_set"] == threads
+    assert found[0].advice == advice
+    assert sampled(run, 60, **sample) == [], "it stands for as long as it lasts"  # type: ignore[arg-type]
+    assert told(sampled(run, 10, wait_percent=2.0)) == [("cpu_contention", "cleared", None, "core_wait")]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"wait_percent": 8.0, "cores": 1},
+        {"wait_percent": 40.0, "cores": 4},
+        {"wait_percent": 80.0, "cores": None},
+    ],
+    ids=["short waits", "cores enough", "cores unknown"],
+)
+def test_cores_that_suffice_or_are_unknown_are_no_finding(sample: dict[str, float]) -> None:
+    run = Run(2)
+    run.steps(10)
+    assert sampled(run, 30, **sample) == []  # type: ignore[arg-type]
+
+
+def test_a_burst_of_other_work_and_the_start_of_the_ranks_are_no_finding() -> None:
+    run = Run(2)
+    for _ in range(20):
+        run.now += 1.0
+        ranks = [RankSample(rank=rank, wait_percent=90.0, busy_threads=1.0) for rank in (0, 1)]
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", cores=1, ranks=ranks))
+        assert run.look() == []
+    for _ in range(4):
+        assert sampled(run, 4, wait_percent=90.0) == []
+        assert sampled(run, 8, wait_percent=2.0) == []
+
+
+def test_each_crowded_host_has_its_own_finding() -> None:
+    run = Run(4)
+    run.steps(10)
+    found = []
+    for _ in range(12):
+        found += sampled(run, 1, node=0, wait_percent=1.0) + sampled(run, 1, node=1, wait_percent=80.0)
+    assert [(finding.kind, finding.rank, finding.host) for finding in found] == [("cpu_contention", 2, "node1")]
+    for _ in range(12):
+        found += sampled(run, 1, node=0, wait_percent=80.0) + sampled(run, 1, node=1, wait_percent=80.0)
+    assert [(finding.rank, finding.host) for finding in found[1:]] == [(0, "node0")]
+
+
+# --- silent hosts and stopped processes ------------------------------------------------------------------------------
+
+
+def silent(run: Run, state: str) -> None:
+    run.state.apply(Finding(time=run.now, kind="host_silent", state=state, rank=2, host="node1"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["looked at meanwhile", "looked at afterwards"])
+def test_the_ranks_of_a_host_that_was_silent_are_not_said_to_be_busy_or_stalled(known: bool) -> None:
+    """What they did in its silence comes later than the word that it is heard of again."""
+    run = Run(4)
+    run.steps(40)
+    run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=[RankSample(rank=3, cpu_percent=99.0)]))
+    run.step += 1
+    run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank < 2])
+    run.look()
+    run.now += 5.0
+    silent(run, "raised")
+    for _ in range(30):
+        run.now += 1.0
+        assert not known or run.look() == []
+    silent(run, "cleared")
+    assert run.look(1.0) == []
+    assert run.look(5.0) == []
+    found = run.look(10.0)
+    assert {(finding.kind, finding.rank) for finding in found} == {("stalled", 2), ("stalled", 3)}, (
+        "they are stalled now"
+    )
+
+
+def stop(run: Run, rank: int, held: str | None = "T") -> None:
+    run.state.ranks[rank].pid = 4711
+    sample = RankSample(rank=rank, cpu_percent=0.0, held=held, sleeps_in="do_signal_stop")
+    run.state.apply(NodeSample(time=run.now, node=rank // 2, host=f"node{rank // 2}", ranks=[sample]))
+
+
+@pytest.mark.parametrize("everybody", [False, True])
+def test_a_stopped_process_is_told_soon_with_the_command_that_continues_it(everybody: bool) -> None:
+    run = Run(4)
+    run.steps(40)
+    run.look()
+    for rank in range(4) if everybody else [2]:
+        stop(run, rank)
+    assert run.look(2.0) == []
+    found = run.look(2.0)
+    assert [(finding.rank, finding.cause) for finding in found] == [
+        (rank, "stopped") for rank in (range(4) if everybody else [2])
+    ]
+    last = found[-1] if everybody else found[0]
+    assert last.message.endswith("its process is stopped (state T); `kill -CONT 4711` continues it")
+    assert f"`kill -CONT 4711` on {last.host} continues it" in last.advice
+    assert {finding.state for finding in run.steps(1)} == {"cleared"}
+
+
+def test_a_process_that_a_debugger_holds_is_said_to_be_so() -> None:
+    run = Run(4)
+    run.steps(40)
+    run.step += 1
+    run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
+    stop(run, 2, held="t")
+    run.look()
+    (found,) = run.look(12.0)
+    assert found.message.endswith("; the process of rank 2 is held by a debugger")
+
+
+# --- stragglers of one node ------------------------------------------------------------------------------------------
+
+
+def test_stragglers_of_one_node_are_shown_as_one_and_recorded_one_by_one() -> None:
+    run = Run(6, noise=0.01)
+    run.steps(60)
+    found = run.steps(20, lambda step, rank: {"data": 30.0 + rank} if rank >= 4 else {})
+    assert sorted((finding.rank, finding.cause) for finding in found) == [(4, "data"), (5, "data")]
+    ((shown, stands),) = newest_findings(run.state)
+    assert stands
+    assert (shown.rank, shown.host, shown.evidence["ranks"]) == (5, "node2", 2)
+    assert shown.message.startswith("2 ranks of node2 are 33.")
+    assert shown.message.endswith("of a step), because of their data loading")
+    over = run.steps(40)
+    assert [finding.message for finding in roll_up(over, run.state.ranks)] == [
+        "2 ranks of node2 are late in each step, because of their data loading"
+    ]
+    assert [stands for _, stands in newest_findings(run.state)] == [False]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late_ranks", "causes"),
+    [(2, [0, 1], ["data", "data"]), (4, [1, 2], ["data", "data"]), (4, [2, 3], ["data", "forward"])],
+    ids=["one node", "of two nodes", "two causes"],
+)
+def test_stragglers_that_their_node_does_not_explain_stay_apart(
+    ranks: int, late_ranks: list[int], causes: list[str]
+) -> None:
+    run = Run(ranks)
+    found = [
+        Finding(time=1.0, kind="straggler", rank=rank, cause=cause)
+        for rank, cause in zip(late_ranks, causes, strict=True)
+    ]
+    assert roll_up(found, run.state.ranks) == found

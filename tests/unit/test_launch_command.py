@@ -1,0 +1,156 @@
+"""Commands of other launchers as recipes: what is mapped, what is said, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gputrain_tui.history.export.masking import is_secret_variable
+from gputrain_tui.recipe.launch_command import LaunchCommand, read_launch_command, split_command
+from gputrain_tui.recipe.model import build
+from gputrain_tui.recipe.new_recipe import from_command
+from trainer.contract.errors import RequestError
+
+FILES = {
+    "hosts": "gpu1 slots=4\n# a comment\ngpu2 slots=2\n",
+    "default.yaml": "compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 2\nmixed_precision: 'bf16'\n"
+    "gpu_ids: all\nuse_cpu: false\nmain_process_ip: null\n",
+}
+
+
+def read_file(name: str) -> str:
+    if name not in FILES:
+        raise FileNotFoundError(2, "No such file or directory", name)
+    return FILES[name]
+
+
+def read(text: str) -> LaunchCommand:
+    command = read_launch_command(split_command(text), read_file=read_file, is_secret=is_secret_variable)
+    recipe = from_command(command, typed=text.replace("\n", " "))
+    assert build(recipe.text(file="r.toml"), name="r.toml").script is not None, "the recipe loads"
+    return command
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "cluster"),
+    [
+        ("torchrun train.py", [{"ranks": 1}], {}),
+        ("torchrun --nproc-per-node 4 train.py", [{"ranks": 4}], {}),
+        ("torchrun --nproc_per_node=gpu --standalone train.py", [{"gpus": "all"}], {}),
+        ("python -m torch.distributed.run --nproc-per-node=2 train.py", [{"ranks": 2}], {}),
+        ("python3.11 -u -m torch.distributed.launch --use_env --nproc_per_node 8 train.py", [{"ranks": 8}], {}),
+        ("CUDA_VISIBLE_DEVICES=1,3,5 torchrun --nproc-per-node 2 train.py", [{"gpus": [1, 3]}], {}),
+        (
+            "$ torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 \\\n  --rdzv-endpoint=gpu1:2950 train.py",
+            [{"host": "gpu1", "ranks": 8}, {"host": "host1", "ranks": 8}],
+            {"init_method": "tcp://gpu1:2950"},
+        ),
+        (
+            "/opt/env/bin/torchrun --nnodes=1:2 --max-restarts 3 --master_addr 10.0.0.1 train.py",
+            [{"host": "10.0.0.1", "ranks": 1}, {"host": "host1", "ranks": 1}],
+            {"python": "/opt/env/bin/python", "init_method": "tcp://10.0.0.1:29500", "max_restarts": 3},
+        ),
+        ("accelerate launch train.py", [{"gpus": "all"}], {}),
+        ("accelerate launch --multi_gpu --num_processes 4 train.py", [{"ranks": 4}], {}),
+        ("accelerate launch --cpu --num_processes 2 train.py", [{"cpu_ranks": 2}], {}),
+        ("accelerate launch --gpu_ids 0,2 --num_processes 2 train.py", [{"gpus": [0, 2]}], {}),
+        ("accelerate launch --config_file default.yaml train.py", [{"ranks": 2}], {}),
+        (
+            "accelerate launch --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip gpu1 "
+            "--main_process_port 2000 train.py",
+            [{"host": "gpu1", "ranks": 8}, {"host": "host1", "ranks": 8}],
+            {"init_method": "tcp://gpu1:2000"},
+        ),
+        ("deepspeed train.py --deepspeed ds.json", [{"gpus": "all"}], {}),
+        ("deepspeed --num_gpus=2 train.py", [{"gpus": 2}], {}),
+        ("deepspeed --include localhost:0,3 train.py", [{"gpus": [0, 3]}], {}),
+        (
+            "deepspeed -i gpu1:0,1@gpu2 train.py",
+            [{"host": "gpu1", "gpus": [0, 1]}, {"host": "gpu2", "gpus": "all"}],
+            {},
+        ),
+        ("deepspeed -H hosts train.py", [{"host": "gpu1", "gpus": 4}, {"host": "gpu2", "gpus": 2}], {}),
+        ("deepspeed --hostfile hosts --num_nodes 1 --num_gpus 1 train.py", [{"host": "gpu1", "gpus": 1}], {}),
+        ("python train.py", [{"ranks": 1}], {}),
+    ],
+)
+def test_hosts_and_ranks_become_nodes(text: str, nodes: list[dict[str, Any]], cluster: dict[str, Any]) -> None:
+    command = read(text)
+    assert (command.nodes, command.cluster) == (nodes, cluster)
+    assert command.script == "train.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "script", "args", "env"),
+    [
+        ("torchrun train.py --lr 0.1 -- -x", "train.py", ["--lr", "0.1", "--", "-x"], {}),
+        ("torchrun --standalone 'my train.py' \"a 'b'\" ''", "my train.py", ["a 'b'", ""], {}),
+        ("torchrun -m pkg.train --lr 1", "pkg/train.py", ["--lr", "1"], {}),
+        ("env NCCL_DEBUG=INFO A='b c' torchrun train.py", "train.py", [], {"NCCL_DEBUG": "INFO", "A": "b c"}),
+        ("MASTER_PORT=1 torchrun train.py", "train.py", [], {}),
+        ("WANDB_API_KEY=hidden torchrun train.py", "train.py", [], {}),
+        ("torchrun --brand-new-switch train.py", "train.py", [], {}),
+        ("torchrun --brand-new value train.py", "train.py", [], {}),
+        (
+            "accelerate launch --mixed_precision fp16 --num_cpu_threads_per_process 4 train.py",
+            "train.py",
+            [],
+            {"ACCELERATE_MIXED_PRECISION": "fp16", "OMP_NUM_THREADS": "4"},
+        ),
+    ],
+)
+def test_the_script_its_arguments_and_the_environment_are_kept(
+    text: str, script: str, args: list[str], env: dict[str, str]
+) -> None:
+    command = read(text)
+    assert (command.script, command.args, command.env) == (script, args, env)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("torchrun --log-dir logs train.py", "--log_dir logs has no counterpart and is left out"),
+        (
+            "torchrun --nnodes 3 train.py",
+            "does not name 3 of its 3 hosts: put their names in place of host0, host1, ho",
+        ),
+        ("torchrun --nnodes 1:2 train.py", "--nnodes 1:2 is elastic; the recipe has 2 nodes, always"),
+        ("torchrun -m pkg.train", "-m pkg.train is written as the file pkg/train.py"),
+        ("MASTER_PORT=1 torchrun train.py", "MASTER_PORT=1 is left out: gputrain computes it"),
+        ("WANDB_API_KEY=hidden torchrun train.py", "WANDB_API_KEY is left out"),
+        ("accelerate launch train.py", "what `accelerate config` has saved is not read"),
+        ("accelerate launch --use_fsdp train.py", "--use_fsdp has no counterpart and is left out"),
+        ("deepspeed train.py", "deepspeed gives the script --local_rank"),
+        ("python train.py", "python starts one process: raise ranks for more"),
+    ],
+)
+def test_what_has_no_counterpart_is_said(text: str, note: str) -> None:
+    notes = read(text).notes
+    assert any(note in line for line in notes), notes
+    assert "hidden" not in str(notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no command is given; paste one"),
+        ("# torchrun train.py", "no command is given"),
+        ("torchrun a.py\ntorchrun b.py", "2 commands are given; paste one"),
+        ("torchrun 'train.py", "the command cannot be read: no closing quotation"),
+        ("A=1", "no command is given; it begins with torchrun"),
+        ("torchrum train.py", "'torchrum' is no launcher that is understood: .*; did you mean 'torchrun'?"),
+        ("torchrun --nproc-per-node 4", "the torchrun command names no script"),
+        ("torchrun --nproc-per-node four train.py", "--nproc-per-node is 'four', but must be a number, gpu, cpu or"),
+        ("torchrun --nnodes $N train.py", "--nnodes is '\\$N', but must be a whole number from 1 on"),
+        ("torchrun --no-python ./train.sh", "starts a program that is no Python script"),
+        ("accelerate config", "accelerate config starts no training; accelerate launch does"),
+        ("accelerate launch --num_machines 2 --num_processes 3 train.py", "must be a multiple of the 2 machines"),
+        ("accelerate launch --config_file no.yaml train.py", "--config_file no.yaml cannot be read: No such file"),
+        ("deepspeed --hostfile nowhere train.py", "--hostfile nowhere cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_a_recipe_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as refused:
+        read(text)
+    assert "\n" not in str(refused.value)

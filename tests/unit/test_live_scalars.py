@@ -1,0 +1,109 @@
+"""The streams of a live sink: every step once, rows of all ranks, also where the sink was started again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from long_record import single
+from made_runs import append
+
+from gputrain_tui.history.export.live_scalars import LiveScalars
+from gputrain_tui.history.export.steps import SingleStep
+from trainer.contract.record import RankState, RunDir, RunEnded, Validation, encode_event
+from trainer.telemetry.step_events import merge
+
+
+class Written:
+    """A sink that keeps what is committed."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[Any, ...]] = []
+        self.pending: list[tuple[Any, ...]] = []
+
+    def rank(self, rank: int, single: SingleStep, *, restarted: bool) -> None:
+        self.pending.append((f"rank_{rank}", single.step.step, restarted))
+
+    def over_ranks(self, row: list[SingleStep], *, restarted: bool) -> None:
+        self.pending.append(("over", row[0].step.step, [each.step.rank for each in row], restarted))
+
+    def validation(self, event: Validation) -> None:
+        self.pending.append(("valid", event.step))
+
+    def commit(self, save: Callable[[], None]) -> None:
+        self.values += self.pending
+        self.pending.clear()
+        save()
+
+    def finish(self) -> None: ...
+
+    def of(self, stream: str) -> list[tuple[Any, ...]]:
+        return [value[1:] for value in self.values if value[0] == stream]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path)
+    found.events.mkdir()
+    return found
+
+
+def steps(first: int, last: int, rank: int) -> list[Any]:
+    return [single(rank, number) for number in range(first, last + 1)]
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["one sink", "killed after each reading"])
+def test_every_step_comes_once_whatever_happens_to_the_sink(run_dir: RunDir, killed: bool) -> None:
+    sink, saved = Written(), dict[str, int]()
+    scalars: LiveScalars | None = None
+
+    def follow() -> None:
+        nonlocal scalars
+        if killed or scalars is None:
+            if scalars is not None:
+                sink.pending.clear()  # what was read and not committed
+                scalars.close()
+            scalars = LiveScalars(run_dir, 2, sink, written=dict(saved))
+        while scalars.poll():
+            sink.commit(
+                lambda: saved.update({**saved, **{k: max(v, saved.get(k, 0)) for k, v in scalars.written.items()}})
+            )
+
+    append(run_dir, 0, *steps(1, 3, 0))
+    follow()
+    append(run_dir, 1, *steps(1, 2, 1))
+    append(run_dir, 0, Validation(time=5.0, step=3, epoch=1, split="valid", loss=1.0))
+    follow()
+    append(run_dir, 1, *steps(3, 3, 1), merge(steps(4, 9, 1)))
+    append(run_dir, 0, merge(steps(4, 9, 0)))
+    follow()
+    for rank in range(2):
+        append(run_dir, rank, RankState(time=9.0, rank=rank, state="joining"), *steps(8, 10, rank))
+    append(run_dir, 0, *steps(11, 11, 0))
+    run_dir.run_events.write_bytes(encode_event(RunEnded(time=10.0, status="finished", exit_code=0)))
+    follow()
+    assert scalars is not None
+    assert scalars.ended
+    scalars.finish()
+    sink.commit(lambda: None)
+    scalars.close()
+    first = [(number, False) for number in range(1, 10)]
+    again = [(8, True), (9, False), (10, False)]
+    assert sink.of("rank_0") == [*first, *again, (11, False)]
+    assert sink.of("rank_1") == [*first, *again]
+    assert sink.of("over") == [(n, [0, 1], r) for n, r in [*first, *again]] + [(11, [0], False)]
+    assert sink.of("valid") == [(3,)]
+
+
+def test_a_step_that_a_rank_has_passed_over_is_written_without_it(run_dir: RunDir) -> None:
+    sink = Written()
+    append(run_dir, 0, *steps(1, 3, 0))
+    append(run_dir, 1, *steps(1, 1, 1), *steps(3, 3, 1))
+    scalars = LiveScalars(run_dir, 2, sink, written={})
+    scalars.poll()
+    sink.commit(lambda: None)
+    scalars.close()
+    assert sink.of("over") == [(1, [0, 1], False), (2, [0], False), (3, [0, 1], False)]
+    assert not scalars.ended

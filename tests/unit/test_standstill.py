@@ -1,0 +1,90 @@
+"""While no step comes, what was measured of steps counts as past, and the time without one is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from gputrain_tui.headless.progress import paint, plain_line, progress_line
+from gputrain_tui.state import RunState
+from gputrain_tui.state.standstill import Standstill, StepWatch
+from trainer.contract.record import RankState, RunEnded, Step, TrainingPlan
+
+
+def trained(step_s: float, *, steps: int = 20, state: str = "training") -> RunState:
+    run = RunState(world_size=2, max_updates=100)
+    run.apply(TrainingPlan(time=0.0, world_size=2, updates_per_epoch=50, samples_per_epoch=800, max_updates=100))
+    for number in range(1, steps + 1):
+        for rank in (0, 1):
+            run.apply(Step(time=number * step_s, rank=rank, step=number, epoch=1, steps=1, samples=8, loss=2.0,
+                           step_ms=1e3 * step_s, forward_ms=500 * step_s, sync_exposed_ms=1.0))  # fmt: skip
+    for rank in (0, 1):
+        run.apply(RankState(time=steps * step_s, rank=rank, state=state))  # type: ignore[arg-type]
+    return run
+
+
+def watched(state: RunState, silent_s: float, *, clock_ahead_s: float = 0.0, live: bool = True) -> Standstill | None:
+    watch = StepWatch()
+    at = state.step_time + clock_ahead_s
+    watch.note(state, at, live=live)
+    return watch.standstill(state, at + silent_s)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "silent_s", "shown", "is_long"),
+    [
+        (0.1, 1.9, False, False),
+        (0.1, 2.1, True, True),
+        (1.0, 2.5, False, False),
+        (1.0, 3.5, True, False),
+        (1.0, 10.5, True, True),
+        (30.0, 60.0, False, False),
+        (30.0, 310.0, True, True),
+    ],
+)
+def test_the_time_is_shown_after_three_missed_steps_and_rates_go_after_ten(
+    step_s: float, silent_s: float, shown: bool, is_long: bool
+) -> None:
+    still = watched(trained(step_s), silent_s)
+    assert (still is not None) == shown
+    assert (still is not None and still.is_long) == is_long
+
+
+def test_a_host_whose_clock_is_behind_does_not_stand_still() -> None:
+    assert watched(trained(0.1), 1.0, clock_ahead_s=3600.0) is None
+
+
+def test_of_a_record_of_the_past_its_own_times_count() -> None:
+    still = watched(trained(0.1), 0.0, clock_ahead_s=38.0, live=False)
+    assert still is not None
+    assert still.text == "no step for 38 s"
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [("training", "no step for 5 s"), ("validating", "validating for 5 s"), ("saving", "saving for 5 s")],
+)
+def test_what_is_done_instead_of_a_step_is_called_by_its_name(state: str, text: str) -> None:
+    still = watched(trained(0.1, state=state), 5.0)
+    assert still is not None
+    assert still.text == text
+
+
+def test_a_run_that_has_ended_or_has_no_step_yet_does_not_stand_still() -> None:
+    over = trained(0.1)
+    over.apply(RunEnded(time=3.0, status="finished", exit_code=0))
+    assert watched(over, 100.0) is None
+    assert watched(trained(0.1, state="finished"), 100.0) is None
+    assert watched(RunState(world_size=2), 100.0) is None
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_progress_line_tells_the_time_without_a_step_in_place_of_rate_and_time_left(width: int) -> None:
+    state = trained(0.1)
+    line = paint(progress_line(state, width, now=0.0), colour=False)
+    assert "eta" in line or width < 80
+    still = watched(state, 38.0)
+    line = paint(progress_line(state, width, now=0.0, standstill=still), colour=False)
+    assert "no step for 38 s" in line
+    assert "eta" not in line
+    assert "/s" not in line
+    assert "no step for 38 s" in plain_line(state, now=0.0, standstill=still)

@@ -1,0 +1,43 @@
+"""One step number and one loss for a run, whatever the steps that the ranks' events cover."""
+
+from __future__ import annotations
+
+import pytest
+
+from gputrain_tui.state import RunState
+from gputrain_tui.state.step_losses import loss_at, newest_loss
+from trainer.contract.record import Step
+
+
+def event(rank: int, step: int, *losses: float) -> Step:
+    mean = sum(losses) / len(losses) if losses else None
+    several = len(losses) > 1
+    return Step(time=float(step), rank=rank, step=step, epoch=1, steps=max(len(losses), 1), samples=1, loss=mean,
+                losses=list(losses) if several else None,
+                step_ms_each=[1.0] * len(losses) if several else None)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "step", "loss"),
+    [
+        ([event(0, 7, 3.0)], 7, 3.0),
+        ([event(0, 9, 5.0, 4.0, 3.0)], 9, 3.0),
+        ([event(0, 9, 5.0, 4.0, 3.0)], 7, 5.0),
+        ([event(0, 9, 5.0, 4.0), event(0, 7, 7.0, 6.0)], 6, 7.0),
+        ([event(0, 9, 5.0, 4.0)], 3, None),
+        ([event(0, 9)], 9, None),
+        ([], 9, None),
+    ],
+)
+def test_the_loss_of_a_step_is_found_in_an_event_of_several(events: list[Step], step: int, loss: float | None) -> None:
+    assert loss_at(events, step) == loss
+
+
+def test_the_loss_of_a_run_is_the_mean_at_the_newest_step_that_all_ranks_have_done() -> None:
+    first = [event(0, 4, 8.0, 7.0, 6.0, 5.0), event(0, 6, 4.0, 3.0)]
+    second = [event(1, 3, 8.0, 7.0, 6.0), event(1, 5, 5.0, 5.0)]
+    assert newest_loss([first[::-1], second[::-1], []]) == (5, 4.5)
+    state = RunState(world_size=2)
+    state.apply_all([*first, *second])
+    assert (state.step, state.figures.step, state.figures.loss) == (5, 5, 4.5)
+    assert [view.loss for view in state.ranks.values()] == [3.0, 5.0]

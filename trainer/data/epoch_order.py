@@ -1,0 +1,127 @@
+"""The order in which an epoch reads the samples: a function of seed and epoch, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from trainer.data.loader import mix_seed
+from trainer.data.token_batches import TokenLimit
+
+POOL_BATCHES = 1000
+"""Batches whose samples are sorted by length together; as PyText's pooling batcher."""
+
+
+def epoch_order(
+    samples: int, *, seed: int, shuffle: bool, lengths: Tensor | None = None, chunk: int = 0
+) -> Tensor | range:
+    """Return the order in which an epoch reads the samples, ``[samples]``.
+
+    With lengths, samples of alike length come in chunks: the shuffled samples are sorted within pools of
+    ``POOL_BATCHES`` chunks, and the chunks are shuffled. The incomplete chunk stays last, so that the others stay
+    aligned with the batches.
+
+    Args:
+        samples: size of the dataset.
+        seed: seed of this epoch.
+        shuffle: False gives the order of the dataset.
+        lengths: length of each sample, ``[samples]``.
+        chunk: samples per chunk; 0 shuffles without regard to lengths.
+    """
+    if not shuffle:
+        return range(samples)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(samples, generator=generator)
+    if lengths is None or not chunk:
+        return order
+    pools = [pool[torch.argsort(lengths[pool], stable=True)] for pool in torch.split(order, POOL_BATCHES * chunk)]
+    order = torch.cat(pools)
+    return _permuted(order, chunk, torch.randperm(samples // chunk, generator=generator))
+
+
+def _permuted(order: Tensor, chunk: int, permutation: Tensor) -> Tensor:
+    """Return the order with its whole chunks in another one; the incomplete chunk stays last."""
+    whole = len(permutation) * chunk
+    return torch.cat([order[:whole].view(len(permutation), chunk)[permutation].flatten(), order[whole:]])
+
+
+def _within_ranks(batches: int, ranks: int, generator: torch.Generator) -> Tensor:
+    """Return a permutation of batches after which each is still of the rank that it was of, by its place modulo W."""
+    permutation = torch.arange(batches)
+    for rank in range(min(ranks, batches)):
+        own = permutation[rank::ranks]
+        permutation[rank::ranks] = own[torch.randperm(len(own), generator=generator)]
+    return permutation
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderPlan:
+    """What fixes the order of an epoch, besides its number and the data; a checkpoint keeps it as integers."""
+
+    seed: int
+    shuffle: bool
+    chunk: int = 0
+    """Samples of alike length that come together; 0: no regard to lengths."""
+    curriculum: int = 0
+    """Epochs at the start that are not shuffled."""
+    fixed_ranks: int = 0
+    """Ranks of which each has the same batches in every epoch; 0: none."""
+    fixed_batch: int = 0
+    """Samples of such a batch, where the batches are not made by tokens."""
+    max_tokens: int = 0
+    """Of a batch; 0: batches are made by samples."""
+    max_samples: int = 0
+    multiple: int = 1
+
+    @classmethod
+    def of(cls, state: Mapping[str, int]) -> OrderPlan:
+        """Return what a checkpoint has kept; one of an earlier version lacks what there was not."""
+        kept = {field.name: state[field.name] for field in fields(cls) if field.name in state}
+        return cls(**{**kept, "shuffle": bool(state["shuffle"])})  # type: ignore[arg-type]
+
+    @property
+    def limit(self) -> TokenLimit | None:
+        """What a batch may hold; None where batches are made by samples."""
+        if not self.max_tokens:
+            return None
+        return TokenLimit(max_tokens=self.max_tokens, max_samples=self.max_samples, multiple=self.multiple)
+
+    def order(self, samples: int, epoch: int, lengths: Tensor | None) -> tuple[Tensor | range, list[int]]:
+        """Return the order in which an epoch reads the samples, and where each batch ends if made by tokens."""
+        limit = self.limit
+        if not self.shuffle or epoch <= self.curriculum:
+            by_length = self.shuffle and lengths is not None
+            order = torch.argsort(lengths, stable=True) if by_length else range(samples)  # type: ignore[arg-type]
+            return order, [] if limit is None else limit.ends(sizes_in_order(lengths, order))
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))  # of what changes in a fixed plan
+        seed = self.seed if self.fixed_ranks else self.seed + epoch
+        if limit is None:
+            order = epoch_order(samples, seed=seed, shuffle=True, lengths=lengths, chunk=self.chunk)
+            if self.fixed_ranks:
+                assert isinstance(order, Tensor)
+                permutation = _within_ranks(samples // self.fixed_batch, self.fixed_ranks, generator)
+                order = _permuted(order, self.fixed_batch, permutation)
+            return order, []
+        assert lengths is not None, "batches by tokens need lengths"
+        per_batch = max(1, int(self.max_tokens / max(float(lengths.float().mean()), 1.0)))
+        pool = min(POOL_BATCHES * per_batch, samples)
+        base = torch.Generator().manual_seed(seed)
+        pools = torch.split(torch.randperm(samples, generator=base), pool)
+        order = torch.cat([each[torch.argsort(lengths[each], stable=True)] for each in pools])
+        ends = torch.tensor(limit.ends(sizes_in_order(lengths, order)))
+        counts = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        batches = torch.split(order, counts.tolist())
+        permutation = torch.randperm(len(batches), generator=base)
+        if self.fixed_ranks:
+            permutation = permutation[_within_ranks(len(batches), self.fixed_ranks, generator)]
+        return torch.cat([batches[index] for index in permutation.tolist()]), counts[permutation].cumsum(0).tolist()
+
+
+def sizes_in_order(lengths: Tensor | None, order: Tensor | range) -> list[int]:
+    """Return the lengths of the samples in an order."""
+    assert lengths is not None, "batches by tokens need lengths"
+    sizes: list[int] = lengths[order if isinstance(order, Tensor) else torch.arange(len(order))].tolist()
+    return sizes

@@ -1,0 +1,52 @@
+"""Tell which optimizer's step ends an iteration, where a script has several."""
+
+from __future__ import annotations
+
+from typing import Literal
+from weakref import ReferenceType, WeakSet, ref
+
+from torch.optim import Optimizer
+
+Verdict = Literal["ends", "belongs", "extends"]
+
+
+class OptimizerCycle:
+    """Order in which optimizers step.
+
+    An iteration is the cycle of optimizers up to the first that is seen again: with a discriminator's and a generator's
+    optimizer in turn, it ends with the second one's step; where one steps several times for each step of another, each
+    of its steps is an iteration. That there is a second one is known after the first iteration's first step, which has
+    ended the iteration then: what is left of it extends it, and is not measured.
+    """
+
+    def __init__(self) -> None:
+        self._last: ReferenceType[Optimizer] | None = None
+        """The optimizer whose step ends the iteration."""
+        self._known = False
+        """Whether an optimizer was seen again."""
+        self._seen: WeakSet[Optimizer] = WeakSet()
+        self._since: WeakSet[Optimizer] = WeakSet()
+        """Those that have stepped since an iteration's end."""
+
+    def ends_with(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer's step ends the iteration, as far as is known."""
+        last = None if self._last is None else self._last()
+        return last is None or last is optimizer
+
+    def step(self, optimizer: Optimizer) -> Verdict:
+        """Take note of an optimizer's step; return whether it ends or belongs to an iteration, or extends the last."""
+        if not self._known:
+            if optimizer in self._seen:
+                self._known = True
+            else:
+                self._seen.add(optimizer)
+                first = self._last is None
+                self._last = ref(optimizer)
+                return "ends" if first else "extends"
+        if not self.ends_with(optimizer) and optimizer not in self._since:
+            self._since.add(optimizer)
+            return "belongs"
+        # It is another one than before where that is not used any more.
+        self._last = ref(optimizer)
+        self._since.clear()
+        return "ends"

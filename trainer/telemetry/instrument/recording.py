@@ -1,0 +1,394 @@
+"""What the calls that a script makes of torch say about its steps."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer.contract.record import EventWriter
+from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
+from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
+from trainer.telemetry.step_meter import Phase
+from trainer.telemetry.step_tracker import StepTracker, first_tensor
+
+R = TypeVar("R")
+
+MOST_LAPS = 100_000
+"""Laps after which a step is dropped that nothing ends: a training whose optimizer is not seen must not fill memory."""
+
+
+def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
+    """Call a method only in the thread that trains; the first fault in it ends the measuring, not the training."""
+
+    @functools.wraps(method)
+    def guarded(self: Recording, *arguments: Any, **named: Any) -> R | None:
+        if not self.on or (self.thread is not None and self.thread != threading.get_ident()):
+            return None
+        try:
+            return method(self, *arguments, **named)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
+            self.fail(error)
+            return None
+
+    # torch.compile calls it instead of tracing into it; torch.compiler.disable would import the compiler for that.
+    guarded._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return guarded
+
+
+class Recording:
+    """Measures the steps of the script in this process.
+
+    A step is all forward and backward passes up to the optimizer's step; ``OptimizerCycle`` has which one, where there
+    are several. A step of an optimizer without a backward pass before it is none, and one that a GradScaler leaves out
+    neither; fused optimizers are called for those too, and count.
+
+    The loss of a step is the sum of the scalars on which backward was called, before a GradScaler scaled them: that is
+    what the step's gradient is of. Scripts that accumulate divide by the number of passes, which makes it their mean.
+
+    Where a model is wrapped in DistributedDataParallel, its forward pass and the loss are ``forward``. Without, that is
+    the time from a batch's arrival to the backward pass.
+
+    Args:
+        path: The event file.
+        rank: Rank in the events.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.on = True
+        """Whether anything is measured."""
+        self.thread: int | None = None
+        """The thread that trains; None before it has begun."""
+        self.optimizer_steps = 0
+        """Calls of an optimizer's step."""
+        self._path = path
+        self._rank = rank
+        self._writer = EventWriter(None)
+        self._tracker: StepTracker | None = None
+        self._closing = threading.Lock()
+        self._models: WeakKeyDictionary[DistributedDataParallel, BucketHook | None] = WeakKeyDictionary()
+        """Models that are followed, each with the comm hook that it was given."""
+        self._relays: WeakKeyDictionary[DistributedDataParallel, HookRelay] = WeakKeyDictionary()
+        """Models on a GPU with a comm hook of their own."""
+        self._registering = False
+        """Whether a comm hook of ours is being registered."""
+        self._cycle = OptimizerCycle()
+        self._stepping: Optimizer | None = None
+        """The optimizer in whose step the script is."""
+        self._in_backward = False
+        self._ends_after_backward: Optimizer | None = None
+        """The optimizer that has stepped within the backward pass and ended the iteration."""
+        self._backwards = 0
+        """Backward passes of the step so far."""
+        self._losses: list[Tensor] = []
+        """Of these passes, detached."""
+        self._losses_before = 0
+        """Losses before the last backward pass."""
+        self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
+        """Reference to a loss that a GradScaler has scaled, the loss before, and the scale."""
+        self._fetched: WeakSet[Any] = WeakSet()
+        """Data iterators that have given a batch since the model was last trained."""
+        self._trained: WeakSet[Any] = WeakSet()
+        """Data iterators whose batches the model was trained with."""
+        self._fetched_size: tuple[int, int | None] = (0, None)
+        """Samples and tokens of the batches of the step so far."""
+        os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def steps(self) -> int:
+        """Steps measured."""
+        return 0 if self._tracker is None else self._tracker.step
+
+    def close(self, *, told: bool = False) -> None:
+        """Write the last steps and measure nothing more.
+
+        Args:
+            told: Whether somebody else measures from here on, so that a training without a step needs no word.
+        """
+        with self._closing:
+            self.on = False
+            if self._tracker is None or not self._writer.enabled:
+                return
+            self._tracker.write_checksum()
+            self._tracker.meter.close(other_thread=self.thread != threading.get_ident())
+            self._writer.close()
+            if not self._tracker.step and not told:
+                _tell("no optimizer's step was seen, so nothing of this training is measured")
+
+    def fail(self, error: Exception) -> None:
+        """Measure nothing more after a fault in here, and say so once."""
+        if self.on:
+            self.on = False
+            _tell(f"the measuring of this training ends here: {type(error).__name__}: {error}")
+
+    def _forget(self) -> None:
+        """Measure nothing in a process that was forked: its data loading processes, for one."""
+        self.on = False
+        self._tracker = None
+
+    # ------------------------------------------------------------------------------------------ forward, backward
+
+    @_guarded
+    def begin_forward(self, model: DistributedDataParallel, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Take note that a model's forward pass begins."""
+        if not _trains(model):
+            if self._tracker is not None:
+                self._tracker.evaluate()
+            return
+        parameter = next(model.parameters(), None)
+        tracker = self._begin(torch.device("cpu") if parameter is None else parameter.device)
+        if model not in self._models:
+            self._follow(model, tracker)
+        tracker.mark(self._open_phase(tracker), then="forward")
+        self._train_on_fetched(tracker)
+        if len(self._models) == 1:
+            samples, tokens = _size([named, arguments])
+            tracker.samples += samples
+            tracker.tokens = _plus(tracker.tokens, tokens)
+
+    @_guarded
+    def end_forward(self, model: DistributedDataParallel) -> None:
+        """Take note that it ends."""
+        if self._tracker is not None and _trains(model):
+            self._tracker.mark("forward", then="forward", trained=True)
+
+    @_guarded
+    def begin_backward(self, outputs: Any) -> bool:
+        """Take note that a backward pass begins; return whether it is one of its own, not within another."""
+        if self._in_backward:
+            return False
+        output = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
+        if not isinstance(output, Tensor):
+            return False
+        tracker = self._begin(output.device)
+        tracker.mark(self._open_phase(tracker), then="backward", trained=True)
+        self._train_on_fetched(tracker)
+        self._in_backward = True
+        self._losses_before = len(self._losses)
+        scaled, self._scaled = self._scaled, None
+        if scaled is not None and scaled[0]() is output:
+            output = scaled[1]
+            if scaled[2] is not None:
+                tracker.grad_scale = scaled[2]
+        # Of other kinds of tensors, such as distributed ones, reading the number may take a collective.
+        if type(output) is Tensor and output.numel() == 1 and output.is_floating_point():
+            self._losses.append(output.detach().reshape(()).to(torch.float32, copy=True))
+        return True
+
+    @_guarded
+    def end_backward(self, *, passed: bool = True) -> None:
+        """Take note that it ends; without ``passed`` by an exception."""
+        self._in_backward = False
+        if self._tracker is None:
+            return
+        if passed:
+            self._backwards += 1
+        else:
+            del self._losses[self._losses_before :]
+        self._tracker.mark("backward", then="optimizer")
+        if self._ends_after_backward is not None:
+            optimizer, self._ends_after_backward = self._ends_after_backward, None
+            self._end(self._tracker, optimizer)
+
+    @_guarded
+    def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
+        """Take note that a GradScaler has scaled a loss."""
+        if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
+            factor = scale.detach().clone() if isinstance(scale, Tensor) else None
+            self._scaled = ref(scaled), loss.detach(), factor
+
+    # ------------------------------------------------------------------------------------------ optimizer
+
+    @_guarded
+    def begin_optimizer(self, optimizer: Optimizer) -> None:
+        """Take note that an optimizer's step begins; within it forward and backward passes may lie."""
+        self.optimizer_steps += 1
+        if self._stepping is not None and self._stepping is not optimizer:
+            return  # an optimizer that steps by another one
+        self._stepping = optimizer
+        if self._tracker is not None and not self._in_backward:
+            self._tracker.mark(then="optimizer")
+
+    @_guarded
+    def end_optimizer(self, optimizer: Optimizer) -> None:
+        """Take note that it ends."""
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        if self._tracker is None:
+            return
+        if not self._in_backward:
+            self._tracker.mark("optimizer")
+        if not self._backwards and not self._in_backward:
+            return
+        verdict = self._cycle.step(optimizer)
+        if verdict == "ends" and self._in_backward:
+            self._ends_after_backward = optimizer
+        elif verdict == "ends":
+            self._end(self._tracker, optimizer)
+        elif verdict == "extends" and not self._in_backward:
+            self._discard(self._tracker)
+
+    @_guarded
+    def skip_optimizer(self, optimizer: Optimizer) -> None:
+        """Take note that a GradScaler has left an optimizer's step out."""
+        if self._tracker is not None and self._cycle.ends_with(optimizer):
+            self._discard(self._tracker)
+
+    # ------------------------------------------------------------------------------------------ data
+
+    @_guarded
+    def begin_data(self, iterator: Any) -> bool:
+        """Take note that a DataLoader's iterator is asked for a batch; return whether the wait is measured."""
+        tracker = self._tracker
+        if tracker is None:
+            return False
+        if not torch.is_grad_enabled():
+            tracker.evaluate()
+            return False
+        # An evaluation's iterator looks like that of the training: its batches are not trained on.
+        known = iterator in self._trained
+        others = (each for each in self._fetched if each not in self._trained)
+        if any(others) if known else iterator in self._fetched:
+            tracker.evaluate()
+            self._fetched.clear()
+        tracker.mark(self._open_phase(tracker), then="data")
+        return True
+
+    @_guarded
+    def end_data(self, iterator: Any, batch: Any) -> None:
+        """Take note that the batch is there."""
+        if self._tracker is None:
+            return
+        self._tracker.mark("data", then="other" if self._models else "forward")
+        self._fetched.add(iterator)
+        if len(self._models) != 1:
+            samples, tokens = _size(batch)
+            self._fetched_size = self._fetched_size[0] + samples, _plus(self._fetched_size[1], tokens)
+
+    @_guarded
+    def end_epoch(self, iterator: Any) -> None:
+        """Take note that the iterator has no more."""
+        if self._tracker is None:
+            return
+        if iterator in self._fetched and iterator not in self._trained:
+            self._tracker.evaluate()
+        self._trained.discard(iterator)
+        self._fetched.discard(iterator)
+        self._tracker.mark("other")
+
+    def _train_on_fetched(self, tracker: StepTracker) -> None:
+        """Take note that the batches fetched are trained on; with new iterators an epoch begins."""
+        if any(iterator not in self._trained for iterator in self._fetched):
+            tracker.epoch += 1
+            self._trained |= self._fetched
+        self._fetched.clear()
+
+    # ------------------------------------------------------------------------------------------ comm hooks
+
+    def register_comm_hook(
+        self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
+    ) -> None:
+        """Register a comm hook of the script's own, as ``register`` would, with the measuring around it."""
+        ours = self._models.get(model)
+        hooks: list[Any] | None = getattr(model, "_comm_hooks", None)
+        if hooks is None or hooks or self._registering:
+            register(model, state, hook)
+        elif ours is not None and ours.fault is None:
+            check: Any = model._check_comm_hook
+            check(hook)
+            hooks.append((hook, state))
+            ours.give_way(hook, state)
+            if self._tracker is not None and model.device_type == "cpu":
+                self._tracker.meter.read_log(model)
+        elif self.on and model.device_type != "cpu":
+            relay = HookRelay(hook)
+            # With the name and the annotations of the script's hook, which DDP checks.
+            register(model, state, functools.wraps(hook)(lambda state, bucket: relay(state, bucket)))
+            hooks[-1] = (hook, state)
+            self._relays[model] = relay
+        else:
+            register(model, state, hook)
+
+    def _follow(self, model: DistributedDataParallel, tracker: StepTracker) -> None:
+        """Measure the gradient synchronisation of a model too."""
+        relay = self._relays.get(model)
+        hooks: list[Any] = model._comm_hooks
+        # In these modes DDP reduces in other ways than by a comm hook, or averages over the ranks that still have data.
+        other = model._use_python_reducer or model._delay_all_reduce_all_params or model._join_config.enable
+        theirs = len(hooks)
+        self._registering = True
+        try:
+            self._models[model] = tracker.meter.follow(model, relay=relay, own_hook=bool(hooks) or other)
+        finally:
+            self._registering = False
+            del hooks[theirs:]  # ours: a pickled model holds its list
+        tracker.replicate(model if len(self._models) == 1 else None)
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    def _begin(self, device: torch.device) -> StepTracker:
+        """Return the tracker; the first call opens the record."""
+        if self._tracker is None:
+            self.thread = threading.get_ident()
+            self._writer = EventWriter(self._path, rank=self._rank)
+            self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
+            self._tracker.start()
+        elif self._tracker.laps > MOST_LAPS:
+            self._discard(self._tracker)
+        return self._tracker
+
+    def _open_phase(self, tracker: StepTracker) -> Phase:
+        """Return the phase of the time since the last mark, after which no optimizer has stepped."""
+        after_backward = tracker.open_phase == "optimizer" and self._stepping is None
+        return "other" if after_backward else tracker.open_phase
+
+    def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
+        losses = self._losses
+        # One on another device would make the step wait for it.
+        if losses and {loss.device.type for loss in losses} == {tracker.device.type}:
+            tracker.loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if len(self._models) != 1:
+            tracker.samples, tracker.tokens = self._fetched_size
+        tracker.end(optimizer)
+        self._begin_step()
+
+    def _discard(self, tracker: StepTracker) -> None:
+        tracker.discard()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._backwards, self._losses, self._fetched_size = 0, [], (0, None)
+
+
+def _trains(model: DistributedDataParallel) -> bool:
+    # Of the model within: Lightning puts only that one back into training after an evaluation.
+    return model.module.training and torch.is_grad_enabled()
+
+
+def _size(batch: Any) -> tuple[int, int | None]:
+    """Return the samples of a batch and, of one of whole numbers [samples, tokens], its tokens with their padding."""
+    tensor = first_tensor(batch)
+    if tensor is None:
+        return 0, None
+    whole = tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    return tensor.shape[0], tensor.numel() if whole else None
+
+
+def _plus(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _tell(line: str) -> None:
+    """Print one line into the rank's log."""
+    print(f"gputrain: {line}", file=sys.stderr)

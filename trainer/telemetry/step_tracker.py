@@ -1,0 +1,184 @@
+"""Follow the steps of a training loop that is not ours, by what its model, loader and optimizer are seen to do.
+
+``trainer.watch`` sees it by hooks that the script asks for, ``trainer.telemetry.instrument`` by what it puts around
+torch. Both call the same methods here, in the order in which things happen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.contract.record import Checksum, EventWriter
+from trainer.distributed.host_copies import HostCopy, NumbersHere, begin_copy, host_copies
+from trainer.telemetry.clocks import Scalar
+from trainer.telemetry.desync import ReplicatedTensors
+from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
+
+NESTING = 4
+"""Depth of lists and dictionaries in which a batch's tensors are looked for."""
+
+
+class StepTracker:
+    """Steps of one rank: forward and backward passes, as many as there are, up to the optimizer's step.
+
+    Args:
+        writer: Writer of the events.
+        rank: Rank in the events.
+        device: Device of the rank.
+        model: The trained model; None where it is not known yet.
+        detail_every: Measure each gradient bucket every so many steps; 0 installs no comm hook.
+        checksum_every: Record a checksum of the parameters every so many steps; 0: never.
+        first_step: Steps done before.
+    """
+
+    def __init__(
+        self,
+        writer: EventWriter,
+        *,
+        rank: int,
+        device: torch.device,
+        model: nn.Module | None = None,
+        detail_every: int = 32,
+        checksum_every: int = 100,
+        first_step: int = 0,
+    ) -> None:
+        self.step = first_step
+        """Optimizer steps done."""
+        self.epoch = 0
+        """Epoch, from 1; 0 before the first."""
+        self.samples = 0
+        """Samples of the step so far."""
+        self.tokens: int | None = None
+        """Tokens of the step so far; None where they are not known."""
+        self.loss: Scalar = None
+        self.grad_scale: Scalar = 1.0
+        """Factor of the gradients in the backward pass."""
+        self.laps = 0
+        """Laps of the step so far."""
+        self.open_phase: Phase = "other"
+        """Phase of the time since the last mark."""
+        self.meter = StepMeter(model, device=device, writer=writer, rank=rank, detail_every=detail_every)
+        self._writer = writer
+        self._rank = rank
+        self.device = device
+        """Device of the rank."""
+        self._checksum_every = checksum_every
+        self._replica: ReplicatedTensors | None = None
+        """The model whose checksums are recorded; None without one."""
+        self._checksums: tuple[int, float, HostCopy | NumbersHere] | None = None
+        """Step and time of a checksum, and the checksum on its way to the host."""
+        self._evaluated = False
+        self._training_laps = 0
+        """Laps up to the last one in which the model was trained."""
+        if model is not None:
+            self.replicate(model)
+
+    def replicate(self, model: nn.Module | None) -> None:
+        """Record the checksums of this model, if all ranks should hold equal parameters; of none where it is None."""
+        if model is None or not _is_replicated(model):
+            self._replica = None
+            return
+        ddp = ddp_of(model)
+        self._replica = ReplicatedTensors(model if ddp is None else ddp.module)
+
+    def mark(self, phase: Phase | None = None, *, then: Phase = "other", trained: bool = False) -> None:
+        """Count the time since the last mark to ``phase``, or else to the open phase.
+
+        Args:
+            phase: Phase that ends here.
+            then: Phase of the time until the next mark.
+            trained: Whether the time up to here was training: an evaluation later in the step leaves it in.
+        """
+        if self._evaluated:  # an evaluation between two steps, or within one, counts to none
+            self._evaluated = False
+            self.meter.exclude(self._training_laps)
+            self.laps = self._training_laps + bool(self._training_laps)
+        else:
+            phase = phase or self.open_phase
+            self.meter.lap(phase)
+            self.laps += 1
+        self.open_phase = then
+        if trained or phase == "backward":
+            self._training_laps = self.laps
+
+    def evaluate(self) -> None:
+        """The time since the model was last trained, up to the next mark, is an evaluation."""
+        if self.open_phase == "backward":
+            self.mark()
+        self._evaluated = True
+
+    def start(self) -> None:
+        """Start a step: what was since the last one counts to none."""
+        self._begin_step()
+        self.meter.start()
+
+    def end(self, optimizer: Optimizer) -> None:
+        """End the step and start the next one."""
+        self.step += 1
+        lr = optimizer.param_groups[0]["lr"]
+        self.meter.end(
+            step=self.step,
+            epoch=max(1, self.epoch),
+            loss=self.loss,
+            samples=self.samples,
+            tokens=self.tokens,
+            lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
+            grad_scale=self.grad_scale,
+        )
+        self._begin_step()
+        self.write_checksum()
+        if self._checksum_every and self._replica is not None and self.step % self._checksum_every == 0:
+            copy = begin_copy(self._replica.checksums(), host_copies(self.device))
+            self._checksums = self.step, time.time(), copy
+            self.meter.start()
+
+    def discard(self) -> None:
+        """The step is over and is none, because its optimizer step was left out; the next one begins."""
+        self._begin_step()
+        self.meter.discard()
+
+    def _begin_step(self) -> None:
+        self.samples, self.tokens, self.loss, self.grad_scale = 0, None, None, 1.0
+        self.laps = self._training_laps = 0
+        self._evaluated = False
+
+    def write_checksum(self) -> None:
+        """Write the checksum that was begun after an earlier step."""
+        if self._checksums is None or self._replica is None:
+            return
+        step, at, copy = self._checksums
+        self._checksums = None
+        parameters, buffers = self._replica.fingerprint(copy.numbers()).texts
+        self._writer.write(Checksum(time=at, rank=self._rank, step=step, parameters=parameters, buffers=buffers))
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    """Return whether all ranks should hold equal parameters."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    ddp = ddp_of(model)
+    holders = 1 if ddp is None else dist.get_world_size(ddp.process_group)
+    return holders == dist.get_world_size()
+
+
+def first_tensor(values: Any, depth: int = NESTING) -> Tensor | None:
+    """Return the first tensor with dimensions among a model's arguments, also in lists and dictionaries."""
+    if isinstance(values, Tensor):
+        return values if values.dim() else None
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        return None
+    if depth:
+        for value in values:
+            found = first_tensor(value, depth - 1)
+            if found is not None:
+                return found
+    return None
