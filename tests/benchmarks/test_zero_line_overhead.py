@@ -59,16 +59,7 @@ def test_measuring_an_unchanged_script_keeps_its_share_of_the_speed(
 ) -> None:
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     run_dir = RunDir(tmp_path / "run")
-    flags = [
-        "--cpu",
-        "--distributed-world-size",
-        "2",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--script",
-        str(SCRIPT),
-        "--",
-    ]
+    flags = ["--cpu", "--distributed-world-size", "2", "--run-dir", str(tmp_path / "run"), "--script", str(SCRIPT)]
     plain = Job(tmp_path / "plain", torchrun)
     measured = Job(tmp_path / "measured", [sys.executable, "-m", "trainer", *flags, "--"])
     batch = 32

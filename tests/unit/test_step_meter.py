@@ -359,8 +359,20 @@ def test_a_wait_after_a_mark_that_did_not_read_it_counts_to_the_next_phase() -> 
     waited.advance(2.0)
     marks.append(clock.mark(waits=False))
     waited.advance(1.0)
+    hand.advance(5.0)
     marks.append(clock.mark())
     assert clock.waits_ms(marks) == pytest.approx([0.0, 3.0])
+
+
+def test_a_wait_shorter_than_50_us_is_read_with_the_next_one() -> None:
+    hand, waited = Hand(), Hand()
+    clock = HostClock(hand, waited)
+    marks = [clock.mark()]
+    for elapsed_ms, waited_ms in ((0.04, 0.03), (2.0, 1.0)):
+        hand.advance(elapsed_ms)
+        waited.advance(waited_ms)
+        marks.append(clock.mark())
+    assert clock.waits_ms(marks) == pytest.approx([0.0, 1.03])
 
 
 def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:

@@ -6,6 +6,7 @@ device has done the work queued before it, so readers check ``ready`` first and 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -68,6 +69,10 @@ class Clock(Protocol):
         ...
 
 
+SHORT_S = 50e-6
+"""Time in which a thread cannot have waited for a core so long that it matters: reading the run delay costs a tenth."""
+
+
 class HostClock:
     """Clock of a CPU rank; a mark is ready at once.
 
@@ -85,6 +90,8 @@ class HostClock:
         self._waits = waits
         self._waited = 0.0
         """Run delay at the last mark that read it."""
+        self._read_s = -math.inf
+        """Time of that mark."""
 
     def enter_thread(self) -> None:
         """Do nothing: the host's clock is the same on every thread."""
@@ -92,8 +99,8 @@ class HostClock:
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
         """Return the time and the run delay."""
         now = self._clock()
-        if waits and self._waits is not None:
-            self._waited = self._waits()
+        if waits and now - self._read_s > SHORT_S and self._waits is not None:
+            self._waited, self._read_s = self._waits(), now
         return now, self._waited
 
     def waits_ms(self, marks: Sequence[tuple[float, float]]) -> list[float] | None:

@@ -74,7 +74,8 @@ class StepTracker:
         """The model whose checksums are recorded; None without one."""
         self._checksums: tuple[int, float, HostCopy | NumbersHere] | None = None
         """Step and time of a checksum, and the checksum on its way to the host."""
-        self._evaluated = False
+        self.evaluated = False
+        """Whether the time up to the next mark is an evaluation."""
         self._training_laps = 0
         """Laps up to the last one in which the model was trained."""
         if model is not None:
@@ -96,8 +97,8 @@ class StepTracker:
             then: Phase of the time until the next mark.
             trained: Whether the time up to here was training: an evaluation later in the step leaves it in.
         """
-        if self._evaluated:  # an evaluation between two steps, or within one, counts to none
-            self._evaluated = False
+        if self.evaluated:  # an evaluation between two steps, or within one, counts to none
+            self.evaluated = False
             self.meter.exclude(self._training_laps)
             self.laps = self._training_laps + bool(self._training_laps)
         else:
@@ -112,7 +113,7 @@ class StepTracker:
         """The time since the model was last trained, up to the next mark, is an evaluation."""
         if self.open_phase == "backward":
             self.mark()
-        self._evaluated = True
+        self.evaluated = True
 
     def start(self) -> None:
         """Start a step: what was since the last one counts to none."""
@@ -147,7 +148,7 @@ class StepTracker:
     def _begin_step(self) -> None:
         self.samples, self.tokens, self.loss, self.grad_scale = 0, None, None, 1.0
         self.laps = self._training_laps = 0
-        self._evaluated = False
+        self.evaluated = False
 
     def write_checksum(self) -> None:
         """Write the checksum that was begun after an earlier step."""

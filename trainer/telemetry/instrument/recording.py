@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -90,15 +90,15 @@ class Recording:
         """The optimizer that has stepped within the backward pass and ended the iteration."""
         self._backwards = 0
         """Backward passes of the step so far."""
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor | float] = []
         """Of these passes, detached."""
         self._losses_before = 0
         """Losses before the last backward pass."""
         self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
         """Reference to a loss that a GradScaler has scaled, the loss before, and the scale."""
-        self._fetched: WeakSet[Any] = WeakSet()
+        self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
-        self._trained: WeakSet[Any] = WeakSet()
+        self._trained: set[ref[Any]] = set()
         """Data iterators whose batches the model was trained with."""
         self._fetched_size: tuple[int, int | None] = (0, None)
         """Samples and tokens of the batches of the step so far."""
@@ -145,8 +145,10 @@ class Recording:
             if self._tracker is not None:
                 self._tracker.evaluate()
             return
-        parameter = next(model.parameters(), None)
-        tracker = self._begin(torch.device("cpu") if parameter is None else parameter.device)
+        tracker = self._tracker
+        if tracker is None:
+            parameter = next(model.parameters(), None)
+            tracker = self._begin(torch.device("cpu") if parameter is None else parameter.device)
         if model not in self._models:
             self._follow(model, tracker)
         tracker.mark(self._open_phase(tracker), then="forward")
@@ -182,7 +184,9 @@ class Recording:
                 tracker.grad_scale = scaled[2]
         # Of other kinds of tensors, such as distributed ones, reading the number may take a collective.
         if type(output) is Tensor and output.numel() == 1 and output.is_floating_point():
-            self._losses.append(output.detach().reshape(()).to(torch.float32, copy=True))
+            # Only on the host can the number be read without waiting for it.
+            on_host = output.device.type == "cpu"
+            self._losses.append(output.item() if on_host else output.detach().reshape(()).to(torch.float32, copy=True))
         return True
 
     @_guarded
@@ -216,8 +220,11 @@ class Recording:
         if self._stepping is not None and self._stepping is not optimizer:
             return  # an optimizer that steps by another one
         self._stepping = optimizer
-        if self._tracker is not None and not self._in_backward:
-            self._tracker.mark(then="optimizer")
+        tracker = self._tracker
+        if tracker is None or self._in_backward:
+            return
+        if tracker.evaluated or tracker.open_phase != "optimizer":
+            tracker.mark(then="optimizer")
 
     @_guarded
     def end_optimizer(self, optimizer: Optimizer) -> None:
@@ -257,9 +264,8 @@ class Recording:
             tracker.evaluate()
             return False
         # An evaluation's iterator looks like that of the training: its batches are not trained on.
-        known = iterator in self._trained
-        others = (each for each in self._fetched if each not in self._trained)
-        if any(others) if known else iterator in self._fetched:
+        this = ref(iterator)
+        if not self._fetched <= self._trained if this in self._trained else this in self._fetched:
             tracker.evaluate()
             self._fetched.clear()
         tracker.mark(self._open_phase(tracker), then="data")
@@ -271,7 +277,7 @@ class Recording:
         if self._tracker is None:
             return
         self._tracker.mark("data", then="other" if self._models else "forward")
-        self._fetched.add(iterator)
+        self._fetched.add(ref(iterator))
         if len(self._models) != 1:
             samples, tokens = _size(batch)
             self._fetched_size = self._fetched_size[0] + samples, _plus(self._fetched_size[1], tokens)
@@ -281,17 +287,18 @@ class Recording:
         """Take note that the iterator has no more."""
         if self._tracker is None:
             return
-        if iterator in self._fetched and iterator not in self._trained:
+        this = ref(iterator)
+        if this in self._fetched and this not in self._trained:
             self._tracker.evaluate()
-        self._trained.discard(iterator)
-        self._fetched.discard(iterator)
+        self._trained.discard(this)
+        self._fetched.discard(this)
         self._tracker.mark("other")
 
     def _train_on_fetched(self, tracker: StepTracker) -> None:
         """Take note that the batches fetched are trained on; with new iterators an epoch begins."""
-        if any(iterator not in self._trained for iterator in self._fetched):
+        if not self._fetched <= self._trained:
             tracker.epoch += 1
-            self._trained |= self._fetched
+            self._trained = {iterator for iterator in self._trained | self._fetched if iterator() is not None}
         self._fetched.clear()
 
     # ------------------------------------------------------------------------------------------ comm hooks
@@ -354,10 +361,15 @@ class Recording:
         return "other" if after_backward else tracker.open_phase
 
     def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
-        losses = self._losses
+        numbers = [loss for loss in self._losses if isinstance(loss, float)]
+        tensors = [
+            loss for loss in self._losses if isinstance(loss, Tensor) and loss.device.type == tracker.device.type
+        ]
         # One on another device would make the step wait for it.
-        if losses and {loss.device.type for loss in losses} == {tracker.device.type}:
-            tracker.loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if numbers and len(numbers) == len(self._losses):
+            tracker.loss = sum(numbers)
+        elif tensors and len(tensors) == len(self._losses):
+            tracker.loss = tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum()
         if len(self._models) != 1:
             tracker.samples, tracker.tokens = self._fetched_size
         tracker.end(optimizer)
