@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gputrain_tui.history.series import Series, interpolate
+from gputrain_tui.history.series import Series, interpolate, smooth_window
 from gputrain_tui.recipe.draft import value_text
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
@@ -159,9 +159,15 @@ class LossHistory:
         """Least validation loss, nats."""
         return min((v.loss for v in self.validations if v.split == "valid"), default=None)
 
-    def points(self, columns: int, *, over_time: bool) -> CurvePoints:
-        """Return the curve in ``columns`` columns of equally many steps, each at its middle."""
-        window = self.series.window("loss", columns)
+    def points(self, columns: int, *, over_time: bool, smoothing: int = 0) -> CurvePoints:
+        """Return the curve in ``columns`` columns of equally many steps, each at its middle.
+
+        Args:
+            columns: Columns.
+            over_time: Whether the curve is over the seconds since the start.
+            smoothing: Steps over which it is smoothed; 0: not at all.
+        """
+        window = smooth_window(self.series.window("loss", columns), smoothing)
         if not window.last_step:
             return CurvePoints(at=(), values=())
         first, count = window.first_step, window.last_step - window.first_step + 1

@@ -7,8 +7,8 @@ no clock, no I/O, bounded memory for any number of steps and ranks.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
-from math import isfinite, nan
+from dataclasses import dataclass, replace
+from math import exp, isfinite, nan
 from typing import Literal
 
 from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
@@ -279,20 +279,40 @@ class Series:
         return array("f", values)
 
 
-def smooth(values: list[float], amount: float) -> list[float]:
-    """Return the exponential moving mean with a weight of earlier values, unbiased at the start; gaps stay gaps."""
-    if not amount:
+def smooth(values: list[float], span: float, steps_per_value: float) -> list[float]:
+    """Return the exponential moving mean over the steps, without the bias of its start; gaps stay gaps.
+
+    The average forgets by steps, not by values, so that it is the same at every width of a chart. Of curves that lie
+    below one another the averages do, too.
+
+    Args:
+        values: One for each ``steps_per_value`` steps; NaN is a gap.
+        span: Steps after which a value's weight has fallen to 1/e; 0: nothing is averaged.
+        steps_per_value: Steps that a value stands for.
+
+    Source: Kingma and Ba, Adam, section 3 (the correction of the bias).
+    """
+    if not span:
         return values
+    kept = exp(-steps_per_value / span)
     total = weight = 0.0
     out = []
     for value in values:
-        if value != value:
-            out.append(nan)
+        total, weight = kept * total, kept * weight
+        if not isfinite(value):  # a gap, or what would hide all that follows
+            out.append(value)
             continue
-        total = amount * total + (1 - amount) * value
-        weight = amount * weight + (1 - amount)
+        total += (1 - kept) * value
+        weight += 1 - kept
         out.append(total / weight)
     return out
+
+
+def smooth_window(window: Window, span: float) -> Window:
+    """Return a band and its median, smoothed alike: the median stays inside."""
+    steps = (window.last_step - window.first_step + 1) / max(len(window.median), 1)
+    low, median, high = (smooth(values, span, steps) for values in (window.low, window.median, window.high))
+    return replace(window, low=low, median=median, high=high)
 
 
 def interpolate(values: list[float], before: int, here: int, value: float) -> None:

@@ -133,7 +133,7 @@ async def test_marking_two_runs_compares_their_curves_and_recipes(three: list[Ru
         assert "nats over time since the start" in seen(app)
         await pilot.press("y", "m")
         await settle(pilot)
-        assert "smooth 0.5" in seen(app)
+        assert "smooth over 10 steps" in seen(app)
         await pilot.press("escape")
         await settle(pilot)
         assert app.place == "history"

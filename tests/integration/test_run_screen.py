@@ -327,7 +327,7 @@ async def test_charts_change_their_axis_window_and_smoothing(tmp_path: Path) -> 
         await press(pilot, "y", "w", "w", "m")
         text = "\n".join(rows(app))
         assert "last 100" in text
-        assert "smooth 0.6" in text
+        assert "smooth over 10 steps" in text
 
 
 @played

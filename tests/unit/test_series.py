@@ -9,7 +9,7 @@ import pytest
 
 import gputrain_tui.history.series
 from gputrain_tui.history.pyramid import POINTS_PER_LEVEL, Band, BandPyramid
-from gputrain_tui.history.series import Series, smooth
+from gputrain_tui.history.series import Series, Window, smooth, smooth_window
 from trainer.contract.record import Step
 
 
@@ -258,8 +258,36 @@ def test_lateness_is_what_the_longest_wait_exceeds_a_ranks_own() -> None:
 
 
 def test_smoothing_keeps_a_constant_and_its_gaps() -> None:
-    assert same(smooth([2.0, 2.0, math.nan, 2.0], 0.9), [2.0, 2.0, math.nan, 2.0])
-    assert smooth([1.0, 5.0], 0.0) == [1.0, 5.0]
+    assert same(smooth([2.0, 2.0, math.nan, 2.0], 10, 1), [2.0, 2.0, math.nan, 2.0])
+    assert smooth([1.0, 5.0], 0, 1) == [1.0, 5.0]
+
+
+def test_smoothing_begins_at_the_first_value_and_forgets_by_the_number_of_steps() -> None:
+    kept = math.exp(-1 / 10)
+    assert smooth([1.0, 5.0], 10, 1) == pytest.approx([1.0, (kept * 1.0 + 5.0) / (kept + 1.0)])
+    one_per_step = [float(step > 50) for step in range(100)]
+    every_fifth = [float(step > 50) for step in range(4, 100, 5)]
+    smoothed = smooth(one_per_step, 20, 1)
+    assert smooth(every_fifth, 20, 5) == pytest.approx(smoothed[4::5], abs=0.1)
+
+
+def test_a_value_that_is_not_finite_does_not_hide_those_after_it() -> None:
+    assert smooth([1.0, math.inf, 1.0], 10, 1) == pytest.approx([1.0, math.inf, 1.0])
+
+
+def test_a_smoothed_median_stays_inside_its_band() -> None:
+    source = random.Random(7)
+    middle = [source.gauss(0.0, 5.0) for _ in range(200)]
+    window = Window(
+        first_step=1,
+        last_step=200,
+        low=[value - source.random() for value in middle],
+        median=middle,
+        high=[value + source.random() for value in middle],
+    )
+    found = smooth_window(window, 50)
+    assert found.median != window.median
+    assert all(low <= mid <= high for low, mid, high in zip(found.low, found.median, found.high, strict=True))
 
 
 def test_random_runs_never_break_the_curves() -> None:

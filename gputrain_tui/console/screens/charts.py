@@ -25,8 +25,8 @@ CHART_INTERVAL_S = 0.25
 """Seconds between two repaints of a chart; the table is repainted at every tick."""
 WINDOW_STEPS = (None, 1000, 100)
 """Steps that the charts show; None: the whole run."""
-SMOOTHING_WEIGHTS = (0.0, 0.6, 0.9, 0.97)
-"""Weight of earlier values in an exponential average."""
+SMOOTHING_STEPS = (0, 10, 100, 1000)
+"""Steps over which curves are smoothed; 0: not at all."""
 CHARTS: dict[BandMetric, tuple[str, str, str]] = {
     "loss": ("loss", "nats", "no step yet"),
     "sync_exposed_ms": ("sync wait ms", "", "no gradient synchronisation was measured yet"),
@@ -118,9 +118,9 @@ class ChartScreen(ConsoleScreen):
 
     def action_smooth(self) -> None:
         """Smooth the curves more, and from the most back to not at all."""
-        self._smoothing = (self._smoothing + 1) % len(SMOOTHING_WEIGHTS)
+        self._smoothing = (self._smoothing + 1) % len(SMOOTHING_STEPS)
         for chart in self.query(BandChart):
-            chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_WEIGHTS[self._smoothing])
+            chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_STEPS[self._smoothing])
 
     def action_stop_run(self) -> None:
         """Stop the run, after a question."""

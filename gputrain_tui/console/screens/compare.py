@@ -12,6 +12,7 @@ from textual.binding import BindingType
 from textual.containers import Vertical
 
 from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.screens.charts import SMOOTHING_STEPS
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
@@ -23,9 +24,6 @@ from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
-
-SMOOTHING_WEIGHTS = (0.0, 0.5, 0.9)
-"""Weight of earlier values in an exponential average."""
 
 
 class Differences(Listing):
@@ -135,7 +133,7 @@ class CompareScreen(Page):
     def action_smooth(self) -> None:
         """Smooth the curves less or more."""
         curves = self.query_one(LossCurves)
-        curves.smoothing = SMOOTHING_WEIGHTS[(SMOOTHING_WEIGHTS.index(curves.smoothing) + 1) % len(SMOOTHING_WEIGHTS)]
+        curves.smoothing = SMOOTHING_STEPS[(SMOOTHING_STEPS.index(curves.smoothing) + 1) % len(SMOOTHING_STEPS)]
         curves.redraw()
 
     def action_back(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, floor, inf, isfinite, log10, nan
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ from gputrain_tui.console.widgets.drawing import (
 )
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.progress import loss_text
-from gputrain_tui.history.series import BandMetric, Window, smooth
+from gputrain_tui.history.series import BandMetric, Window, smooth, smooth_window
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -311,10 +311,10 @@ class BandChart(Panel):
         self.chart_scale: Scale = "linear"
         self.last: int | None = None
         """Steps to show; None: the whole run."""
-        self.smoothing = 0.0
-        """Share of what came before, 0 to below 1."""
+        self.smoothing = 0
+        """Steps over which the curves are smoothed; 0: not at all."""
 
-    def show(self, *, scale: Scale | None = None, last: int | None = None, smoothing: float | None = None) -> None:
+    def show(self, *, scale: Scale | None = None, last: int | None = None, smoothing: int | None = None) -> None:
         """Choose how the curve is shown; ``last`` is always taken, None being the whole run."""
         self.chart_scale = scale or self.chart_scale
         self.last = last
@@ -326,21 +326,20 @@ class BandChart(Panel):
         series = self.live.series
         columns = chart_columns(width)
         window = series.window(self.metric, columns, last=self.last)
-        if self.smoothing:
-            window = replace(window, median=smooth(window.median, self.smoothing))
+        steps_per_column = (window.last_step - window.first_step + 1) / columns
         rank = self.selected_rank
         rank_line = [] if rank is None else series.rank_line(self.metric, rank, columns, last=self.last)
         remarks = [] if self.last is None else [f"last {self.last:,}"]
         if self.smoothing:
-            remarks.append(f"smooth {self.smoothing:g}")
+            remarks.append(f"smooth over {self.smoothing:,} steps")
         curve = Curve(
             title=self.title_text,
             unit=self.unit,
-            window=window,
+            window=smooth_window(window, self.smoothing),
             value=self._newest(),
             ranks=series.world_size,
             rank=rank,
-            rank_line=smooth(rank_line, self.smoothing),
+            rank_line=smooth(rank_line, self.smoothing, steps_per_column),
             rank_value=nan if rank is None else self._newest_of(rank),
             scale=self.chart_scale,
             remarks=tuple(remarks),

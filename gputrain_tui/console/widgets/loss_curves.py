@@ -13,7 +13,6 @@ from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
 from gputrain_tui.history.compare import LossHistory, resampled
 from gputrain_tui.history.runs import ENDED, Run, RunReader
-from gputrain_tui.history.series import smooth
 
 LATE_START_SHARE = 0.1
 """Share of the axis from which runs that all start later do not begin it at 0."""
@@ -56,7 +55,8 @@ class LossCurves(Canvas):
 
     over_time = False
     scale: Scale = "linear"
-    smoothing = 0.0
+    smoothing = 0
+    """Steps over which the curves are smoothed; 0: not at all."""
     _readers: Sequence[LossReader] = ()
     _reading_on = False
 
@@ -109,12 +109,12 @@ class LossCurves(Canvas):
         first = first if first > LATE_START_SHARE * last else 0.0
         lines = []
         for reader, history in zip(self._readers, histories, strict=True):
-            points = history.points(columns, over_time=self.over_time)
-            values = smooth(resampled(points, columns, last, first=first), self.smoothing)
+            points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing)
+            values = resampled(points, columns, last, first=first)
             lines.append(
                 OverlayLine(name=reader.run.id, values=values, value=history.loss, best=history.best_validation)
             )
-        remarks = [f"smooth {self.smoothing:g}"] if self.smoothing else []
+        remarks = [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []
         if any(reader.behind for reader in self._readers):
             remarks.append("reading")
         overlay = Overlay(

@@ -183,12 +183,12 @@ def test_charts_can_be_zoomed_smoothed_and_logarithmic() -> None:
     async def scenario(app: Stage, pilot: Pilot[None]) -> None:
         chart = app.charts[0]
         assert isinstance(chart, BandChart)
-        chart.show(scale="log", last=10, smoothing=0.5)
+        chart.show(scale="log", last=10, smoothing=10)
         await pilot.pause()
         head = chart.render_line(0).text
         assert "log" in head
         assert "last 10" in head
-        assert "smooth 0.5" in head
+        assert "smooth over 10 steps" in head
 
     stage(scenario)
 
