@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
+from statistics import median
 
 from gputrain_tui.console.ramp import HEAT_LEVELS
 from gputrain_tui.console.widgets.band_chart import LABEL_CELLS, steps_row
@@ -17,7 +18,6 @@ from gputrain_tui.console.widgets.drawing import (
     format_value,
     group_size,
     merge,
-    nice_floor,
     row_cells,
     title_row,
 )
@@ -27,8 +27,13 @@ from gputrain_tui.history.series import METRICS, Series
 SHAPES = "·:-=+*%#"
 """Symbols of the heat levels, for terminals without colours."""
 LATE = METRICS.index("late_ms")
-URGENT_SHARE = 0.25
-"""Lateness of the hottest level, as a share of a step, at least."""
+LEVEL_SHARES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.25, 0.5)
+"""Shares of a step where the levels above the first begin: the same in every run, however long one rank stalls.
+
+From a tenth of a step on the colours are warm: that much of all ranks' time is lost then.
+"""
+MEDIAN_COLUMNS = 64
+"""Columns of the step time of which the median is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +48,14 @@ class Heat:
     first_step: int
     last_step: int
     step_ms: float = nan
-    """Median duration of a step, by which lateness is judged."""
+    """Median duration of the steps, by which lateness is judged."""
     slowest: tuple[int, float] | None = None
     """The rank that the others wait for most, and how long, ms."""
     selected: int | None = None
     failed: Collection[int] = ()
     """Ranks that failed by themselves."""
+    flagged: Collection[int] = ()
+    """Ranks about which a finding stands."""
 
 
 def map_rows(height: int) -> int:
@@ -72,11 +79,15 @@ def _stretch(groups: int, group: int, rows: int) -> int:
     return max(2 * rows // max(groups, 1), 1) if group == 1 else 1
 
 
-def thresholds(most_late: float, step_ms: float) -> list[float]:
-    """Return the lower limits of the levels above the first, ms: round and evenly spaced."""
-    top = max(most_late, URGENT_SHARE * step_ms if isfinite(step_ms) else 0.0, 1e-3)
-    distance = nice_floor(top / (HEAT_LEVELS - 1))
-    return [distance * level for level in range(1, HEAT_LEVELS)]
+def thresholds(step_ms: float) -> list[float]:
+    """Return the lower limits of the levels above the first, ms, with two digits."""
+    return [float(f"{share * step_ms:.1e}") for share in LEVEL_SHARES]
+
+
+def usual_step_ms(series: Series, last: int | None = None) -> float:
+    """Return the median duration of the steps that are shown, ms; NaN where none was measured."""
+    steps = [value for value in series.window("step_ms", MEDIAN_COLUMNS, last=last).median if isfinite(value)]
+    return median(steps) if steps else nan
 
 
 def heat_columns(series: Series, width: int, group: int, *, last: int | None = None) -> list[list[float]]:
@@ -131,7 +142,7 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
     if not finite or cells < 1 or lines < 1:
         why = "lateness shows with two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
         return [fit_row(title_row(width, left), width), *centred_text(width, height - 1, [why])]
-    limits = thresholds(max(finite), heat.step_ms)
+    limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(max(finite), 1.0))
     if heat.slowest is not None:
         rank, late = heat.slowest
         left += [(" ", "base"), (format_value(late), "bright"), (f" ms  rank {rank}", "dim")]
@@ -144,7 +155,8 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
     columns = [[bisect_right(limits, value) if value == value else None for value in col] for col in heat.columns]
     for line in range(-(-groups * half_lines // 2)):
         upper, lower = 2 * line // half_lines, (2 * line + 1) // half_lines
-        row = [_label(heat, upper, lower, labelled=2 * line % half_lines == 0 or half_lines == 1), ("  ", "base")]
+        begun = [group for group in (upper, lower) if group < groups and group * half_lines // 2 == line]
+        row = [_label(heat, begun), ("  ", "base")]
         row += merge(
             _cell(_at(column, upper, groups), _at(column, lower, groups), symbols) for column in columns[:cells]
         )
@@ -158,15 +170,21 @@ def _at(column: Sequence[int | None], group: int, groups: int) -> int | None:
     return column[group] if group < min(groups, len(column)) else None
 
 
-def _label(heat: Heat, upper: int, lower: int, *, labelled: bool) -> tuple[str, str]:
-    """Return the first rank of a line, or the one that failed, or the selected one."""
-    first, end = upper * heat.group, (lower + 1) * heat.group
-    failed = min((rank for rank in heat.failed if first <= rank < end), default=None)
-    if failed is not None:
-        return f"✗{failed}".rjust(LABEL_CELLS) if labelled else " " * LABEL_CELLS, "error"
-    if heat.selected is not None and first <= heat.selected < end:
-        return f"▸{heat.selected}".rjust(LABEL_CELLS) if labelled else " " * LABEL_CELLS, "accent"
-    return (f"{first}".rjust(LABEL_CELLS) if labelled and first < heat.ranks else " " * LABEL_CELLS), "axis"
+def _label(heat: Heat, groups: Sequence[int]) -> tuple[str, str]:
+    """Return the ranks of the groups that begin in a line: the one that failed, is flagged or selected, else all."""
+    if not groups:
+        return " " * LABEL_CELLS, "axis"
+    first, end = groups[0] * heat.group, min((groups[-1] + 1) * heat.group, heat.ranks)
+    for mark, role, marked in (
+        ("✗", "error", heat.failed),
+        ("▸", "accent", () if heat.selected is None else (heat.selected,)),
+        ("!", "warning", heat.flagged),
+    ):
+        rank = min((rank for rank in marked if first <= rank < end), default=None)
+        if rank is not None:
+            return f"{mark}{rank}".rjust(LABEL_CELLS), role
+    text = f"{first}" if end - first == 1 else f"{first}-{end - 1}"
+    return (text if len(text) <= LABEL_CELLS else f"{first}+").rjust(LABEL_CELLS), "axis"
 
 
 def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str]:
@@ -211,7 +229,7 @@ class LatenessMap(Panel):
     def seen_version(self) -> object:
         """Change also with failures, which mark their ranks."""
         state = self.live.state
-        return self.live.series.version, len(state.failures), state.ended is not None
+        return self.live.series.version, len(state.failures), state.flagged, state.ended is not None
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the map."""
@@ -224,11 +242,12 @@ class LatenessMap(Panel):
             group=group,
             first_step=first,
             last_step=end,
-            step_ms=series.latest["step_ms"].median,
+            step_ms=usual_step_ms(series, self.last),
             slowest=state.slowest(),
             selected=self.selected_rank,
             failed={rank for rank, view in state.ranks.items() if view.display_state == "failed"}
             if state.failures
             else (),
+            flagged=state.flagged,
         )
         return draw_heat(heat, width, height, symbols=self.ramp.symbols)

@@ -14,7 +14,10 @@ from gputrain_tui.console.widgets.lateness_map import (
     heat_columns,
     map_rows,
     thresholds,
+    usual_step_ms,
 )
+from gputrain_tui.history.series import Series
+from trainer.contract.record import Step
 
 RUN = run_in_memory()
 
@@ -27,7 +30,7 @@ def heat(width: int, height: int) -> Heat:
         group=group,
         first_step=1,
         last_step=200,
-        step_ms=260.0,
+        step_ms=100.0,
         slowest=RUN.state.slowest(),
         selected=5,
     )
@@ -63,15 +66,67 @@ def test_a_group_shows_its_latest_rank() -> None:
 
 
 def test_a_balanced_run_stays_cool() -> None:
-    limits = thresholds(6.0, 300.0)
-    assert limits[0] > 6.0
-    assert len(limits) == HEAT_LEVELS - 1
-
-
-def test_the_hottest_level_is_within_what_was_measured() -> None:
-    limits = thresholds(500.0, 300.0)
+    limits = thresholds(300.0)
     assert limits == sorted(limits)
-    assert 250 <= limits[-1] <= 500
+    assert len(limits) == HEAT_LEVELS - 1
+    assert limits[1] == 6.0
+
+
+def test_a_tenth_of_a_step_is_warm_in_every_run() -> None:
+    warm = next(level for level, colour in enumerate(DARK.heat) if colour == "#c0a04a")
+    assert [thresholds(step_ms)[warm - 1] for step_ms in (3.0, 300.0, 4321.0)] == [0.3, 30.0, 430.0]
+
+
+def test_one_stall_changes_no_other_cell() -> None:
+    def drawn(stall_ms: float) -> list[str]:
+        columns = [[0.0, 40.0, 0.0, 0.0] for _ in range(40)]
+        columns[20] = [0.0, 40.0, stall_ms, 0.0]
+        shown = Heat(columns=columns, ranks=4, group=1, first_step=1, last_step=40, step_ms=300.0)
+        return [row_text(row) for row in draw_heat(shown, 48, 6, symbols=True)]
+
+    calm, stalled = drawn(0.0), drawn(60_000.0)
+    differing = [(a, b) for line, other in zip(calm, stalled, strict=True) for a, b in zip(line, other, strict=True)]
+    assert [pair for pair in differing if pair[0] != pair[1]] == [("·", "#")]
+
+
+def test_the_usual_step_is_a_median_that_no_stall_moves() -> None:
+    series = Series(2)
+    for number in range(1, 101):
+        for rank in range(2):
+            duration = 90_000.0 if number == 50 else 100.0
+            series.apply(
+                Step(
+                    time=float(number), rank=rank, step=number, epoch=1, steps=1, samples=1, loss=1.0, step_ms=duration
+                )
+            )
+    assert usual_step_ms(series) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "height", "labels"),
+    [
+        (2, 6, ["0", "", "1", ""]),
+        (3, 6, ["0", "1", "2", ""]),
+        (8, 6, ["0-1", "2-3", "4-5", "6-7"]),
+        (1024, 6, ["0-255", "256+", "512+", "768+"]),
+    ],
+)
+def test_every_group_of_ranks_is_labelled(ranks: int, height: int, labels: list[str]) -> None:
+    group = group_size(ranks, 2 * map_rows(height))
+    columns = [[5.0] * -(-ranks // group) for _ in range(30)]
+    shown = Heat(columns=columns, ranks=ranks, group=group, first_step=1, last_step=30, step_ms=100.0)
+    rows = draw_heat(shown, 40, height)[1:-1]
+    assert [row_text(row)[:8].strip() for row in rows] == labels
+
+
+def test_failed_selected_and_flagged_ranks_have_their_own_labels() -> None:
+    columns = [[5.0] * 8 for _ in range(30)]
+    shown = Heat(
+        columns=columns, ranks=8, group=1, first_step=1, last_step=30, step_ms=100.0,
+        failed={1}, flagged={1, 5}, selected=3,
+    )  # fmt: skip
+    rows = draw_heat(shown, 40, 6)[1:-1]
+    assert [row_text(row)[:8].strip() for row in rows] == ["✗1", "▸3", "!5", "6-7"]
 
 
 def test_one_rank_alone_is_never_late() -> None:
