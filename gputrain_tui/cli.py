@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "bring code and environment to the hosts of a recipe that do not share this disk",
     ),
     "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
+    "note": ("gputrain_tui.commands.note", "write a note or tags to a run, or print them"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
     "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and say what is left of it"),

@@ -8,9 +8,9 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from gputrain_tui import paths
+from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, run_filter, sorted_runs
 from gputrain_tui.history.runs import ENDED, list_all, read_job
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize_runs
 from gputrain_tui.output import print_json, print_styled
@@ -28,34 +28,61 @@ COLUMNS = (
     TableColumn("ranks", right=True),
     TableColumn("step", right=True),
     TableColumn("loss", right=True),
+    TableColumn("valid", right=True),
+    TableColumn("lr", right=True),
+    TableColumn("tokens", right=True),
     TableColumn("started"),
     TableColumn("took", right=True),
+    TableColumn("tags"),
+    TableColumn("note"),
 )
+OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "note"})
+"""Titles of columns that are left out where no run has a value."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("--json", action="store_true", help="print the runs as one JSON array of objects")
+    parser.add_argument(
+        "--filter",
+        metavar="WORDS",
+        default="",
+        help="only runs for which all words hold: a part of a name, state:failed, loss<2, tags:baseline; columns: "
+        + ", ".join(RUN_COLUMNS),
+    )
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of newest first")
+    parser.add_argument("--reverse", action="store_true", help="turn the order around")
 
 
 def run(args: Namespace) -> int:
-    """Print the runs."""
+    """Print the runs.
+
+    Raises:
+        RequestError: the filter is not understood, or there is no such column.
+    """
+    wanted = run_filter(args.filter)
+    sorted_runs([], args.sort or NEWEST_FIRST)
     runs, unreadable = list_all()
     if any(run.state not in ENDED and read_job(run.dir) is not None for run in runs):
         from gputrain_tui.lifecycle.slurm_jobs import refreshed
 
         runs = [refreshed(run) for run in runs]
-    entries = summarize_runs(runs, unreadable, now=time.time())
+    listed = summarize_runs(runs, unreadable, now=time.time())
+    entries: list[Entry] = [entry for entry in listed if wanted.keeps(entry)]
+    if args.sort or args.reverse:
+        entries = sorted_runs(entries, args.sort or NEWEST_FIRST, reverse=args.reverse)
     if args.json:
         print_json(json.dumps(entries, ensure_ascii=False))
     elif entries:
         print_styled(report(entries, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    elif listed:
+        print(f"none of {len(listed)} runs matches {wanted.text!r}", file=sys.stderr)
     else:
         print(f"no run in {paths.runs_folder()} yet; start one with `gputrain run RECIPE`", file=sys.stderr)
     return ExitCode.FINISHED
 
 
-def report(entries: Sequence[dict[str, Any]], *, colour: bool = False) -> str:
+def report(entries: Sequence[Entry], *, colour: bool = False) -> str:
     """Return the runs as a table with local times; a dim line for each unreadable one."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     rows = [
@@ -66,13 +93,21 @@ def report(entries: Sequence[dict[str, Any]], *, colour: bool = False) -> str:
             str(entry["world_size"]),
             number(entry["step"]),
             number(entry["loss"], 4),
+            number(entry["valid"], 4),
+            "" if entry["lr"] is None else f"{entry['lr']:.3g}",
+            "" if entry["tokens"] is None else f"{entry['tokens']:,}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["started"])),
             duration(entry["duration_s"]),
+            " ".join(entry["tags"]),
+            printable((entry["note"] or "")[:MAX_NAME_CHARS]),
         ]
         for entry in entries
         if entry["state"] != UNREADABLE
     ]
-    lines = table(COLUMNS, rows).splitlines()
+    kept = [
+        index for index, column in enumerate(COLUMNS) if column.title not in OPTIONAL or any(row[index] for row in rows)
+    ]
+    lines = table([COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows]).splitlines()
     wide = max((width(row[0]) for row in rows), default=0)
     for entry in entries:
         if entry["state"] == UNREADABLE:

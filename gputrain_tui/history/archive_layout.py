@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-TOP_FILES = ("recipe.toml", "plan.json", "status.json", "slurm.json")
+TOP_FILES = ("recipe.toml", "plan.json", "status.json", "slurm.json", "notes.json")
 FOLDERS = ("events", "logs", "nodes", "digest")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII)
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,90}", re.ASCII)

@@ -77,6 +77,12 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Optimizer steps done when this was written."""
     loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
+    valid: FiniteFloat | None = None
+    """The newest validation loss, in nats."""
+    lr: FiniteFloat | None = None
+    """Learning rate of the last step; written at the end."""
+    tokens: Count | None = None
+    """Tokens that all ranks read; None where the task counts none; written at the end."""
     tested: Validation | None = None
     """The last test, or what an evaluation found; written at the end."""
     archived: UnixSeconds | None = None

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, newest_loss_of
+from gputrain_tui.history.notes import Notes, read_notes
+from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, last_step, newest_loss_of
+from trainer.contract.errors import RecordError
 from trainer.contract.record import Validation
 
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
 SUMMARY_KEYS = (
-    "id", "state", "recipe", "world_size", "step", "loss", "started", "ended", "duration_s", "exit_code", "message",
-    "tested", "run_dir",
+    "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "started", "ended", "duration_s",
+    "exit_code", "message", "tested", "note", "tags", "run_dir",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 UNREADABLE = "unreadable"
@@ -33,10 +35,16 @@ def summarize_unreadable(run: UnreadableRun) -> dict[str, Any]:
 def summarize(run: Run, *, now: float) -> dict[str, Any]:
     """Return the summary of a run; unknown values are None."""
     status = run.status
-    step, loss = status.step, status.loss
+    step, loss, lr = status.step, status.loss, status.lr
     if status.status not in ENDED:  # the status has them at the end only
         newest = newest_loss_of(run.dir, status.world_size)
         step, loss = newest if newest[0] is not None else (step, loss)
+        last = last_step(run.dir)
+        lr = lr if last is None else last.lr
+    try:
+        notes = read_notes(run.dir)
+    except RecordError:
+        notes = Notes()  # `gputrain note` has the reason
     over = run.state != status.status or status.status in ENDED
     until = status.ended if over else now
     return {
@@ -46,12 +54,17 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "world_size": status.world_size,
         "step": step,
         "loss": loss,
+        "valid": status.valid,
+        "lr": lr,
+        "tokens": status.tokens,
         "started": status.started,
         "ended": status.ended,
         "duration_s": None if until is None else until - status.started,
         "exit_code": status.exit_code,
         "message": status.message,
         "tested": None if status.tested is None else _tested(status.tested),
+        "note": notes.note or None,
+        "tags": list(notes.tags),
         "run_dir": str(run.dir.path),
     }
 

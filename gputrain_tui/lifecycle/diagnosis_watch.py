@@ -67,6 +67,11 @@ class LiveDiagnosis:
         last = [view.last for view in self._state.ranks.values() if view.last is not None]
         return max((event.step_ms / 1e3 for event in last if event.step_ms is not None), default=0.0)
 
+    @property
+    def state(self) -> RunState:
+        """State after what was read so far."""
+        return self._state
+
     def state_at_end(self) -> RunState:
         """Return the state after the whole record, once nothing more is written."""
         while events := self._reader.poll():

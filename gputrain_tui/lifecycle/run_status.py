@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from math import isfinite
 
 from gputrain_tui.history.runs import Status, last_test, newest_loss_of, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.plan.planner import Plan
+from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import exit_code_of
 from trainer.contract.record import Event, RunDir, RunEnded, RunStarted, encode_event
@@ -84,12 +86,20 @@ class RunStatusWriter:
         except OSError as error:
             print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
 
-    def close(self, ended: AttemptResult, *, left: list[int]) -> ExitCode:
+    def validated(self, state: RunState) -> None:
+        """Record the newest validation loss, where it is another one."""
+        newest = state.last_validation()
+        if newest is not None and isfinite(newest.loss) and newest.loss != self._status.valid:
+            self._status.valid = newest.loss
+            self._write_status()
+
+    def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
         """Write how the run ended; return its exit code.
 
         Args:
             ended: the result of its last attempt.
             left: processes that do not end.
+            state: State after the whole record; None where it could not be read.
         """
         message = None
         if ended.status == "stopped":
@@ -108,6 +118,12 @@ class RunStatusWriter:
         status.ended = self._now()
         status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
         status.tested = last_test(self._dir)
+        if state is not None:
+            first = state.ranks.get(0)
+            status.lr = None if first is None or first.last is None else first.last.lr
+            status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
+            newest = state.last_validation()
+            status.valid = newest.loss if newest is not None and isfinite(newest.loss) else None
         self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
         self._write_status()
         if self._events >= 0:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
     from gputrain_tui.lifecycle.report import RunReport
     from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
+    from gputrain_tui.state import RunState
 
 STOP_GRACE_S = 5.0
 """How long the nodes may take to leave when they are stopped at once; when asked in order, besides what the ranks may
@@ -301,6 +302,7 @@ class Supervisor:
                 self._diagnosis = LiveDiagnosis(self.dir, now=self._now)
             for finding in self._diagnosis.check():
                 self._status_writer.record(finding)
+            self._status_writer.validated(self._diagnosis.state)
             self._diagnose_at = time.monotonic() + self._diagnosis.due_in_s()
         except Exception as error:  # noqa: BLE001 - a defect of the diagnosis must not end the run
             traceback.print_exc()
@@ -375,12 +377,22 @@ class Supervisor:
     def _missing(self) -> Failure | None:
         """Return the failure of the rank that others have lost, where the record shows which one that is."""
         from gputrain_tui.diagnosis.missing import lost_peer
+
+        state = self._state_at_end()
+        try:
+            return None if state is None else lost_peer(state)
+        except Exception:  # noqa: BLE001 - without a diagnosis the ranks' own failures stand
+            traceback.print_exc()
+            return None
+
+    def _state_at_end(self) -> RunState | None:
+        """Return the run's state after its whole record; None where that cannot be read."""
         from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 
         try:
-            watch = self._diagnosis or LiveDiagnosis(self.dir, now=self._now)
-            return lost_peer(watch.state_at_end())
-        except Exception:  # noqa: BLE001 - without a diagnosis the ranks' own failures stand
+            watch = self._diagnosis = self._diagnosis or LiveDiagnosis(self.dir, now=self._now)
+            return watch.state_at_end()
+        except Exception:  # noqa: BLE001 - a defect in it must not keep the run from ending
             traceback.print_exc()
             return None
 
@@ -400,7 +412,7 @@ class Supervisor:
             attempt_outcome.delete_partial_checkpoints(self.dir)
         self._status_writer.remark = attempt_outcome.not_recorded(self.dir, [node.node for node in self._plan.nodes])
         level = self._stop_request.level
-        code = self._status_writer.close(ended, left=left)
+        code = self._status_writer.close(ended, left=left, state=self._state_at_end())
         if self._report is not None:
             self._report.end(self._status_writer, hurried=lambda: self._stop_request.level > level)
         return code

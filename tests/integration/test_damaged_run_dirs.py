@@ -34,7 +34,7 @@ from gputrain_tui.commands.runs import report
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.host_choice import active_plans
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.console.widgets.run_list import draw_run
+from gputrain_tui.console.widgets.run_list import columns_for, draw_run
 from gputrain_tui.history import replay, runs
 from gputrain_tui.history.runs import RunReader, find, list_all, list_runs
 from gputrain_tui.history.summary import summarize_runs
@@ -242,7 +242,7 @@ def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
         title, whole, line = report(entries, colour=True).splitlines()
         assert line.startswith("\x1b[2m") == line.endswith(f"{text}\x1b[0m") is True
         assert "\x1b" not in title + whole
-        row = draw_run(entries[1], 100, number=None, opened=False)
+        row = draw_run(entries[1], 100, columns_for(100, entries), number=None, opened=False)
         assert {role for shown, role in row if shown.strip()} == {"dim"}
         assert run in "".join(shown for shown, _ in row)
 

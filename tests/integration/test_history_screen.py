@@ -11,7 +11,8 @@ from gputrain_tui.console.screens.compare import CompareScreen
 from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S
 from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.widgets.drawing import row_text
-from gputrain_tui.console.widgets.run_list import RunList, draw_run
+from gputrain_tui.console.widgets.run_list import RunList, columns_for, draw_run
+from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.delete import delete_run
@@ -43,7 +44,7 @@ def history() -> HistoryScreen:
 @pytest.mark.parametrize("width", [60, 78, 118, 198])
 def test_a_runs_line_fits(width: int, root: Path) -> None:
     entry = summarize(run_dir(root, "a-name-that-goes-on-and-on-and-on-for-ever"), now=T0)
-    assert len(row_text(draw_run(entry, width, number=1, opened=True))) == width
+    assert len(row_text(draw_run(entry, width, columns_for(width, [entry]), number=1, opened=True))) == width
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -160,8 +161,68 @@ async def test_a_run_without_a_checkpoint_cannot_be_resumed(three: list[Run]) ->
         await show(pilot, history())
         await pilot.press("r")
         await settle(pilot)
+        assert "as a new run" in seen(app)
+        assert said == []
+        await pilot.pause(LEAST_KEY_GAP_S)
+        await pilot.press("y")
+        await settle(pilot)
         assert "has no checkpoint" in said[-1]
         assert len(list_runs()) == 3
+
+
+@in_loop
+async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        names = [run.id.rpartition("-")[2] for run in reversed(three)]
+
+        def listed() -> list[str]:
+            return [entry["id"].rpartition("-")[2] for entry in app.screen.query_one(RunList).entries or ()]
+
+        assert listed() == names == ["broken", "fast", "slow"]
+        await pilot.press("s", "s", "s")
+        await settle(pilot)
+        assert listed() == ["fast", "broken", "slow"]
+        assert "by loss" in seen(app)
+        await pilot.press("R")
+        assert listed() == ["slow", "broken", "fast"]
+        await pilot.press("slash", *"state:failed")
+        assert listed() == ["broken"]
+        assert "1 of 3" in seen(app)
+        await pilot.press(*" nosuch", "enter")
+        await settle(pilot)
+        assert "None of 3 runs matches" in seen(app)
+        await pilot.press("escape")
+        assert len(listed()) == 3
+
+
+@in_loop
+async def test_a_filter_that_is_not_understood_stays_in_the_line(three: list[Run]) -> None:
+    app = quiet_app()
+    said: list[str] = []
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.report = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
+        await show(pilot, history())
+        await pilot.press("slash", *"lss<2", "enter")
+        assert said == ["filter 'lss<2': no column 'lss'; did you mean 'loss'?"]
+        assert app.focused is app.screen.query_one("#editor")
+
+
+@in_loop
+async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, history())
+        await pilot.press("n", *"quits at once", "enter")
+        await settle(pilot)
+        await pilot.press("t", *"lr-sweep bad", "enter")
+        await settle(pilot)
+        assert read_notes(three[2].dir) == Notes(note="quits at once", tags=("bad", "lr-sweep"))
+        assert "[bad] [lr-sweep] quits at once" in seen(app)
+        await pilot.press("n", *" never", "escape")
+        await settle(pilot)
+        assert read_notes(three[2].dir).note == "quits at once"
 
 
 @in_loop

@@ -6,27 +6,33 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import msgspec
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.events import Resize
+from textual.widget import Widget
+from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.loss_curves import LossCurves
-from gputrain_tui.console.widgets.run_list import RunCard, RunList
+from gputrain_tui.console.widgets.prompt_line import PromptLine
+from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
+from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
+from gputrain_tui.history.run_columns import run_filter
 from gputrain_tui.history.runs import ENDED, Run, list_all
 from gputrain_tui.history.summary import summarize_runs
-from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
 
 LIST_INTERVAL_S = 2.0
 """Seconds between two listings."""
+FILTER_HINT = "state:failed  loss<2  tags:baseline  !recipe:demo"
 LEAST_LINES_WITH_CURVES = 30
 """Fewest lines of a screen that shows the losses of the run with the cursor."""
 
@@ -49,7 +55,11 @@ class HistoryScreen(Page):
         self._now = now
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
-        self._resuming = False
+        self._asking: Literal["filter", "note", "tags"] | None = None
+        """What the line below is open for."""
+
+    _asked_run: Run | None = None
+    """The run whose note or tags are typed."""
 
     def body(self) -> ComposeResult:
         """Yield the list, and the card and losses of one run."""
@@ -57,6 +67,7 @@ class HistoryScreen(Page):
             yield RunList(id="runs")
             yield RunCard(id="card")
             yield LossCurves(named=False, id="preview")
+        yield PromptLine()
 
     def on_mount(self) -> None:
         """Focus the list and start the timer."""
@@ -79,7 +90,7 @@ class HistoryScreen(Page):
         runs, entries = await asyncio.to_thread(_listed, self._now())
         self._runs = {run.id: run for run in runs}
         listing = self.query_one(RunList)
-        if entries != listing.entries:
+        if entries != listing.listed or listing.entries is None:
             listing.show(entries)
             self._show_card()
 
@@ -116,6 +127,104 @@ class HistoryScreen(Page):
         entry = self.query_one(RunList).entry
         return self._runs.get(entry["id"]) if entry is not None else None
 
+    # Sorting and filtering
+
+    def action_sort(self) -> None:
+        """Sort by the next column."""
+        listing = self.query_one(RunList)
+        listing.sort_key = SORT_KEYS[(SORT_KEYS.index(listing.sort_key) + 1) % len(SORT_KEYS)]
+        listing.list_again()
+        self._show_card()
+
+    def action_reverse(self) -> None:
+        """Turn the order around."""
+        listing = self.query_one(RunList)
+        listing.reverse = not listing.reverse
+        listing.list_again()
+        self._show_card()
+
+    def action_filter(self) -> None:
+        """Type a filter."""
+        self._ask("filter", "filter", self.query_one(RunList).wanted.text, FILTER_HINT)
+
+    def action_note(self) -> None:
+        """Type a note for the run."""
+        run, entry = self.run_here, self.query_one(RunList).entry
+        if run is not None and entry is not None:
+            self._ask("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
+
+    def action_tags(self) -> None:
+        """Type the run's tags."""
+        run, entry = self.run_here, self.query_one(RunList).entry
+        if run is not None and entry is not None:
+            self._ask(
+                "tags", f"tags of {run.id}", " ".join(entry["tags"]), "words such as baseline lr-sweep; empty: none"
+            )
+
+    def _ask(self, what: Literal["filter", "note", "tags"], label: str, text: str, hint: str) -> None:
+        self._asking = what
+        self._asked_run = self.run_here
+        self.query_one(PromptLine).ask(label, text, hint)
+
+    @on(Input.Changed, "#editor")
+    def _typed(self, event: Input.Changed) -> None:
+        if self._asking == "filter":
+            self._take_filter(event.value)
+
+    @on(Input.Submitted, "#editor")
+    def _submitted(self, event: Input.Submitted) -> None:
+        self.action_commit(1)
+
+    def action_commit(self, step: int) -> None:
+        """Take what was typed, and leave the line; what is wrong stays in it."""
+        asked, typed = self._asking, self.query_one("#editor", Input).value
+        try:
+            if asked == "filter":
+                self._take_filter(typed, complain=True)
+            elif asked is not None and self._asked_run is not None:
+                self._write_note(self._asked_run, asked, typed)
+        except RequestError as error:
+            self.console.report(str(error), alarm=True)
+            return
+        self._leave_line()
+
+    def action_back(self) -> None:
+        """Leave the line without a change; then remove the filter."""
+        if self._asking is None or self._asking == "filter":
+            self._take_filter("")
+        self._leave_line()
+
+    def watch_focused(self, focused: Widget | None) -> None:
+        """Close the line when the mouse goes elsewhere: its letters would be commands."""
+        if self._asking is not None and focused is not None and focused.id != "editor":
+            self._leave_line()
+
+    def _leave_line(self) -> None:
+        if self._asking is not None:
+            self._asking = None
+            self.query_one(PromptLine).close()
+            self.query_one(RunList).focus()
+
+    def _take_filter(self, text: str, *, complain: bool = False) -> None:
+        listing = self.query_one(RunList)
+        try:
+            listing.wanted = run_filter(text)
+        except RequestError:
+            if complain:
+                raise
+            return  # a word that is not typed to its end
+        listing.list_again()
+        self._show_card()
+
+    def _write_note(self, run: Run, what: Literal["note", "tags"], typed: str) -> None:
+        before = read_notes(run.dir)
+        if what == "note":
+            after = msgspec.structs.replace(before, note=checked_note(typed))
+        else:
+            after = msgspec.structs.replace(before, tags=checked_tags(typed.split()))
+        write_notes(run, after)
+        self._list_runs()
+
     # What can be done with a run
 
     @on(RunList.Chosen)
@@ -145,34 +254,17 @@ class HistoryScreen(Page):
 
         self.app.push_screen(CompareScreen([self._runs[run] for run in marked]))
 
-    @work(group="launch")
-    async def action_resume(self) -> None:
-        """Go on from the run's last checkpoint, as a new run."""
+    def action_resume(self) -> None:
+        """Go on from the run's last checkpoint, as a new run, once the person has confirmed it."""
         run = self.run_here
-        if run is None or self._resuming:
-            return
-        self._resuming = True
-        self.console.report(f"preparing to resume {run.id}")
-        try:
-            prepared = await asyncio.to_thread(_resumed, run)
-        except RequestError as error:
-            self.console.report(str(error).removeprefix(f"--resume {run.id}: "), alarm=True)
-        else:
-            await self.console.launch(prepared)
-        finally:
-            self._resuming = False
+        if run is not None:
+            self.console.ask_to_resume(run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
         run = self.run_here
-        if run is None:
-            return
-        try:
-            self.session.source = start.recipe_of(run)
-        except RequestError as error:
-            self.console.report(str(error), alarm=True)
-            return
-        await self.console.action_go("launch")
+        if run is not None:
+            await self.console.relaunch(run)
 
     def action_stop_marked(self) -> None:
         """Stop the run."""
@@ -213,7 +305,3 @@ def _listed(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
     except RequestError:  # the folder cannot be read: reported when something is started
         return [], []
     return runs, summarize_runs(runs, unreadable, now=now)
-
-
-def _resumed(run: Run) -> start.Prepared:
-    return start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))

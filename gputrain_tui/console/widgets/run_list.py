@@ -9,14 +9,18 @@ from typing import Any
 
 from gputrain_tui import tables
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, pad, title_row
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, format_short, pad, title_row
 from gputrain_tui.console.widgets.run_header import MARKS
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
+from gputrain_tui.history.run_columns import NEWEST_FIRST, run_filter, sorted_runs
 from gputrain_tui.history.summary import UNREADABLE
+from gputrain_tui.row_filter import RowFilter
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 
-STARTED_FROM_CELLS, RECIPE_FROM_CELLS = 100, 150
-"""Fewest cells for the columns of the start time, and of the recipe."""
+LEAST_NAME_CELLS = 30
+"""Fewest cells of a run's id beside columns that a narrow list can do without."""
+SORT_KEYS = ("started", "state", "step", "loss", "valid", "lr", "tokens", "took", "recipe", "tags")
+"""Columns by which the key for sorting goes."""
 
 
 @dataclass(frozen=True)
@@ -29,39 +33,59 @@ class RunColumn:
 
 
 RANKS, STEP, LOSS, TOOK = RunColumn("ranks", 5), RunColumn("step", 8), RunColumn("loss", 7), RunColumn("took", 9)
+VALID, LR, TOKENS = RunColumn("valid", 7), RunColumn("lr", 8), RunColumn("tokens", 8)
 STARTED, RECIPE = RunColumn("started", 16, right=False), RunColumn("recipe", 20, right=False)
+TAGS = RunColumn("tags", 16, right=False)
+ORDER = (RECIPE, RANKS, STEP, LOSS, VALID, LR, TOKENS, TOOK, STARTED, TAGS)
+"""The columns from left to right."""
+ADDED = (VALID, STARTED, TAGS, LR, TOKENS, RECIPE)
+"""Columns that are added to the first ones as long as there is room."""
+WITH_VALUES = {VALID: "valid", LR: "lr", TOKENS: "tokens", TAGS: "tags"}
+"""Columns that are left out where no run has a value, and its name in the summary."""
 
 
-def columns_for(width: int) -> list[RunColumn]:
+def columns_for(width: int, entries: Sequence[Mapping[str, Any]]) -> list[RunColumn]:
     """Return the columns at the right of the run's id."""
-    columns = [RANKS, STEP, LOSS, TOOK]
-    if width < STARTED_FROM_CELLS:
-        return columns
-    return [RECIPE, *columns, STARTED] if width >= RECIPE_FROM_CELLS else [*columns, STARTED]
+    columns = {RANKS, STEP, LOSS, TOOK}
+    room = width - 18 - LEAST_NAME_CELLS - sum(column.wide + 2 for column in columns)
+    for column in ADDED:
+        name = WITH_VALUES.get(column)
+        if name is not None and not any(entry[name] for entry in entries):
+            continue
+        if column.wide + 2 > room:
+            break
+        columns.add(column)
+        room -= column.wide + 2
+    return [column for column in ORDER if column in columns]
 
 
 def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
     """Return the texts of a run's line."""
     if entry["state"] == UNREADABLE:
-        return dict.fromkeys((RANKS, STEP, LOSS, TOOK, STARTED, RECIPE), EMPTY)
-    step, loss = entry["step"], entry["loss"]
+        return dict.fromkeys(ORDER, EMPTY)
+    step, loss, valid, lr, tokens = (entry[name] for name in ("step", "loss", "valid", "lr", "tokens"))
     return {
         RANKS: f"{entry['world_size']:,}",
         STEP: EMPTY if step is None else f"{step:,}",
         LOSS: EMPTY if loss is None else tables.number(loss, 4),
+        VALID: EMPTY if valid is None else tables.number(valid, 4),
+        LR: EMPTY if lr is None else f"{lr:.3g}",
+        TOKENS: EMPTY if tokens is None else format_short(tokens).strip(),
+        TAGS: printable(" ".join(entry["tags"])) or EMPTY,
         TOOK: duration(entry["duration_s"]) or EMPTY,
         STARTED: time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started"])),
         RECIPE: printable(entry["recipe"]),
     }
 
 
-def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened: bool) -> Row:
+def draw_run(
+    entry: Mapping[str, Any], width: int, columns: Sequence[RunColumn], *, number: int | None, opened: bool
+) -> Row:
     """Return a run's line; ``number``: its place among the marked runs, from 0."""
     if entry["state"] == UNREADABLE:
         text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
     mark, role = MARKS.get(entry["state"], ("?", "warning"))
-    columns = columns_for(width)
     cells = cells_of(entry)
     room = width - 18 - sum(column.wide + 2 for column in columns)
     row: Row = [
@@ -73,7 +97,7 @@ def draw_run(entry: Mapping[str, Any], width: int, *, number: int | None, opened
     ]
     for column in columns:
         text = crop(cells[column], column.wide)
-        shown = "dim" if column in (STARTED, RECIPE, RANKS) or text == EMPTY else "bright"
+        shown = "dim" if column in (STARTED, RECIPE, RANKS, LR, TOKENS) or text == EMPTY else "bright"
         row += [("  ", "base"), (text.rjust(column.wide) if column.right else text.ljust(column.wide), shown)]
     return fit_row(row, width)
 
@@ -88,12 +112,29 @@ class RunList(Listing):
     opened: str | None = None
     """Id of the run that the console watches."""
 
+    listed: Sequence[Mapping[str, Any]] = ()
+    """All runs, newest first, of which ``entries`` are those that the filter keeps, in the chosen order."""
+    sort_key: str = NEWEST_FIRST
+    """Column by which they are sorted."""
+    reverse = False
+    """Whether the order is turned around."""
+    wanted: RowFilter[Mapping[str, Any]] = run_filter("")
+
     def show(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Show runs; the cursor stays on its run."""
+        self.listed = entries
+        self.list_again()
+
+    def list_again(self) -> None:
+        """Filter and sort the runs again."""
         before = self.entry
-        self.entries = entries
-        ids = [entry["id"] for entry in entries]
-        self.marked = tuple(run for run in self.marked if run in ids)
+        kept = [entry for entry in self.listed if self.wanted.keeps(entry)]
+        if self.sort_key != NEWEST_FIRST or self.reverse:
+            kept = sorted_runs(kept, self.sort_key, reverse=self.reverse)
+        self.entries = kept
+        ids = [entry["id"] for entry in kept]
+        known = {entry["id"] for entry in self.listed}
+        self.marked = tuple(run for run in self.marked if run in known)
         if before is not None and before["id"] in ids and self.cursor:
             self.cursor = ids.index(before["id"])
         self.redraw()
@@ -139,10 +180,14 @@ class RunList(Listing):
             remarks.append([("1 marked", "accent"), (", mark another to compare", "dim")])
         elif len(entries) >= MIN_RUNS:
             remarks.append([("space marks runs to compare", "dim")])
+        if self.sort_key != NEWEST_FIRST or self.reverse:
+            remarks.insert(0, [(f"by {self.sort_key}{', reversed' if self.reverse else ''}", "dim")])
+        if self.wanted.text:
+            remarks.insert(0, [(f"{len(entries):,} of {len(self.listed):,}  ", "dim"), (self.wanted.text, "accent")])
         title = title_row(width, left, remarks)
         if not entries:
             return [title]
-        columns = columns_for(width)
+        columns = columns_for(width, entries)
         room = width - 18 - sum(column.wide + 2 for column in columns)
         names = f"     {'state':<11}{'run'.ljust(room)}" + "".join(
             "  " + (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide))
@@ -155,12 +200,24 @@ class RunList(Listing):
         assert self.entries is not None
         entry = self.entries[index]
         number = self.marked.index(entry["id"]) if entry["id"] in self.marked else None
-        return draw_run(entry, width, number=number, opened=entry["id"] == self.opened)
+        return draw_run(
+            entry, width, columns_for(width, self.entries), number=number, opened=entry["id"] == self.opened
+        )
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of an empty list."""
         if self.entries is None:
             return centred_text(width, height, ["looking for runs"])
+        if self.listed:
+            return centred_text(
+                width,
+                height,
+                [
+                    f"None of {len(self.listed):,} runs matches {self.wanted.text}",
+                    "",
+                    "/ changes the filter, esc removes it.",
+                ],
+            )
         lines = ["No run yet.", "", "d runs the demo: half a minute on this machine's CPU.", "2 opens a recipe."]
         return centred_text(width, height, lines)
 
@@ -191,6 +248,9 @@ class RunCard(Canvas):
         if (tested := entry.get("tested")) is not None:
             shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
             rows.insert(1, [(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])
+        if entry["note"] or entry["tags"]:
+            tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
+            rows.insert(1, [("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
         if message:
             rows.insert(1, [(printable(message), "error" if entry["state"] == "failed" else "bright")])
         return [fit_row(row, width) for row in rows[:height]]

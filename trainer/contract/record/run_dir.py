@@ -27,6 +27,8 @@ class RunDir:
         """Processes of the nodes, by which another supervisor can adopt them."""
         self.agents = self.path / "agents"
         """What supervisors and the agents of nodes on other hosts share, a folder for each start of a node."""
+        self.notes = self.path / "notes.json"
+        """A person's note and tags."""
         self.slurm = self.path / "slurm.json"
         """The job of Slurm that the run is in."""
         self.lock = self.path / "supervisor.lock"

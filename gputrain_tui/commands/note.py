@@ -1,0 +1,40 @@
+"""``gputrain note``: writes a note and tags to a run, or prints them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+import msgspec
+
+from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
+from gputrain_tui.history.runs import find
+from gputrain_tui.tables import printable
+from trainer.contract.errors import ExitCode
+
+NAME = "note"
+HELP = "write a note or tags to a run, or print them"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, or `last`")
+    parser.add_argument("text", metavar="TEXT", nargs="?", help='the note, in one line; "" deletes it')
+    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag; may be given again")
+    parser.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove a tag; may be given again")
+
+
+def run(args: Namespace) -> int:
+    """Change what is asked, and print the run's note and tags.
+
+    Raises:
+        RequestError: there is no such run, a tag is none, or nothing can be written there.
+    """
+    found = find(args.run)
+    before = read_notes(found.dir)
+    note = before.note if args.text is None else checked_note(args.text)
+    tags = checked_tags([tag for tag in [*before.tags, *args.tag] if tag not in args.untag])
+    after = msgspec.structs.replace(before, note=note, tags=tags)
+    if after != before:
+        write_notes(found, after)
+    print(printable(" ".join([found.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
+    return ExitCode.FINISHED

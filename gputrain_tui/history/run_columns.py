@@ -1,0 +1,89 @@
+"""Columns of the list of runs: by them it is sorted and filtered, in the command and in the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gputrain_tui.history.summary import UNREADABLE
+from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
+from trainer.contract.errors import RequestError, nearest
+
+Entry = Mapping[str, Any]
+"""A run's summary."""
+
+
+def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entry]:
+    def value(entry: Entry) -> Value:
+        found = entry[name]
+        return " ".join(found) if isinstance(found, list | tuple) else found
+
+    return FilterColumn(key=key, is_number=is_number, value=value)
+
+
+RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
+    column.key: column
+    for column in (
+        _column("run", "id", is_number=False),
+        _column("state", "state", is_number=False),
+        _column("recipe", "recipe", is_number=False),
+        _column("ranks", "world_size"),
+        _column("step", "step"),
+        _column("loss", "loss"),
+        _column("valid", "valid"),
+        _column("lr", "lr"),
+        _column("tokens", "tokens"),
+        _column("started", "started"),
+        _column("took", "duration_s"),
+        _column("tags", "tags", is_number=False),
+        _column("note", "note", is_number=False),
+    )
+}
+"""By their titles, which are their names in the filter; ``started`` is in Unix seconds, ``took`` in seconds."""
+NEWEST_FIRST = "started"
+"""Column by which runs are sorted unless another one is chosen."""
+ANYWHERE = ("id", "state", "recipe", "note")
+
+
+def run_filter(text: str) -> RowFilter[Entry]:
+    """Return the filter of a line such as ``state:failed loss<2 tags:baseline``.
+
+    Raises:
+        RequestError: a word is not understood.
+    """
+    return RowFilter(text, RUN_COLUMNS, _anywhere)
+
+
+def _anywhere(word: str, entry: Entry) -> bool:
+    part = word.casefold()
+    texts = [*(entry[name] or "" for name in ANYWHERE), *(entry["tags"] or ())]
+    return any(part in text.casefold() for text in texts)
+
+
+def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
+    """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
+
+    Those without a value come last, whichever way.
+
+    Args:
+        entries: Newest first; runs of equal values stay in this order.
+        key: The column.
+        reverse: Whether to turn the order around.
+
+    Raises:
+        RequestError: there is no such column.
+    """
+    column = RUN_COLUMNS.get(key)
+    if column is None:
+        guess = nearest(key, RUN_COLUMNS) or "; one of " + ", ".join(RUN_COLUMNS)
+        raise RequestError(f"no column {key!r} to sort by{guess}")
+    ascending = not column.is_number or key in ("loss", "valid", "lr")
+    values = [(column.value(entry), entry) for entry in entries]
+    known = [(value, entry) for value, entry in values if value not in (None, "") and entry["state"] != UNREADABLE]
+    known.sort(key=lambda pair: _sort_key(pair[0]), reverse=ascending == reverse)
+    shown = {id(entry) for _, entry in known}
+    return [entry for _, entry in known] + [entry for entry in entries if id(entry) not in shown]
+
+
+def _sort_key(value: Value) -> tuple[float, str]:
+    return (0.0, value.casefold()) if isinstance(value, str) else (value or 0.0, "")

@@ -1,0 +1,118 @@
+"""The filter line of every list: ``host:n1 state:failed late>5``, every word of which must hold."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from trainer.contract.errors import RequestError, nearest
+
+Row = TypeVar("Row")
+Value = float | str | None
+
+_WORD = re.compile(r"(?P<key>[a-z]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "!=": operator.ne,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterColumn(Generic[Row]):
+    """A column by which rows are filtered."""
+
+    key: str
+    """Its name in the filter."""
+    is_number: bool
+    value: Callable[[Row], Value]
+    """None where the row has none: then no comparison holds."""
+
+
+class RowFilter(Generic[Row]):
+    """Filter of rows; without words all match.
+
+    Args:
+        text: The filter line.
+        columns: By their names in it.
+        anywhere: Whether a row matches a word without a column.
+
+    Raises:
+        RequestError: a word is not understood; the message names what is allowed.
+    """
+
+    def __init__(
+        self, text: str, columns: Mapping[str, FilterColumn[Row]], anywhere: Callable[[str, Row], bool]
+    ) -> None:
+        self.text = " ".join(text.split())
+        self._columns = columns
+        self._anywhere = anywhere
+        self._tests: Sequence[Callable[[Row], bool]] = [self._test(word) for word in self.text.split()]
+
+    def keeps(self, row: Row) -> bool:
+        """Return whether a row is shown."""
+        return all(test(row) for test in self._tests)
+
+    def _test(self, word: str) -> Callable[[Row], bool]:
+        """Return the test of one word; ``!`` negates it."""
+        if word.startswith("!") and len(word) > 1:
+            inner = self._test(word[1:])
+            return lambda row: not inner(row)
+        match = _WORD.fullmatch(word)
+        if match is None:
+            return lambda row: self._anywhere(word, row)
+        key, sign, value = match["key"].lower(), match["sign"], match["value"]
+        column = self._columns.get(key)
+        if column is None:
+            guess = nearest(key, self._columns) or "; one of " + ", ".join(self._columns)
+            raise RequestError(f"filter {word!r}: no column {key!r}{guess}")
+        if not column.is_number:
+            if sign not in (":", "=", "!="):
+                raise RequestError(f"filter {word!r}: {key} is text; write {key}:part or {key}=whole")
+            return _text(column, sign, value.casefold())
+        return _numbers(column, word, value) if sign == ":" else _compared(column, word, sign, value)
+
+
+def _text(column: FilterColumn[Row], sign: str, wanted: str) -> Callable[[Row], bool]:
+    def test(row: Row) -> bool:
+        text = str(column.value(row) or "").casefold()
+        return wanted in text if sign == ":" else (text == wanted) == (sign == "=")
+
+    return test
+
+
+def _numbers(column: FilterColumn[Row], word: str, value: str) -> Callable[[Row], bool]:
+    """Parse a list of numbers and ranges, such as ``0-7,12``."""
+    ranges: list[tuple[float, float]] = []
+    for part in value.split(","):
+        low, dash, high = part.partition("-")
+        try:
+            ranges.append((float(low), float(high if dash else low)))
+        except ValueError:
+            raise RequestError(f"filter {word!r}: expected numbers or ranges, such as {column.key}:0-7,12") from None
+
+    def test(row: Row) -> bool:
+        number = column.value(row)
+        return isinstance(number, int | float) and any(low <= number <= high for low, high in ranges)
+
+    return test
+
+
+def _compared(column: FilterColumn[Row], word: str, sign: str, value: str) -> Callable[[Row], bool]:
+    try:
+        limit = float(value)
+    except ValueError:
+        raise RequestError(f"filter {word!r}: expected a number, such as {column.key}>5") from None
+    compare = _COMPARE[sign]
+
+    def test(row: Row) -> bool:
+        number = column.value(row)
+        return isinstance(number, int | float) and compare(number, limit)
+
+    return test

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_dirs import run_dir
+
+from gputrain_tui import cli, paths
+from gputrain_tui.history.runs import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    return run_dir(paths.runs_folder(), "noted")
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(words)
+    return code, *capsys.readouterr()
+
+
+def test_a_note_and_tags_are_listed_found_and_removed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir(paths.runs_folder(), "other", started=1_790_000_100.0)
+    added = call(capsys, "note", run.id, "best so far", "--tag", "baseline", "--tag", "lr-sweep")
+    assert added == (0, f"{run.id} [baseline] [lr-sweep] best so far\n", "")
+    code, out, _ = call(capsys, "runs", "--filter", "tags:baseline", "--json")
+    (found,) = json.loads(out)
+    assert (code, found["id"], found["note"], found["tags"]) == (0, run.id, "best so far", ["baseline", "lr-sweep"])
+    _, out, _ = call(capsys, "runs", "--filter", "best")
+    assert "baseline lr-sweep" in out
+    assert "best so far" in out
+    removed = call(capsys, "note", run.id, "", "--untag", "baseline")
+    assert removed == (0, f"{run.id} [lr-sweep]\n", "")
+
+
+def test_what_is_no_tag_is_refused_and_nothing_is_written(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "note", run.id, "a note", "--tag", "two words")
+    assert (code, err) == (2, "gputrain: 'two words' is no tag: 1 to 40 letters, digits or . + / - _, without spaces\n")
+    assert not run.dir.notes.exists()
+
+
+def test_a_damaged_file_is_named_and_hides_no_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.dir.notes.write_bytes(b"{")
+    code, _, err = call(capsys, "note", run.id, "new")
+    assert code == 2
+    assert "notes.json is damaged" in err
+    assert run.dir.notes.read_bytes() == b"{"
+    _, out, _ = call(capsys, "runs", "--json")
+    (found,) = json.loads(out)
+    assert (found["note"], found["tags"]) == (None, [])
+
+
+def test_a_filter_that_matches_nothing_is_no_error(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "runs", "--filter", "state:failed") == (0, "", "none of 1 runs matches 'state:failed'\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--filter", "stat:failed"), "filter 'stat:failed': no column 'stat'; did you mean"),
+        (("--sort", "los"), "no column 'los' to sort by; did you mean 'loss'"),
+    ],
+)
+def test_an_unknown_column_is_refused_in_one_line(
+    words: tuple[str, str], message: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(capsys, "runs", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

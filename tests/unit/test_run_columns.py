@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gputrain_tui.history.run_columns import run_filter, sorted_runs
+from gputrain_tui.history.summary import SUMMARY_KEYS, UNREADABLE
+from trainer.contract.errors import RequestError
+
+
+def entry(name: str, **values: Any) -> dict[str, Any]:
+    base = {"id": name, "state": "finished", "recipe": "lm", "world_size": 2, "tags": [], "started": 0.0}
+    return dict.fromkeys(SUMMARY_KEYS) | base | values
+
+
+RUNS = [
+    entry("c", loss=3.0, step=10, tags=["baseline"], note="Good one", started=3.0),
+    entry("b", loss=None, state="failed", recipe="mnist", started=2.0, tokens=5_000_000),
+    entry("a", loss=1.5, step=90, valid=1.7, tags=["lr-sweep"], started=1.0, lr=0.01),
+    entry("broken", state=UNREADABLE, recipe=None, world_size=None, tags=None, message="damaged", started=None),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("", "c b a broken"),
+        ("state:failed", "b"),
+        ("loss<2", "a"),
+        ("loss<4 !tags:lr", "c"),
+        ("tokens>1e6", "b"),
+        ("step:10-50", "c"),
+        ("recipe=lm", "c a"),
+        ("good", "c"),
+        ("BASE", "c"),
+        ("valid!=1.7", ""),
+        ("!state:unreadable", "c b a"),
+    ],
+)
+def test_runs_are_filtered_by_the_titles_of_their_columns(text: str, kept: str) -> None:
+    wanted = run_filter(text)
+    assert [run["id"] for run in RUNS if wanted.keeps(run)] == kept.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("los<2", "filter 'los<2': no column 'los'; did you mean 'loss'?"),
+        ("note<3", "filter 'note<3': note is text; write note:part or note=whole"),
+        ("loss<low", "filter 'loss<low': expected a number, such as loss>5"),
+        ("step:many", "filter 'step:many': expected numbers or ranges, such as step:0-7,12"),
+    ],
+)
+def test_a_filter_that_is_not_understood_is_refused_with_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        run_filter(text)
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "reverse", "order"),
+    [
+        ("started", False, "c b a broken"),
+        ("started", True, "a b c broken"),
+        ("loss", False, "a c b broken"),
+        ("loss", True, "c a b broken"),
+        ("step", False, "a c b broken"),
+        ("run", False, "a b c broken"),
+        ("tags", False, "c a b broken"),
+    ],
+)
+def test_runs_without_a_value_come_last_whichever_way_they_are_sorted(key: str, reverse: bool, order: str) -> None:
+    assert [run["id"] for run in sorted_runs(RUNS, key, reverse=reverse)] == order.split()
+
+
+def test_a_column_that_is_not_there_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RequestError, match="no column 'startd' to sort by; did you mean 'started'"):
+        sorted_runs(RUNS, "startd")
