@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
 import signal
 import subprocess
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,8 @@ def test_an_error_of_a_worker_is_told_as_that_worker_had_it() -> None:
         with pytest.raises(OSError, match="Input/output error") as raised:
             list(DataLoader(Broken(), num_workers=num_workers))
         told.append(error_line(raised.value))
+        del raised  # its traceback has the loader, and that its process
+        gc.collect()
     here, there = told
     assert here.startswith("OSError: [Errno 5] Input/output error: 'shard-7.bin")
     assert there == f"{here} (in DataLoader worker process 0)"
@@ -235,4 +237,3 @@ def test_workers_of_a_fork_server_read_the_same(monkeypatch: pytest.MonkeyPatch)
     forked = read_all()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert read_all() == forked
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
