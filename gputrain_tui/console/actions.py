@@ -191,6 +191,7 @@ ACTIONS: tuple[Action, ...] = (
         ("delete", "delete x", "Delete", 7, "Delete the run's directory; asks first, and refuses while it is running")),
     *_group("Comparison", COMPARE,
         ("axis", "t", "Steps or time", 1, "Draw the curves over optimizer steps, or over time since the start"),
+        ("measure", "v", "Measure", 2, "Draw loss, throughput or the wait for gradient synchronisation"),
         ("scale", "y", "Log scale", 2, "Change the chart between linear and logarithmic"),
         ("smooth", "m", "Smooth", 3, "Smooth the curves less or more"),
         ("back", "escape", "Back", 4, "Back to the runs")),

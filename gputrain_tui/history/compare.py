@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from gputrain_tui.history.series import Series, interpolate, smooth_window
+from gputrain_tui.history.series import Series, interpolate, smooth
 from gputrain_tui.recipe.draft import value_text
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
@@ -96,8 +96,13 @@ class CurvePoints:
     values: Sequence[float]
 
 
-class LossHistory:
-    """The median loss over the ranks of one run, from its events."""
+Measure = Literal["loss", "samples_per_s", "sync_exposed_ms"]
+"""What the curves of several runs are of."""
+MEASURES: tuple[Measure, ...] = ("loss", "samples_per_s", "sync_exposed_ms")
+
+
+class CurveHistory:
+    """The curves of one run that are compared, from its events: over its ranks the median, or the sum of samples."""
 
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
@@ -108,6 +113,12 @@ class LossHistory:
         self._steps = array("q")
         self._seconds = array("d")
         """End of each of ``_steps`` on rank 0, since the start; before the first one, its beginning."""
+        self._samples = array("d")
+        """Samples of rank 0 up to each of ``_steps``."""
+        self._all_samples = 0
+        """Of all ranks."""
+        self._stepping_ms = self._exposed_ms = 0.0
+        """Of all ranks: time of the steps whose exposed synchronisation was measured, and that of it."""
         self._newest: dict[int, tuple[Step, ...]] = {}
         """The last two step events of each rank, newest first."""
 
@@ -116,6 +127,10 @@ class LossHistory:
         if isinstance(event, Step):
             self.series.apply(event)
             self._newest[event.rank] = (event, *self._newest.get(event.rank, ())[:1])
+            self._all_samples += event.samples
+            if event.step_ms is not None and event.sync_exposed_ms is not None:
+                self._stepping_ms += event.step_ms * event.steps
+                self._exposed_ms += event.sync_exposed_ms * event.steps
             if event.rank == 0:
                 began = event.time - (event.step_ms or 0.0) / 1000 * event.steps
                 if self._started is None:
@@ -123,9 +138,11 @@ class LossHistory:
                 if not self._steps:
                     self._steps.append(event.step - event.steps)
                     self._seconds.append(max(began - self._started, 0.0))
+                    self._samples.append(0.0)
                 if event.step > self._steps[-1]:
                     self._steps.append(event.step)
                     self._seconds.append(event.time - self._started)
+                    self._samples.append(self._samples[-1] + event.samples)
         elif isinstance(event, RunStarted) and self._started is None:
             self._started = event.time
         elif isinstance(event, Validation):
@@ -159,15 +176,27 @@ class LossHistory:
         """Least validation loss, nats."""
         return min((v.loss for v in self.validations if v.split == "valid"), default=None)
 
-    def points(self, columns: int, *, over_time: bool, smoothing: int = 0) -> CurvePoints:
-        """Return the curve in ``columns`` columns of equally many steps, each at its middle.
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples of all ranks per second from the first step to the last, pauses included."""
+        seconds = self._seconds[-1] - self._seconds[0] if self._seconds else 0.0
+        return self._all_samples / seconds if seconds > 0 else None
+
+    @property
+    def sync_share(self) -> float | None:
+        """Share of step time in which the ranks waited for the gradient synchronisation, 0 to 1."""
+        return self._exposed_ms / self._stepping_ms if self._stepping_ms else None
+
+    def points(self, columns: int, *, over_time: bool, smoothing: int = 0, measure: Measure = "loss") -> CurvePoints:
+        """Return a curve in ``columns`` columns of equally many steps, each at its middle.
 
         Args:
             columns: Columns.
             over_time: Whether the curve is over the seconds since the start.
             smoothing: Steps over which it is smoothed; 0: not at all.
+            measure: What it is of: nats, samples of all ranks per second, or milliseconds.
         """
-        window = smooth_window(self.series.window("loss", columns), smoothing)
+        window = self.series.window("loss" if measure == "samples_per_s" else measure, columns)
         if not window.last_step:
             return CurvePoints(at=(), values=())
         first, count = window.first_step, window.last_step - window.first_step + 1
@@ -178,18 +207,34 @@ class LossHistory:
             for column, (low, high) in enumerate(pairwise(edges))
         ]
         at = [self.seconds_at(step) for step in steps] if over_time else steps
-        return CurvePoints(at=at, values=window.median)
+        values = self._rates(first, count, columns) if measure == "samples_per_s" else window.median
+        return CurvePoints(at=at, values=smooth(values, smoothing, count / columns))
+
+    def _rates(self, first: int, count: int, columns: int) -> list[float]:
+        """Return the samples of all ranks per second in columns of equally many steps."""
+        own = self._samples[-1] if self._samples else 0.0
+        ranks = self._all_samples / own if own else 0.0
+        rates = []
+        for low, high in pairwise(first - 1 + column * count / columns for column in range(columns + 1)):
+            seconds = self.seconds_at(high) - self.seconds_at(low)
+            samples = self._at(self._samples, high) - self._at(self._samples, low)
+            rates.append(ranks * samples / seconds if seconds > 0 else nan)
+        return rates
 
     def seconds_at(self, step: float) -> float:
         """Return the time of a step since the start, interpolated linearly."""
+        return self._at(self._seconds, step)
+
+    def _at(self, values: Sequence[float], step: float) -> float:
+        """Return one of ``values``, which belong to ``_steps``, interpolated linearly."""
         after = bisect_right(self._steps, step)
         if after == 0 or not self._steps:
-            return self._seconds[0] if self._seconds else 0.0
+            return values[0] if values else 0.0
         if after == len(self._steps):
-            return self._seconds[-1]
+            return values[-1]
         low, high = self._steps[after - 1], self._steps[after]
         share = (step - low) / (high - low)
-        return self._seconds[after - 1] + share * (self._seconds[after] - self._seconds[after - 1])
+        return values[after - 1] + share * (values[after] - values[after - 1])
 
 
 def resampled(points: CurvePoints, columns: int, last: float, *, first: float = 0.0) -> list[float]:

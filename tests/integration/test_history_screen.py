@@ -135,6 +135,13 @@ async def test_marking_two_runs_compares_their_curves_and_recipes(three: list[Ru
         await pilot.press("y", "m")
         await settle(pilot)
         assert "smooth over 10 steps" in seen(app)
+        await pilot.press("v")
+        await settle(pilot)
+        assert "throughput  samples/s of all ranks over time since the start" in seen(app)
+        assert any("samples/s" in row and "32" in row for row in seen(app).splitlines()[-20:])
+        await pilot.press("v")
+        await settle(pilot)
+        assert "sync wait  ms over time" in seen(app)
         await pilot.press("escape")
         await settle(pilot)
         assert app.place == "history"

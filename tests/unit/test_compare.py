@@ -6,7 +6,7 @@ import pytest
 
 from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
-from gputrain_tui.history.compare import CurvePoints, LossHistory, RecipeDifference, differences, resampled
+from gputrain_tui.history.compare import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.record import RunEnded, RunStarted, Step, Validation
@@ -52,8 +52,8 @@ def test_a_task_differs_with_its_own_options() -> None:
     assert keys["task.dim"][1] == ""
 
 
-def history(steps: int, seconds: float) -> LossHistory:
-    found = LossHistory(2)
+def history(steps: int, seconds: float) -> CurveHistory:
+    found = CurveHistory(2)
     found.apply(RunStarted(time=100.0, run="r", recipe="r", world_size=2, run_dir="d"))
     for step in range(1, steps + 1):
         for rank in range(2):
@@ -73,6 +73,27 @@ def test_a_curve_runs_over_steps_or_over_seconds_since_the_start() -> None:
     assert steps.values == seconds.values
 
 
+def test_throughput_is_of_all_ranks_also_where_steps_become_slower_and_ranks_read_unlike_batches() -> None:
+    found = CurveHistory(2)
+    time = 100.0
+    for step in range(1, 101):
+        seconds = 0.1 if step <= 50 else 0.2
+        time += seconds
+        for rank, samples in ((0, 8), (1, 24)):
+            found.apply(
+                Step(
+                    time=time, rank=rank, step=step, epoch=1, steps=1, samples=samples, loss=1.0,
+                    step_ms=1e3 * seconds, sync_exposed_ms=250.0 * seconds,
+                )
+            )  # fmt: skip
+    rates = found.points(10, over_time=False, measure="samples_per_s").values
+    assert rates == pytest.approx([320.0] * 5 + [160.0] * 5)
+    assert found.samples_per_s == pytest.approx(3200 / 15)
+    assert found.sync_share == pytest.approx(0.25)
+    waited = found.points(10, over_time=False, measure="sync_exposed_ms").values
+    assert [*waited[:4], *waited[5:]] == pytest.approx([25.0] * 4 + [50.0] * 5)
+
+
 @pytest.mark.parametrize("steps", [2, 3, 7, 100, 5000])
 @pytest.mark.parametrize("over_time", [False, True])
 def test_a_curve_reaches_the_last_step(steps: int, over_time: bool) -> None:
@@ -84,7 +105,7 @@ def test_a_curve_reaches_the_last_step(steps: int, over_time: bool) -> None:
 
 
 def test_a_run_that_ended_within_one_event_is_drawn_from_its_first_step_to_its_last() -> None:
-    found = LossHistory(2)
+    found = CurveHistory(2)
     for rank, losses in ((0, [5.0, 4.0, 3.0]), (1, [5.0, 4.0])):
         found.apply(Step(time=101.0, rank=rank, step=len(losses), epoch=1, steps=len(losses), samples=3, loss=4.0,
                          losses=losses, step_ms=100.0, step_ms_each=[100.0] * len(losses)))  # fmt: skip
@@ -121,7 +142,7 @@ def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
 def test_gaps_stay_out_and_no_step_is_an_empty_curve() -> None:
     assert all(map(isnan, resampled(CurvePoints(at=[], values=[]), 4, 10.0)))
     assert all(map(isnan, resampled(CurvePoints(at=[1.0], values=[1.0]), 4, 0.0)))
-    assert LossHistory(2).points(10, over_time=True) == CurvePoints(at=(), values=())
+    assert CurveHistory(2).points(10, over_time=True) == CurvePoints(at=(), values=())
 
 
 def overlay(*values: list[float], over_time: bool = False) -> Overlay:

@@ -1,4 +1,4 @@
-"""Compare screen: the losses of two to six runs on one chart, and the differences of their recipes."""
+"""Compare screen: loss, throughput or synchronisation of two to six runs, and how their recipes differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.loss_curves import LossCurves
-from gputrain_tui.history.compare import RecipeDifference, differences
+from gputrain_tui.history.compare import MEASURES, RecipeDifference, differences
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import start
 from gputrain_tui.recipe import model as recipes
@@ -122,6 +122,12 @@ class CompareScreen(Page):
         """Draw over steps, or over time."""
         curves = self.query_one(LossCurves)
         curves.over_time = not curves.over_time
+        curves.redraw()
+
+    def action_measure(self) -> None:
+        """Draw the next measure."""
+        curves = self.query_one(LossCurves)
+        curves.measure = MEASURES[(MEASURES.index(curves.measure) + 1) % len(MEASURES)]
         curves.redraw()
 
     def action_scale(self) -> None:

@@ -1,4 +1,4 @@
-"""Losses of one run or several, read from their records."""
+"""Curves of one run or several, read from their records: loss, throughput or exposed synchronisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
 from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
-from gputrain_tui.history.compare import LossHistory, resampled
+from gputrain_tui.history.compare import CurveHistory, Measure, resampled
 from gputrain_tui.history.runs import ENDED, Run, RunReader
 
 LATE_START_SHARE = 0.1
@@ -23,7 +23,7 @@ class LossReader:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.history = LossHistory(run.status.world_size)
+        self.history = CurveHistory(run.status.world_size)
         self.behind = True
         """Whether more is there than was read."""
         self._reader = RunReader(run.dir)
@@ -54,6 +54,7 @@ class LossCurves(Canvas):
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(*CURVES)
 
     over_time = False
+    measure: Measure = "loss"
     scale: Scale = "linear"
     smoothing = 0
     """Steps over which the curves are smoothed; 0: not at all."""
@@ -109,16 +110,29 @@ class LossCurves(Canvas):
         first = first if first > LATE_START_SHARE * last else 0.0
         lines = []
         for reader, history in zip(self._readers, histories, strict=True):
-            points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing)
+            points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing, measure=self.measure)
             values = resampled(points, columns, last, first=first)
             lines.append(
-                OverlayLine(name=reader.run.id, values=values, value=history.loss, best=history.best_validation)
+                OverlayLine(
+                    name=reader.run.id,
+                    values=values,
+                    value=history.loss,
+                    best=history.best_validation,
+                    samples_per_s=history.samples_per_s,
+                    sync_share=history.sync_share,
+                )
             )
         remarks = [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []
         if any(reader.behind for reader in self._readers):
             remarks.append("reading")
         overlay = Overlay(
-            lines=lines, first=first, last=last, over_time=self.over_time, scale=self.scale, remarks=tuple(remarks)
+            lines=lines,
+            first=first,
+            last=last,
+            over_time=self.over_time,
+            measure=self.measure,
+            scale=self.scale,
+            remarks=tuple(remarks),
         )
         names = legend(lines, width) if self._named else []
         gap: list[Row] = [[]] if names and height >= 20 else []

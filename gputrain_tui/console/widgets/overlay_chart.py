@@ -1,4 +1,4 @@
-"""Chart of several runs' losses, with a legend that works without colours."""
+"""Chart of several runs' curves, with a legend that works without colours."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from gputrain_tui.console.widgets.drawing import (
     Row,
     centred_text,
     fit_row,
+    format_short,
     merge,
     nice_step,
     pad,
     title_row,
 )
 from gputrain_tui.headless.progress import loss_text
+from gputrain_tui.history.compare import Measure
 from gputrain_tui.tables import duration, printable
 
 
@@ -32,6 +34,10 @@ class OverlayLine:
     """The newest loss, nats."""
     best: float | None = None
     """The least validation loss, nats."""
+    samples_per_s: float | None = None
+    """Samples of all ranks per second, over the whole run."""
+    sync_share: float | None = None
+    """Share of step time that waited for the gradient synchronisation, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +50,27 @@ class Overlay:
     over_time: bool
     first: float = 0.0
     """The beginning of the axis."""
+    measure: Measure = "loss"
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
 
 
+TITLES: dict[Measure, tuple[str, str]] = {
+    "loss": ("loss", "nats"),
+    "samples_per_s": ("throughput", "samples/s of all ranks"),
+    "sync_exposed_ms": ("sync wait", "ms"),
+}
+"""Title and unit of a chart."""
+WIDE_LEGEND_CELLS = 100
+"""Fewest cells of a legend with throughput and synchronisation."""
+
+
 def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
     """Return the chart as ``height`` rows of ``width`` cells."""
+    title, measured_in = TITLES[overlay.measure]
     unit = "time since the start" if overlay.over_time else "steps"
     remarks = [[(remark, "dim")] for remark in (*overlay.remarks, *(["log"] if overlay.scale == "log" else []))]
-    rows = [title_row(width, [("loss", "title"), (f"  nats over {unit}", "dim")], remarks)]
+    rows = [title_row(width, [(title, "title"), (f"  {measured_in} over {unit}", "dim")], remarks)]
     plot_height = height - 2
     limits = plot_limits((line.values for line in overlay.lines), overlay.scale)
     if limits is None or plot_height < 2 or width < LABEL_CELLS + 8:
@@ -115,7 +133,8 @@ def _ends(overlay: Overlay, width: int) -> Row:
 
 def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
     """Return one line per run: its colour, its number, its name, its newest and its best validation loss."""
-    names = max(width - 7 - 2 * 14, 8)
+    wide = width >= WIDE_LEGEND_CELLS
+    names = max(width - 7 - 2 * 14 - (36 if wide else 0), 8)
     rows = []
     for index, line in enumerate(lines):
         best = loss_text(line.best)
@@ -127,5 +146,9 @@ def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
             (" valid", "dim"),
             (best.rjust(8), "bright"),
         ]
+        if wide:
+            rate = EMPTY if line.samples_per_s is None else format_short(line.samples_per_s, 9).strip()
+            waited = EMPTY if line.sync_share is None else f"{line.sync_share:.1%}"
+            row += [("  samples/s", "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]
         rows.append(fit_row(row, width))
     return rows
