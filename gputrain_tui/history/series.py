@@ -12,6 +12,7 @@ from math import exp, isfinite, nan
 from typing import Literal
 
 from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
+from gputrain_tui.history.step_axis import StepAxis
 from trainer.contract.record import Step, single_steps
 from trainer.contract.record.downsampled import DownsampledBlock
 
@@ -52,6 +53,8 @@ class Series:
         """Ranks that must report a step; grows with the ranks that appear in events."""
         self.latest: dict[BandMetric, Band] = dict.fromkeys(BAND_METRICS, NO_BAND)
         """The newest band of each metric that was measured."""
+        self.axis = StepAxis()
+        """Where the steps lie in time, samples and tokens."""
         self._pyramids = {metric: BandPyramid() for metric in BAND_METRICS}
         self._frames = RankFrames(len(METRICS))
         self._open: dict[int, dict[int, Step]] = {}
@@ -68,6 +71,7 @@ class Series:
 
         An event that covers several steps and has their single values is drawn step by step.
         """
+        self.axis.apply(event)
         if event.step_ms_each is not None and self._width == 1:
             for each in single_steps(event):
                 self._add_event(each)
@@ -135,9 +139,11 @@ class Series:
         first, end = self.first_step, self.last_step
         return (first if last is None else max(first, end - last + 1)), end
 
-    def window(self, metric: BandMetric, columns: int, *, last: int | None = None) -> Window:
-        """Return a metric's band in so many columns, over the whole run or its last steps."""
-        first, end = self.span(last)
+    def window(
+        self, metric: BandMetric, columns: int, *, last: int | None = None, span: tuple[int, int] | None = None
+    ) -> Window:
+        """Return a metric's band in so many columns, over the whole run, its last steps, or a span of steps."""
+        first, end = span or self.span(last)
         low, median, high = [nan] * columns, [nan] * columns, [nan] * columns
         scale = columns / (end - first + 1)
         interpolated = metric in INTERPOLATED
@@ -168,9 +174,17 @@ class Series:
             median[column] /= parts
         return Window(first_step=first, last_step=end, low=low, median=median, high=high)
 
-    def rank_line(self, metric: Metric, rank: int, columns: int, *, last: int | None = None) -> list[float]:
+    def rank_line(
+        self,
+        metric: Metric,
+        rank: int,
+        columns: int,
+        *,
+        last: int | None = None,
+        span: tuple[int, int] | None = None,
+    ) -> list[float]:
         """Return one rank's values in the columns of ``window``; NaN is a gap."""
-        first, end = self.span(last)
+        first, end = span or self.span(last)
         line = [nan] * columns
         index = METRICS.index(metric)
         scale = columns / (end - first + 1)

@@ -10,14 +10,17 @@ from typing import Literal
 
 import pytest
 import synthetic
+from msgspec.structs import replace
 from screen_frames import NOW, console, played, press, rows, settle
 
+from gputrain_tui import paths
 from gputrain_tui.commands import runs as runs_command
+from gputrain_tui.console.curve_reader import CurveReader
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelName, arrange
 from gputrain_tui.console.screens.rank import RankScreen, arrange_rank
 from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
-from gputrain_tui.console.widgets.loss_curves import LossReader
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.runs import Run, last_steps, write_status
@@ -331,6 +334,104 @@ async def test_charts_change_their_axis_window_and_smoothing(tmp_path: Path) -> 
 
 
 @played
+async def test_a_cursor_reads_the_values_of_a_step_in_every_chart(tmp_path: Path) -> None:
+    app = console(straggler(tmp_path))
+    async with app.run_test(size=(200, 55)) as pilot:
+        await settle(pilot)
+        await press(pilot, "full_stop")
+        heads = [row for row in rows(app) if "step 120" in row and "in " in row]
+        assert any("loss  step 120" in row for row in heads)
+        assert any("sync wait ms  step 120" in row for row in heads)
+        await press(pilot, "comma", "less_than_sign")
+        (cursor,) = {match for row in rows(app) for match in re.findall(r"(?:loss|ms)  step (\d+)", row)}
+        assert 80 < int(cursor) < 120
+        await press(pilot, "escape")
+        assert not any(re.search(r"loss  step \d", row) for row in rows(app))
+
+
+@played
+async def test_charts_zoom_into_steps_and_back(tmp_path: Path) -> None:
+    app = console(synthetic.run(tmp_path, steps=300))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await press(pilot, "plus", "plus")
+        assert "steps 226–300" in "\n".join(rows(app))
+        await press(pilot, "minus")
+        assert "steps 188–337" not in "\n".join(rows(app))
+        await press(pilot, "minus")
+        assert "steps " not in "\n".join(row for row in rows(app) if "loss" in row)
+
+
+@played
+async def test_the_mouse_puts_the_cursor_and_drags_a_range(tmp_path: Path) -> None:
+    app = console(synthetic.run(tmp_path, steps=300))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        chart = app.screen.query_one("#loss", BandChart)
+        await pilot.click("#loss", offset=(20, 4))
+        await settle(pilot)
+        assert chart.view.cursor is not None
+        assert chart.view.span is None
+        await pilot.mouse_down("#loss", offset=(20, 4))
+        await pilot.mouse_up("#loss", offset=(30, 4))
+        await settle(pilot)
+        assert chart.view.span is not None
+        first, last = chart.view.span
+        assert first < chart.view.cursor + 1 < last < 300
+        assert f"steps {first}–{last}" in "\n".join(rows(app)) or chart.view.cursor is not None
+
+
+@played
+async def test_charts_are_drawn_over_time_and_samples(tmp_path: Path) -> None:
+    app = console(synthetic.run(tmp_path, steps=300))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert any(row.rstrip("│ ").endswith("step 300") for row in rows(app))
+        await press(pilot, "x")
+        assert app.screen.query_one("#loss", BandChart).x_axis().name == "time"
+        await press(pilot, "x")
+        assert any(re.search(r"\d samples", row) for row in rows(app))
+
+
+@played
+async def test_an_earlier_run_lies_below_and_a_resumed_run_goes_on_from_its_parent(tmp_path: Path) -> None:
+    parent = synthetic.run(paths.runs_folder(), steps=200, status="stopped")
+    child = synthetic.run(paths.runs_folder(), steps=300)
+    text = child.dir.recipe.read_text()
+    child.dir.recipe.write_text(f'{text}\n[train]\nresume = "{parent.dir.checkpoints}/step_200.pt"\n')
+    app = console(child)
+    async with app.run_test(size=(160, 45)) as pilot:
+        await settle(pilot)
+        await app.workers.wait_for_complete()
+        await settle(pilot)
+        chart = app.screen.query_one("#loss", BandChart)
+        assert [each.name for each in chart.earlier] == ["resumed at 1"]
+        await press(pilot, "E")
+        await settle(pilot)
+        assert [each.name for each in chart.earlier] == ["resumed at 1", parent.id]
+        assert parent.id in "\n".join(rows(app))
+        await press(pilot, "full_stop")
+        await press(pilot, "E")
+        assert len(chart.earlier) == 1
+
+
+@played
+async def test_validations_and_a_learning_rate_that_changes_stand_in_the_chart_of_the_loss(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=300)
+    noise = random.Random(1)
+    for rank in range(2):
+        halved = [replace(synthetic.step_of(rank, step, noise), lr=0.001) for step in range(301, 321)]
+        synthetic.write(run.dir.rank_events(rank), *halved)
+    app = console(run)
+    async with app.run_test(size=(160, 45)) as pilot:
+        await settle(pilot)
+        await press(pilot, "l", "l")
+        text = "\n".join(rows(app))
+        assert "◆" in text
+        assert any(row.strip().startswith("lr │") for row in rows(app))
+
+
+@played
 async def test_ranks_can_be_sorted_while_the_table_is_not_to_be_seen(tmp_path: Path) -> None:
     app = console(two_ranks(tmp_path))
     async with app.run_test(size=(20, 5)) as pilot:
@@ -412,7 +513,7 @@ async def test_step_and_loss_are_the_same_wherever_they_stand(
     mean = f"{sum(loss or 0.0 for loss in losses) / 2:.4f}"
     summary = summarize(run, now=NOW)
     assert (summary["step"], f"{summary['loss']:.4f}") == (43, mean)
-    assert runs_command.run(Namespace(json=False)) == 0
+    assert runs_command.run(Namespace(json=False, filter="", sort=None, reverse=False)) == 0
     assert mean in capsys.readouterr().out
     app = console(run)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -426,7 +527,7 @@ async def test_step_and_loss_are_the_same_wherever_they_stand(
         own = [app.screen.live.state.rank(rank).loss for rank in range(2)]
         for rank, loss in enumerate(own):
             assert any(re.match(rf"[ ▸]+{rank} .* {loss:.4f} ", row) for row in rows(app))
-    reader = LossReader(run)
+    reader = CurveReader(run)
     while reader.poll(math.inf):
         pass
     assert f"{reader.history.loss:.4f}" == mean

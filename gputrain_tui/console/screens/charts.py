@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from textual import on, work
 from textual.events import Resize
 from textual.geometry import Size
 
+from gputrain_tui.console.curve_reader import CurveReader
+from gputrain_tui.console.live import POLL_BUDGET_S
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
-from gputrain_tui.console.widgets.band_chart import BandChart
+from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
+from gputrain_tui.console.widgets.chart_view import ChartView
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
+from gputrain_tui.history.parent import parent_of
+from gputrain_tui.history.runs import list_runs
 from gputrain_tui.history.series import BandMetric
 
 if TYPE_CHECKING:
@@ -47,6 +54,12 @@ class ChartScreen(ConsoleScreen):
         self._window = 0
         self._smoothing = 0
         self._over = live.over
+        self.view = ChartView()
+        """Range, axis and cursor of all charts."""
+        self._resumed_run: CurveReader | None = None
+        """The run that this one has resumed."""
+        self._below: CurveReader | None = None
+        """The earlier run that lies below the curves."""
         self._painted_at: dict[str | None, float] = {}
         """Time of each panel's last repaint, monotonic seconds."""
 
@@ -65,6 +78,7 @@ class ChartScreen(ConsoleScreen):
 
     def tick(self) -> None:
         """Repaint what changed."""
+        self._read_earlier()
         now = time.monotonic()
         for turn, panel in enumerate(self.query_one("#panels").children):
             if panel.display and (panel.id == self.EVERY_TICK or self._is_due(panel.id, turn, now)):
@@ -95,13 +109,117 @@ class ChartScreen(ConsoleScreen):
     def band_chart(self, metric: BandMetric, *, id: str) -> BandChart:
         """Return the chart of a metric."""
         title, unit, empty = CHARTS[metric]
-        return BandChart(self.live, metric, title, unit, empty=empty, spiky=metric != "loss", id=id)
+        return BandChart(self.live, metric, title, unit, view=self.view, empty=empty, spiky=metric != "loss", id=id)
 
     def _point_at(self, rank: int | None) -> None:
         """Highlight a rank in every panel, or none."""
         for child in self.query_one("#panels").children:
             if isinstance(child, Panel):
                 child.selected_rank = rank
+
+    # Earlier runs
+
+    def on_screen_resume(self) -> None:
+        """Read the run that this one has resumed, once."""
+        if self._resumed_run is None and not self.is_archive:
+            self._find_parent()
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether the run is an archive's, whose paths are another machine's."""
+        return self.live.run.status.archived is not None
+
+    @work(group="parent", exclusive=True)
+    async def _find_parent(self) -> None:
+        parent = await asyncio.to_thread(parent_of, self.live.run)
+        if parent is not None:
+            self._resumed_run = CurveReader(parent)
+            self._show_earlier()
+
+    def on_unmount(self) -> None:
+        """Close the records of earlier runs."""
+        for reader in (self._resumed_run, self._below):
+            if reader is not None:
+                reader.close()
+
+    def _read_earlier(self) -> None:
+        """Read the records of earlier runs within the budget of a tick."""
+        deadline = time.perf_counter() + POLL_BUDGET_S
+        for reader in (self._resumed_run, self._below):
+            if reader is not None:
+                reader.poll(deadline)
+
+    def _show_earlier(self) -> None:
+        """Put earlier runs below all charts."""
+        earlier = []
+        if self._resumed_run is not None:
+            until = self.live.series.first_step or None
+            name = f"resumed at {until:,}" if until is not None else "resumed"
+            earlier.append(EarlierCurve(name=name, series=self._resumed_run.history.series, until=until))
+        if self._below is not None:
+            earlier.append(EarlierCurve(name=self._below.run.id, series=self._below.history.series))
+        for chart in self.query(BandChart):
+            chart.earlier = earlier
+            chart.redraw()
+
+    def action_underlay(self) -> None:
+        """Lay the next earlier run of the same recipe below the curves, and after the last one none."""
+        now = self.live.run
+        found = [run for run in list_runs() if run.status.recipe == now.status.recipe and run.id != now.id]
+        before = None if self._below is None else self._below.run.id
+        ids = [run.id for run in found]
+        index = ids.index(before) + 1 if before in ids else 0
+        if self._below is not None:
+            self._below.close()
+        self._below = CurveReader(found[index]) if index < len(found) else None
+        if not found:
+            app_of(self).report(f"there is no other run of {now.status.recipe}")
+        self._show_earlier()
+
+    # Range, axis and cursor
+
+    def _chart(self) -> BandChart | None:
+        """Return the chart by which the cursor moves: the one with the focus, or the first that is shown."""
+        charts = [chart for chart in self.query(BandChart) if chart.display and chart.size]
+        return next((chart for chart in charts if chart.has_focus), charts[0] if charts else None)
+
+    def _redraw_charts(self) -> None:
+        for chart in self.query(BandChart):
+            chart.redraw()
+
+    def action_cursor(self, columns: int) -> None:
+        """Move the cursor of the charts."""
+        chart = self._chart()
+        if chart is not None:
+            self.view.move(chart.whole, chart.columns // 2, columns)
+            self._redraw_charts()
+
+    def action_range(self, closer: int) -> None:
+        """Show fewer steps around the cursor, or more."""
+        chart = self._chart()
+        if chart is not None:
+            self.view.zoom(chart.whole, closer=bool(closer))
+            self._redraw_charts()
+
+    def action_axis(self) -> None:
+        """Draw over the next axis on which the run was measured."""
+        self.view.next_axis(self.live.series.axis)
+        self._redraw_charts()
+
+    @on(ChartDragged)
+    def _dragged(self, message: ChartDragged) -> None:
+        if message.until is None:
+            self.view.cursor = message.step
+        else:
+            self.view.show_range(message.step, message.until)
+        self._redraw_charts()
+
+    def view_back(self) -> bool:
+        """Remove the cursor, or else the range; return False where there is neither."""
+        if not self.view.back():
+            return False
+        self._redraw_charts()
+        return True
 
     def action_scale(self) -> None:
         """Change between a linear and a logarithmic axis."""
@@ -110,6 +228,7 @@ class ChartScreen(ConsoleScreen):
 
     def action_window(self) -> None:
         """Show the whole run, or its last steps."""
+        self.view.span = None
         self._window = (self._window + 1) % len(WINDOW_STEPS)
         for chart in self.query(BandChart):
             chart.show(last=WINDOW_STEPS[self._window])

@@ -81,7 +81,7 @@ class RankScreen(ChartScreen):
     def __init__(self, live: LiveRun, rank: int) -> None:
         super().__init__(live)
         self.rank = rank
-        self._below = "loss"
+        self._panel_below = "loss"
         self._request: StackRequest | None = None
         self._asked_at = 0.0
 
@@ -113,7 +113,7 @@ class RankScreen(ChartScreen):
         width, height = self.panel_size
         count = len(facts(self.live.state, self.rank, 0.0))
         self.query_one(PanelContainer).place(
-            arrange_rank(width, height, facts=facts_height(width, count), below=self._below)
+            arrange_rank(width, height, facts=facts_height(width, count), below=self._panel_below)
         )
 
     # What the person does
@@ -123,7 +123,7 @@ class RankScreen(ChartScreen):
         widget = next(iter(self.query(f"#{name}")), None)
         if widget is None:
             return
-        self._below = "loss" if self._below == name and layout_size(*self.app.size) == "narrow" else name
+        self._panel_below = "loss" if self._panel_below == name and layout_size(*self.app.size) == "narrow" else name
         self.place_panels()
         if widget.can_focus and widget.display:
             widget.focus()
@@ -132,7 +132,7 @@ class RankScreen(ChartScreen):
     def _text(self) -> StackView | LogView:
         """The panel of text that is shown, of both the stack once it was asked for."""
         stack = self.query_one(StackView)
-        return stack if stack.display and self._below == "stack" else self.query_one(LogView)
+        return stack if stack.display and self._panel_below == "stack" else self.query_one(LogView)
 
     def action_scroll_by(self, lines: int) -> None:
         """Scroll the stack or the log."""
@@ -144,10 +144,10 @@ class RankScreen(ChartScreen):
 
     def keep_view(self) -> Callable[[], None]:
         """Return what restores the choice of panels."""
-        below = self._below
+        below = self._panel_below
 
         def restore() -> None:
-            self._below = below
+            self._panel_below = below
             self.place_panels()
 
         return restore
@@ -161,8 +161,9 @@ class RankScreen(ChartScreen):
         return stack or self.query_one(LogView).copyable()
 
     def action_back(self) -> None:
-        """Return to the run."""
-        self.dismiss()
+        """Remove cursor and range of the charts, then return to the run."""
+        if not self.view_back():
+            self.dismiss()
 
     def _turn(self, step: int) -> None:
         ranks = sorted(self.live.state.ranks)
@@ -195,7 +196,7 @@ class RankScreen(ChartScreen):
 
     def action_stack(self) -> None:
         """Request the rank's stack."""
-        self._below = "stack"
+        self._panel_below = "stack"
         self.place_panels()
         view = self.query_one(StackView)
         try:

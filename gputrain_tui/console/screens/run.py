@@ -238,7 +238,9 @@ class RunScreen(ChartScreen):
         return self.query_one(Findings).copyable()
 
     def action_back(self) -> None:
-        """Undo one thing: zoom, filter, selection."""
+        """Undo one thing: cursor, range of steps, zoom, filter, selection."""
+        if self.view_back():
+            return
         grid = self.query_one(RankGrid)
         if self.choice.zoomed:
             self._choose(zoomed=False)

@@ -1,295 +1,54 @@
-"""Chart of a metric over the steps: the median of all ranks on the band from minimum to maximum."""
+"""Chart of a metric of the run that is shown: its curve, earlier ones below it, a cursor and ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor, inf, isfinite, log10, nan
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from math import isfinite, nan
+from typing import TYPE_CHECKING
 
-from gputrain_tui.console.widgets.drawing import (
-    EMPTY,
-    LOWER,
-    Row,
-    centred_text,
-    fit_row,
-    format_short,
-    format_value,
-    merge,
-    nice_step,
-    title_row,
-)
+from textual.events import MouseDown, MouseEvent, MouseUp
+from textual.message import Message
+
+from gputrain_tui.console.widgets.chart_view import FINE, ChartView, XAxis, line_on_axis, on_axis
+from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS, Curve, Scale, chart_columns, draw_curve
+from gputrain_tui.console.widgets.drawing import Row, fit_row, format_short, format_value
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.progress import loss_text
-from gputrain_tui.history.series import BandMetric, Window, smooth, smooth_window
+from gputrain_tui.history.compare import CurvePoints, resampled
+from gputrain_tui.history.series import BandMetric, Series, Window, smooth, smooth_window
+from gputrain_tui.tables import duration
+from trainer.contract.record import Validation
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
-Scale = Literal["linear", "log"]
 
-BRAILLE = 0x2800
-"""First code point of the braille cells."""
-BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of a braille cell, per dot column from the top."""
-GREATEST, LEAST = 1e300, 1e-300
-"""Limits of a drawn number, so that differences and quotients stay finite."""
-LOSS_UNIT = "nats"
-"""Unit of the chart whose values are written as losses."""
-MEAN_FROM_CELLS = 70
-"""Fewest cells of a chart whose title says that the newest loss is a mean."""
-LABEL_CELLS = 6
-"""Cells of a y label."""
-USUAL_SHARE = 0.95
-"""Share of the columns shown in full where spikes may be cropped."""
-SPIKE_RATIO = 2.5
-"""Ratio of a spike's height to the usual one from which it is cropped: below, both can be read."""
-NEWEST_COLUMNS = 8
-"""Newest columns that are never cropped: a new level is no spike."""
+class ChartDragged(Message):
+    """The mouse has chosen a step of a chart, or with another one a range."""
+
+    def __init__(self, step: int, until: int | None = None) -> None:
+        super().__init__()
+        self.step = step
+        self.until = until
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Data and options of a chart."""
+class EarlierCurve:
+    """A run whose curves lie below those of the run that is shown."""
 
-    title: str
-    unit: str = ""
-    window: Window
-    """Two columns per cell."""
-    value: float = nan
-    """The newest median."""
-    ranks: int = 0
-    rank: int | None = None
-    """The selected rank."""
-    rank_line: Sequence[float] = ()
-    rank_value: float = nan
-    scale: Scale = "linear"
-    remarks: tuple[str, ...] = ()
-    """View options, such as ``last 1,000``."""
-    empty: str = "no step yet"
-    """Text where nothing was measured."""
-    spiky: bool = False
-    """Whether rare spikes may be cropped."""
-    blocks: bool = True
-    """Whether the band is drawn as filled cells; otherwise as dots, for terminals with few colours."""
-
-
-def chart_columns(width: int) -> int:
-    """Return the columns of a curve in a chart of so many cells."""
-    return 2 * max(width - LABEL_CELLS - 2, 1)
-
-
-def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
-    """Return a chart as ``height`` rows of ``width`` cells."""
-    plot_height = height - (2 if height > 4 else 1)
-    if plot_height < 1:
-        return [fit_row(_head(curve, width), width)]
-    limits = plot_limits((curve.window.low, curve.window.high, curve.rank_line), curve.scale)
-    if limits is None or width < LABEL_CELLS + 6:
-        text = curve.empty if limits is None else EMPTY
-        return [fit_row(_head(curve, width), width), *centred_text(width, height - 1, [text])]
-    low, high = limits
-    axis = Axis(low, min(high, _usual_top(curve, low)), plot_height, curve.scale)
-    rows = [fit_row(_head(curve, width, peak=high if axis.leaves_out(high) else None), width)]
-    rows += [fit_row(row, width) for row in _plot(curve, axis, width - LABEL_CELLS - 2, plot_height)]
-    if height > 4:
-        rows.append(fit_row(steps_row(curve.window.first_step, curve.window.last_step, width), width))
-    return rows
-
-
-def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
-    left: Row = [(curve.title, "title"), (" ", "base"), (_value_text(curve, curve.value), "bright")]
-    if curve.unit:
-        mean = " mean" if curve.unit == LOSS_UNIT and curve.ranks > 1 and width >= MEAN_FROM_CELLS else ""
-        left.append((f" {curve.unit}{mean}", "dim"))
-    if curve.rank is not None:
-        left += [("  rank ", "dim"), (f"{curve.rank} {_value_text(curve, curve.rank_value)}", "accent")]
-    remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
-    if curve.ranks > 1:
-        remarks.append(f"median in min–max of {curve.ranks:,} ranks")
-    peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {format_value(peak)}", "dim")]]
-    return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
-
-
-def _value_text(curve: Curve, value: float) -> str:
-    """Return a value; a loss as in header and table."""
-    return loss_text(value) if curve.unit == LOSS_UNIT and isfinite(value) else format_value(value)
-
-
-def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:
-    """Return the least and greatest number to show; None when there is none."""
-    least = 0.0 if scale == "log" else -inf
-    values = [value for line in lines for value in line if least < value < inf]
-    if not values:
-        return None
-    low, high = (min(max(value, -GREATEST), GREATEST) for value in (min(values), max(values)))
-    return (max(low, LEAST), max(high, LEAST)) if scale == "log" else (low, high)
-
-
-def _usual_top(curve: Curve, low: float) -> float:
-    """Return the top of the axis without rare spikes; infinite where there are none."""
-    highs = sorted(value for value in curve.window.high if isfinite(value))
-    if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST_COLUMNS:
-        return inf
-    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-NEWEST_COLUMNS:] if isfinite(v)]
-    top = max([highs[int(USUAL_SHARE * (len(highs) - 1))], *newest])
-    return top + 0.2 * (top - low) if highs[-1] - low > SPIKE_RATIO * (top - low) > 0 else inf
-
-
-class Axis:
-    """Vertical axis: maps values to heights from 0 to 1, and chooses ticks."""
-
-    def __init__(self, low: float, high: float, height: int, scale: Scale) -> None:
-        self.log = scale == "log"
-        self.ticks: list[float] = []
-        most = max(2, height // 3)
-        if self.log:
-            self.low, self.high = log10(low), log10(high)
-            if self.high - self.low < 0.1:
-                self.low, self.high = self.low - 0.05, self.high + 0.05
-            decades = range(floor(self.low), ceil(self.high) + 1)
-            for factors in ((1, 2, 5), (1, 3), (1,)):
-                ticks = [f * 10.0**d for d in decades for f in factors if self.low <= log10(f) + d <= self.high]
-                if len(ticks) <= most:
-                    break
-            if len(ticks) < 2:  # less than a decade: use evenly spaced ticks
-                low, high = 10**self.low, 10**self.high
-                step = nice_step(high - low, most)
-                ticks = [n * step for n in range(ceil(low / step), floor(high / step) + 1)]
-            self.ticks = ticks[:: max(1, ceil(len(ticks) / most))]
-            return
-        if high - low <= max(1e-9 * max(abs(low), abs(high)), LEAST):  # a constant stands in the middle
-            pad = abs(high) * 0.1 if abs(high) > LEAST else 1.0
-            low, high = low - pad, high + pad
-        step = nice_step(high - low, most)
-        half = step / 2
-        self.low, self.high = floor(low / half + 1e-9) * half, ceil(high / half - 1e-9) * half
-        self.ticks = [n * step for n in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
-
-    def leaves_out(self, value: float) -> bool:
-        """Return whether a value is above the top."""
-        return not self.log and value > self.high + 1e-9 * abs(self.high)
-
-    def at(self, value: float) -> float:
-        """Return the height of a value; NaN when it has none."""
-        if self.log:
-            value = log10(value) if value > 0 else nan
-        elif not isfinite(value):
-            return nan
-        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
-
-    def labels(self, height: int) -> dict[int, str]:
-        """Return the labels of the ticks by their lines from the top."""
-        found: dict[int, str] = {}
-        for tick in reversed(self.ticks):
-            line = min(height - 1, int((1 - self.at(tick)) * height))
-            found.setdefault(line, format_short(round(tick, 12)).strip())
-        return found
-
-
-def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
-    """Return the rows of the plot with their y labels."""
-    median = braille_line(curve.window.median, axis, width, height)
-    rank = braille_line(curve.rank_line, axis, width, height)
-    bottoms, tops = _edges(curve.window, axis, width, height)
-    highs = enumerate(curve.window.high)
-    spikes = {column >> 1 for column, value in highs if value < inf and axis.leaves_out(min(value, GREATEST))}
-    labels = axis.labels(height)
-    rows = []
-    for y in range(height):
-        label = labels.get(y, "")
-        pieces: Row = [(label.rjust(LABEL_CELLS), "axis"), (" ┤" if label else " │", "rule")]
-        ground = "┈" if label else " "
-        floor_8 = 8 * (height - 1 - y)
-        rank_row, median_row = rank[y], median[y]
-        for x in range(width):
-            low, high = max(bottoms[x] - floor_8, 0), min(tops[x] - floor_8, 8)
-            if y == 0 and x in spikes:
-                pieces.append(("▴", "median"))
-            elif rank_row[x] and not (median_row[x] and x % 2):  # where the two meet they take turns
-                on_band = curve.blocks and high - low >= 4
-                pieces.append((chr(BRAILLE + rank_row[x]), "rank-on-band" if on_band else "rank"))
-            elif median_row[x]:
-                on_band = curve.blocks and high - low >= 4
-                pieces.append((chr(BRAILLE + median_row[x]), "median-on-band" if on_band else "median"))
-            elif high <= low:
-                pieces.append((ground, "rule"))
-            elif not curve.blocks:
-                pieces.append((_dots(low, high, sparse=True), "band"))
-            elif low == 0:
-                pieces.append((LOWER[high], "band"))
-            elif high == 8:
-                pieces.append((LOWER[low], "band-reversed"))
-            else:
-                pieces.append((_dots(low, high), "band"))
-        rows.append(merge(pieces))
-    return rows
-
-
-def braille_line(values: Sequence[float], axis: Axis, width: int, height: int) -> list[bytearray]:
-    """Return a connected curve as bits of braille cells, [height, width]."""
-    cells = [bytearray(width) for _ in range(height)]
-    dots = 4 * height
-    before = -1
-    for column, value in enumerate(values[: 2 * width]):
-        if value != value:
-            before = -1
-            continue
-        place = axis.at(value)
-        if place != place:
-            before = -1
-            continue
-        y = min(dots - 1, int((1 - place) * dots))
-        bits = BRAILLE_DOTS[column & 1]
-        x = column >> 1
-        cells[y >> 2][x] |= bits[y & 3]
-        if before >= 0 and abs(before - y) > 1:
-            for between in range(before + 1, y) if before < y else range(y + 1, before):
-                cells[between >> 2][x] |= bits[between & 3]
-        before = y
-    return cells
-
-
-def _edges(window: Window, axis: Axis, width: int, height: int) -> tuple[list[int], list[int]]:
-    """Return the lower and upper edge of the band per cell, in eighths of a cell from the bottom."""
-    eighths = 8 * height
-    bottoms, tops = [0] * width, [0] * width
-    for x in range(width):
-        lows = [place for value in window.low[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
-        highs = [place for value in window.high[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
-        if highs:
-            tops[x] = round(max(highs) * eighths)
-            bottoms[x] = round(min(lows) * eighths) if len(lows) == len(highs) else 0
-    return bottoms, tops
-
-
-def _dots(low: int, high: int, *, sparse: bool = False) -> str:
-    """Return a braille cell filled between two heights in eighths."""
-    rows = range(4 - (high + 1) // 2, 4 - low // 2)
-    return chr(BRAILLE + sum(BRAILLE_DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
-
-
-def steps_row(first: int, last: int, width: int) -> Row:
-    """Return the x labels: round steps, and the newest at the right."""
-    cells = width - LABEL_CELLS - 2
-    line = [" "] * width
-    end = f"step {last:,}"
-    free = max(width - len(end), 0)
-    line[free:] = end
-    if last > first:
-        distance = max(1, int(nice_step(last - first, max(1, cells // 9))))
-        busy = LABEL_CELLS
-        for step in range(-(-first // distance) * distance, last, distance):
-            text = f"{step:,}"
-            begin = LABEL_CELLS + 2 + (step - first) * cells // (last - first + 1)
-            if begin > busy and begin + len(text) + 2 <= free:
-                line[begin : begin + len(text)] = text
-                busy = begin + len(text) + 2
-    return [("".join(line), "axis")]
+    name: str
+    series: Series
+    until: int | None = None
+    """Step before which it counts; None: all of it. A run that was resumed has its parent's steps before its own."""
 
 
 class BandChart(Panel):
     """The chart of one metric of the run."""
+
+    ALLOW_SELECT = False
+    """The mouse chooses a range of steps here."""
 
     def __init__(
         self,
@@ -298,6 +57,7 @@ class BandChart(Panel):
         title: str,
         unit: str = "",
         *,
+        view: ChartView | None = None,
         empty: str = "no step yet",
         spiky: bool = False,
         id: str | None = None,
@@ -308,11 +68,17 @@ class BandChart(Panel):
         self.unit = unit
         self.empty_text = empty
         self.spiky = spiky
+        self.view = view or ChartView()
+        """Range, axis and cursor, shared by the charts of a screen."""
+        self.earlier: Sequence[EarlierCurve] = ()
+        """Runs below the curve."""
         self.chart_scale: Scale = "linear"
         self.last: int | None = None
         """Steps to show; None: the whole run."""
         self.smoothing = 0
         """Steps over which the curves are smoothed; 0: not at all."""
+        self._pressed: int | None = None
+        """Step at which the mouse button was pressed."""
 
     def show(self, *, scale: Scale | None = None, last: int | None = None, smoothing: int | None = None) -> None:
         """Choose how the curve is shown; ``last`` is always taken, None being the whole run."""
@@ -321,33 +87,165 @@ class BandChart(Panel):
         self.smoothing = self.smoothing if smoothing is None else smoothing
         self.redraw()
 
+    def seen_version(self) -> object:
+        """Change also with validations and what lies below."""
+        validations = len(self.live.state.validations) if self.metric == "loss" else 0
+        return self.live.series.version, validations, [each.series.version for each in self.earlier]
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """First and last step that are shown without a range of the view: a parent's steps come before the first."""
+        first, last = self.live.series.span(self.last)
+        if self.last is None and self.view.axis == "step":
+            first = min(
+                [first, *(each.series.first_step for each in self.earlier if each.until and each.series.first_step)]
+            )
+        return first, last
+
+    @property
+    def columns(self) -> int:
+        """Columns of the curve."""
+        return chart_columns(self.size.width)
+
+    def x_axis(self) -> XAxis:
+        """Return the horizontal axis as it is drawn."""
+        first, last = self.view.span or self.whole
+        axis = self.live.series.axis
+        name = self.view.axis if axis.has(self.view.axis) else "step"
+        return XAxis(name=name, first_step=first, last_step=last, at=partial(axis.at, name))
+
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the chart."""
-        series = self.live.series
-        columns = chart_columns(width)
-        window = series.window(self.metric, columns, last=self.last)
-        steps_per_column = (window.last_step - window.first_step + 1) / columns
-        rank = self.selected_rank
-        rank_line = [] if rank is None else series.rank_line(self.metric, rank, columns, last=self.last)
-        remarks = [] if self.last is None else [f"last {self.last:,}"]
+        series, x, columns = self.live.series, self.x_axis(), chart_columns(width)
+        window = smooth_window(self._window(series, x, columns), self.smoothing)
+        rank, steps = self.selected_rank, x.last_step - x.first_step + 1
+        fine = columns if x.name == "step" else FINE * columns
+        rank_line: list[float] = []
+        if rank is not None:
+            rank_line = series.rank_line(self.metric, rank, fine, span=(x.first_step, x.last_step))
+            rank_line = smooth(rank_line, self.smoothing, steps / fine)
+            rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
+        under = [self._below(each, x, columns) for each in self.earlier]
+        remarks = [] if self.last is None or self.view.span else [f"last {self.last:,}"]
+        if self.view.span:
+            remarks.append(f"steps {x.first_step:,}–{x.last_step:,}")
         if self.smoothing:
             remarks.append(f"smooth over {self.smoothing:,} steps")
+        cells = columns // 2
+        marks = [(x.column(each.step, cells), each.loss) for each in self._validations(x)]
+        cursor = self.view.cursor
+        here = None if cursor is None else x.column(cursor, columns)
         curve = Curve(
             title=self.title_text,
             unit=self.unit,
-            window=smooth_window(window, self.smoothing),
+            window=window,
             value=self._newest(),
             ranks=series.world_size,
             rank=rank,
-            rank_line=smooth(rank_line, self.smoothing, steps_per_column),
+            rank_line=rank_line,
             rank_value=nan if rank is None else self._newest_of(rank),
             scale=self.chart_scale,
-            remarks=tuple(remarks),
+            remarks=(*(f"┈ {each.name}" for each in self.earlier), *remarks),
             empty=self.empty_text,
             spiky=self.spiky,
             blocks=self.ramp.shades,
+            x=x,
+            under=under,
+            marks=[(cell, value) for cell, value in marks if 0 <= cell < cells],
+            cursor=None if here is None or not 0 <= here < columns else here // 2,
+            readout=None if here is None else self._readout(here, window, rank_line, under, x, columns, width),
+            lr=self._learning_rates(x, cells),
         )
         return draw_curve(curve, width, height)
+
+    def _window(self, series: Series, x: XAxis, columns: int) -> Window:
+        fine = columns if x.name == "step" else FINE * columns
+        window = series.window(self.metric, fine, span=(x.first_step, x.last_step))
+        return on_axis(window, x, columns)
+
+    def _below(self, earlier: EarlierCurve, x: XAxis, columns: int) -> list[float]:
+        """Return the curve of an earlier run in the columns of this one."""
+        own = XAxis(
+            name=x.name, first_step=x.first_step, last_step=x.last_step, at=partial(earlier.series.axis.at, x.name)
+        )
+        if x.name != "step":
+            # Its steps lie elsewhere on this axis: what is before the end of the axis is drawn.
+            first, last = earlier.series.span()
+            per_value = (last - first + 1) / (FINE * columns)
+            window = smooth_window(earlier.series.window(self.metric, FINE * columns), self.smoothing)
+            places = [own.at(first + (index + 0.5) * per_value - 0.5) for index in range(FINE * columns)]
+            kept = [pair for pair in zip(places, window.median, strict=True) if x.begin <= pair[0] <= x.end]
+            points = CurvePoints(at=[place for place, _ in kept], values=[value for _, value in kept])
+            return resampled(points, columns, x.end, first=x.begin)
+        window = smooth_window(self._window(earlier.series, own, columns), self.smoothing)
+        if earlier.until is None:
+            return window.median
+        end = x.column(earlier.until, columns)
+        return [value if column < end else nan for column, value in enumerate(window.median)]
+
+    def _validations(self, x: XAxis) -> list[Validation]:
+        """Return the validations within the steps shown, of the training's own weights."""
+        if self.metric != "loss":
+            return []
+        found = (each for each in self.live.state.validations if each.split == "valid" and each.weights_step is None)
+        return [each for each in found if x.first_step <= each.step <= x.last_step and isfinite(each.loss)]
+
+    def _learning_rates(self, x: XAxis, cells: int) -> list[float]:
+        """Return the learning rate per cell, where it changes."""
+        if self.metric != "loss":
+            return []
+        rates = [self.live.series.axis.lr_at(x.step_at(cell, cells)) for cell in range(cells)]
+        known = {rate for rate in rates if isfinite(rate)}
+        return rates if len(known) > 1 else []
+
+    def _readout(
+        self, here: int, window: Window, rank_line: Sequence[float], under: Sequence[Sequence[float]], x: XAxis,
+        columns: int, width: int,
+    ) -> Row:  # fmt: skip
+        """Return the values at the cursor."""
+        cursor = self.view.cursor
+        assert cursor is not None
+        row: Row = [(self.title_text, "title"), (f"  step {cursor:,}", "accent")]
+        if x.name != "step":
+            position = x.at(cursor)
+            text = duration(position) if x.name == "time" else f"{format_short(position, 8).strip()} {x.name}"
+            row.append((f"  {text}", "dim"))
+        if 0 <= here < columns:
+            low, middle, high = window.low[here], window.median[here], window.high[here]
+            row += [("  ", "base"), (format_value(middle), "bright")]
+            if self.live.series.world_size > 1:
+                row.append((f" in {format_value(low)}–{format_value(high)}", "dim"))
+            if self.selected_rank is not None and here < len(rank_line):
+                row += [(f"  rank {self.selected_rank} ", "dim"), (format_value(rank_line[here]), "accent")]
+            for each, line in zip(self.earlier, under, strict=True):
+                row += [(f"  {each.name} ", "dim"), (format_value(line[here]), "under")]
+        validations = self._validations(x)
+        if validations:
+            nearest = min(validations, key=lambda each: abs(each.step - cursor))
+            row += [("  ◆ ", "good"), (f"{loss_text(nearest.loss)} at {nearest.step:,}", "dim")]
+        rate = self.live.series.axis.lr_at(cursor)
+        if self.metric == "loss" and isfinite(rate):
+            row.append((f"  lr {rate:.3g}", "dim"))
+        return fit_row(row, width)
+
+    # The mouse
+
+    def _step_under(self, event: MouseEvent) -> int | None:
+        """Return the step under the pointer; None outside of the plot."""
+        x, cells = self.x_axis(), self.columns // 2
+        cell = event.x - LABEL_CELLS - 2
+        return x.step_at(cell, cells) if 0 <= cell < cells and x.last_step else None
+
+    def on_mouse_down(self, event: MouseDown) -> None:
+        """Begin a range."""
+        self._pressed = self._step_under(event) if event.button == 1 else None
+
+    def on_mouse_up(self, event: MouseUp) -> None:
+        """Put the cursor there, or show the range that was dragged over."""
+        began, self._pressed = self._pressed, None
+        here = self._step_under(event)
+        if began is not None and here is not None:
+            self.post_message(ChartDragged(began) if here == began else ChartDragged(began, here))
 
     def _newest(self) -> float:
         """Return the newest value: of the loss the same mean as in the header, else the median over the ranks."""

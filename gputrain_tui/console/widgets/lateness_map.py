@@ -10,7 +10,7 @@ from math import isfinite, nan
 from statistics import median
 
 from gputrain_tui.console.ramp import HEAT_LEVELS
-from gputrain_tui.console.widgets.band_chart import LABEL_CELLS, steps_row
+from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS, steps_row
 from gputrain_tui.console.widgets.drawing import (
     Row,
     centred_text,
@@ -183,7 +183,7 @@ def _label(heat: Heat, groups: Sequence[int]) -> tuple[str, str]:
         rank = min((rank for rank in marked if first <= rank < end), default=None)
         if rank is not None:
             return f"{mark}{rank}".rjust(LABEL_CELLS), role
-    text = f"{first}" if end - first == 1 else f"{first}-{end - 1}"
+    text = f"{first}" if end - first == 1 else f"{first}–{end - 1}"
     return (text if len(text) <= LABEL_CELLS else f"{first}+").rjust(LABEL_CELLS), "axis"
 
 

@@ -6,46 +6,17 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import ClassVar
 
-from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
-from gputrain_tui.console.widgets.band_chart import Scale, chart_columns
+from gputrain_tui.console.curve_reader import CurveReader
+from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S
 from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
+from gputrain_tui.console.widgets.curve_drawing import Scale, chart_columns
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
-from gputrain_tui.history.compare import CurveHistory, Measure, resampled
-from gputrain_tui.history.runs import ENDED, Run, RunReader
+from gputrain_tui.history.compare import Measure, resampled
+from gputrain_tui.history.runs import Run
 
 LATE_START_SHARE = 0.1
 """Share of the axis from which runs that all start later do not begin it at 0."""
-
-
-class LossReader:
-    """Reads the loss of one run in portions."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.history = CurveHistory(run.status.world_size)
-        self.behind = True
-        """Whether more is there than was read."""
-        self._reader = RunReader(run.dir)
-
-    def poll(self, deadline: float) -> bool:
-        """Read what was appended, about until a time of ``perf_counter``; return whether anything changed."""
-        if not self.behind and self.run.state in ENDED:
-            return False  # nothing more will come
-        was_behind = self.behind
-        came = False
-        while True:
-            events = self._reader.poll(PORTION_BYTES)
-            for event in events:
-                self.history.apply(event)
-            came = came or bool(events)
-            self.behind = self._reader.backlog_bytes > 0
-            if not self.behind or perf_counter() >= deadline:
-                return came or was_behind != self.behind
-
-    def close(self) -> None:
-        """Close the record."""
-        self._reader.close()
 
 
 class LossCurves(Canvas):
@@ -58,7 +29,7 @@ class LossCurves(Canvas):
     scale: Scale = "linear"
     smoothing = 0
     """Steps over which the curves are smoothed; 0: not at all."""
-    _readers: Sequence[LossReader] = ()
+    _readers: Sequence[CurveReader] = ()
     _reading_on = False
 
     def __init__(self, *, named: bool = True, id: str | None = None) -> None:
@@ -74,7 +45,7 @@ class LossCurves(Canvas):
     def show(self, runs: Sequence[Run]) -> None:
         """Show runs, and close the records of others."""
         self.on_unmount()
-        self._readers = [LossReader(run) for run in runs]
+        self._readers = [CurveReader(run) for run in runs]
         self.redraw()
 
     def on_unmount(self) -> None:

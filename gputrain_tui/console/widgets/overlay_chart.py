@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
 
-from gputrain_tui.console.widgets.band_chart import BRAILLE, LABEL_CELLS, Axis, Scale, braille_line, plot_limits
+from gputrain_tui.console.widgets.curve_drawing import BRAILLE, LABEL_CELLS, Axis, Scale, braille_line, plot_limits
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     Row,

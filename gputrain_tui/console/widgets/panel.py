@@ -17,12 +17,13 @@ class Panel(Canvas):
     """Canvas on a run; ``tick`` is called by the screen's clock."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
-        "axis", "victim", "band", "median", "median-on-band", "rank", "rank-on-band"
+        "axis", "victim", "under", "band", "median", "median-on-band", "rank", "rank-on-band"
     )
 
     DEFAULT_CSS = """
     Panel > .canvas--axis { color: $foreground 50%; }
     Panel > .canvas--victim { color: $text-error 70%; }
+    Panel > .canvas--under { color: $text-secondary 70%; }
     Panel > .canvas--band { color: $primary 38%; }
     Panel > .canvas--median { color: $foreground; }
     Panel > .canvas--median-on-band { color: $foreground; background: $primary 38%; }
@@ -32,6 +33,7 @@ class Panel(Canvas):
     Panel:light > .canvas--band { color: $primary 25%; }
     Panel:light > .canvas--median-on-band, Panel:light > .canvas--rank-on-band { background: $primary 25%; }
     Panel:ansi > .canvas--axis { text-style: dim; }
+    Panel:ansi > .canvas--under { color: ansi_magenta; }
     Panel:ansi > .canvas--victim { color: ansi_red; text-style: dim; }
     Panel:ansi > .canvas--band { color: ansi_blue; }
     Panel:ansi > .canvas--median { text-style: bold; }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from gputrain_tui.console.ramp import PHASE_COLOURS
-from gputrain_tui.console.widgets.band_chart import LABEL_CELLS
+from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS
 from gputrain_tui.console.widgets.drawing import (
     EIGHTHS,
     Row,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from run_in_memory import RunInMemory, run_in_memory
 
-from gputrain_tui.console.widgets.band_chart import Curve, Scale, chart_columns, draw_curve
+from gputrain_tui.console.widgets.curve_drawing import Curve, Scale, chart_columns, draw_curve
 from gputrain_tui.console.widgets.drawing import Row, row_text
 from gputrain_tui.history.series import Window
 

@@ -107,8 +107,8 @@ def test_the_usual_step_is_a_median_that_no_stall_moves() -> None:
     [
         (2, 6, ["0", "", "1", ""]),
         (3, 6, ["0", "1", "2", ""]),
-        (8, 6, ["0-1", "2-3", "4-5", "6-7"]),
-        (1024, 6, ["0-255", "256+", "512+", "768+"]),
+        (8, 6, ["0–1", "2–3", "4–5", "6–7"]),
+        (1024, 6, ["0–255", "256+", "512+", "768+"]),
     ],
 )
 def test_every_group_of_ranks_is_labelled(ranks: int, height: int, labels: list[str]) -> None:
@@ -126,7 +126,7 @@ def test_failed_selected_and_flagged_ranks_have_their_own_labels() -> None:
         failed={1}, flagged={1, 5}, selected=3,
     )  # fmt: skip
     rows = draw_heat(shown, 40, 6)[1:-1]
-    assert [row_text(row)[:8].strip() for row in rows] == ["✗1", "▸3", "!5", "6-7"]
+    assert [row_text(row)[:8].strip() for row in rows] == ["✗1", "▸3", "!5", "6–7"]
 
 
 def test_one_rank_alone_is_never_late() -> None:

@@ -1,0 +1,196 @@
+"""What the charts of a run show of it: range of steps, axis and cursor, which they share. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf, isfinite, nan
+
+from gputrain_tui.console.widgets.drawing import Row, format_short, nice_step
+from gputrain_tui.history.series import Window, interpolate
+from gputrain_tui.history.step_axis import AXES, AxisName, StepAxis
+from gputrain_tui.tables import duration
+
+FINE = 4
+"""Columns of equally many steps per column of another axis, so that few stay empty."""
+ZOOM_RATIO = 2
+"""Steps shown before and after one step of zooming."""
+LEAST_STEPS = 8
+"""Fewest steps that are shown."""
+
+
+@dataclass
+class ChartView:
+    """View of all charts of a screen."""
+
+    axis: AxisName = "step"
+    span: tuple[int, int] | None = None
+    """First and last step; None: the whole run, or its last steps."""
+    cursor: int | None = None
+    """Step whose values are read; None without a cursor."""
+
+    def next_axis(self, series: StepAxis) -> None:
+        """Go to the next axis on which the run was measured."""
+        order = AXES[AXES.index(self.axis) + 1 :] + AXES
+        self.axis = next(name for name in order if series.has(name))
+
+    def move(self, whole: tuple[int, int], columns: int, shift: int) -> None:
+        """Move the cursor by columns of equally many steps; the first time it stands on the newest step.
+
+        Args:
+            whole: First and last step that are shown without a span.
+            columns: Columns of a chart.
+            shift: How many of them, negative to the left.
+        """
+        first, last = self.span or whole
+        if last < first or not last:
+            return
+        if self.cursor is None:
+            self.cursor = last
+            return
+        step = max(round((last - first + 1) / max(columns, 1)), 1)
+        self.cursor = min(max(self.cursor + shift * step, first), last)
+
+    def zoom(self, whole: tuple[int, int], *, closer: bool) -> None:
+        """Show half as many steps around the cursor, or around the newest ones; or twice as many."""
+        first, last = self.span or whole
+        count = last - first + 1
+        count = max(count // ZOOM_RATIO, LEAST_STEPS) if closer else count * ZOOM_RATIO
+        if count >= whole[1] - whole[0] + 1:
+            self.span = None
+            return
+        middle = self.cursor if self.cursor is not None else last if closer else (first + last) // 2
+        begin = min(max(middle - count // 2, whole[0]), whole[1] - count + 1)
+        self.span = begin, begin + count - 1
+
+    def show_range(self, first: int, last: int) -> None:
+        """Show the steps between two, in either order; fewer than can be drawn are widened."""
+        first, last = min(first, last), max(first, last)
+        self.span = first, max(last, first + LEAST_STEPS - 1)
+
+    def back(self) -> bool:
+        """Remove the cursor, or else the range; return False where there is neither."""
+        if self.cursor is not None:
+            self.cursor = None
+        elif self.span is not None:
+            self.span = None
+        else:
+            return False
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class XAxis:
+    """Horizontal axis of one chart."""
+
+    name: AxisName = "step"
+    first_step: int
+    last_step: int
+    at: Callable[[float], float]
+    """Position of a step on the axis."""
+
+    @property
+    def begin(self) -> float:
+        """Position where the first step begins."""
+        return self.at(self.first_step - 1) if self.name != "step" else float(self.first_step)
+
+    @property
+    def end(self) -> float:
+        """Position where the last step ends."""
+        return self.at(self.last_step) if self.name != "step" else float(self.last_step + 1)
+
+    def column(self, step: float, columns: int) -> int:
+        """Return the column of a step, which may lie outside."""
+        length = self.end - self.begin
+        if length <= 0:
+            return 0
+        place = (step if self.name == "step" else self.at(step)) - self.begin
+        if self.name != "step" and place > 0:
+            place -= 1e-9 * length  # a step's end belongs to its column, not to the next one
+        return int(place / length * columns) if place >= 0 else -1
+
+    def step_at(self, column: int, columns: int) -> int:
+        """Return the first step of a column, or the last one before it where the column has none."""
+        low, high = self.first_step, self.last_step
+        while low < high:
+            middle = (low + high) // 2
+            if self.column(middle, columns) < column:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def labels(self, width: int, label_cells: int) -> Row:
+        """Return the labels below a chart: round positions, and the newest at the right."""
+        cells = width - label_cells - 2
+        line = [" "] * width
+        begin, length = self.begin, self.end - self.begin
+        last = self.end if self.name != "step" else float(self.last_step)
+        end = self._text(last, newest=True)
+        free = max(width - len(end), 0)
+        line[free:] = end
+        if length > 0 and last > begin:
+            distance = nice_step(last - begin, max(1, cells // (9 if self.name == "step" else 12)))
+            distance = max(distance, 1.0)
+            busy, number = label_cells, ceil(begin / distance)
+            while number * distance < last:
+                text = self._text(number * distance)
+                place = label_cells + 2 + int((number * distance - begin) / length * cells)
+                if place > busy and place + len(text) + 2 <= free:
+                    line[place : place + len(text)] = text
+                    busy = place + len(text) + 2
+                number += 1
+        return [("".join(line), "axis")]
+
+    def _text(self, position: float, *, newest: bool = False) -> str:
+        if self.name == "time":
+            return duration(position)
+        if self.name == "step":
+            return f"step {position:,.0f}" if newest else f"{position:,.0f}"
+        text = format_short(position, 7).strip()
+        return f"{text} {self.name}" if newest else text
+
+
+def on_axis(window: Window, x: XAxis, columns: int) -> Window:
+    """Return a band of equally many steps per column in columns of equal length on another axis."""
+    if x.name == "step":
+        return window
+    count = len(window.median)
+    low, high = [inf] * columns, [-inf] * columns
+    sums, parts = [0.0] * columns, [0] * columns
+    steps = window.last_step - window.first_step + 1
+    for index in range(count):
+        middle = window.median[index]
+        if middle != middle:
+            continue
+        column = x.column(window.first_step + (index + 0.5) * steps / count - 0.5, columns)
+        if not 0 <= column < columns:
+            continue
+        low[column] = min(low[column], window.low[index])
+        high[column] = max(high[column], window.high[index])
+        if isfinite(middle):
+            sums[column] += middle
+            parts[column] += 1
+    median = [total / part if part else nan for total, part in zip(sums, parts, strict=True)]
+    lows = [value if part else nan for value, part in zip(low, parts, strict=True)]
+    highs = [value if part else nan for value, part in zip(high, parts, strict=True)]
+    for values in (lows, median, highs):
+        _fill(values)
+    return Window(first_step=window.first_step, last_step=window.last_step, low=lows, median=median, high=highs)
+
+
+def line_on_axis(values: Sequence[float], x: XAxis, columns: int) -> list[float]:
+    """Return one rank's line as ``on_axis`` returns a band."""
+    window = Window(first_step=x.first_step, last_step=x.last_step, low=[*values], median=[*values], high=[*values])
+    return on_axis(window, x, columns).median
+
+
+def _fill(values: list[float]) -> None:
+    """Fill what lies between two values: a long step has more columns than one."""
+    before = -1
+    for here, value in enumerate(values):
+        if value != value:
+            continue
+        if 0 <= before < here - 1:
+            interpolate(values, before, here, value)
+        before = here

@@ -1,0 +1,319 @@
+"""Chart of a metric over the steps: the median of all ranks on the band from minimum to maximum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf, isfinite, log10, nan
+from typing import TYPE_CHECKING, Literal
+
+from gputrain_tui.console.widgets.chart_view import XAxis
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    LOWER,
+    Row,
+    centred_text,
+    fit_row,
+    format_short,
+    format_value,
+    merge,
+    nice_step,
+    title_row,
+)
+from gputrain_tui.headless.progress import loss_text
+from gputrain_tui.history.series import Window
+
+if TYPE_CHECKING:
+    pass
+
+Scale = Literal["linear", "log"]
+
+BRAILLE = 0x2800
+"""First code point of the braille cells."""
+BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bits of a braille cell, per dot column from the top."""
+GREATEST, LEAST = 1e300, 1e-300
+"""Limits of a drawn number, so that differences and quotients stay finite."""
+LOSS_UNIT = "nats"
+"""Unit of the chart whose values are written as losses."""
+MEAN_FROM_CELLS = 70
+"""Fewest cells of a chart whose title says that the newest loss is a mean."""
+LR_FROM_LINES = 10
+"""Fewest lines of a chart with a strip of the learning rate."""
+LABEL_CELLS = 6
+"""Cells of a y label."""
+USUAL_SHARE = 0.95
+"""Share of the columns shown in full where spikes may be cropped."""
+SPIKE_RATIO = 2.5
+"""Ratio of a spike's height to the usual one from which it is cropped: below, both can be read."""
+NEWEST_COLUMNS = 8
+"""Newest columns that are never cropped: a new level is no spike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Data and options of a chart."""
+
+    title: str
+    unit: str = ""
+    window: Window
+    """Two columns per cell."""
+    value: float = nan
+    """The newest median."""
+    ranks: int = 0
+    rank: int | None = None
+    """The selected rank."""
+    rank_line: Sequence[float] = ()
+    rank_value: float = nan
+    scale: Scale = "linear"
+    remarks: tuple[str, ...] = ()
+    """View options, such as ``last 1,000``."""
+    empty: str = "no step yet"
+    """Text where nothing was measured."""
+    spiky: bool = False
+    """Whether rare spikes may be cropped."""
+    blocks: bool = True
+    """Whether the band is drawn as filled cells; otherwise as dots, for terminals with few colours."""
+    x: XAxis | None = None
+    """Horizontal axis; None: the steps of the window."""
+    under: Sequence[Sequence[float]] = ()
+    """Curves of earlier runs, drawn below, in the columns of the window."""
+    marks: Sequence[tuple[int, float]] = ()
+    """Cells and values of single points: validations."""
+    cursor: int | None = None
+    """Cell of the cursor."""
+    readout: Row | None = None
+    """Values at the cursor, in the place of the title."""
+    lr: Sequence[float] = ()
+    """Learning rate per cell, drawn as a strip below the curve where there is room."""
+
+
+def chart_columns(width: int) -> int:
+    """Return the columns of a curve in a chart of so many cells."""
+    return 2 * max(width - LABEL_CELLS - 2, 1)
+
+
+def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
+    """Return a chart as ``height`` rows of ``width`` cells."""
+    with_lr = height >= LR_FROM_LINES and any(isfinite(value) for value in curve.lr)
+    plot_height = height - (2 if height > 4 else 1) - with_lr
+    if plot_height < 1:
+        return [fit_row(_head(curve, width), width)]
+    points = [value for _, value in curve.marks]
+    limits = plot_limits((curve.window.low, curve.window.high, curve.rank_line, *curve.under, points), curve.scale)
+    if limits is None or width < LABEL_CELLS + 6:
+        text = curve.empty if limits is None else EMPTY
+        return [fit_row(_head(curve, width), width), *centred_text(width, height - 1, [text])]
+    low, high = limits
+    axis = Axis(low, min(high, _usual_top(curve, low)), plot_height, curve.scale)
+    rows = [fit_row(_head(curve, width, peak=high if axis.leaves_out(high) else None), width)]
+    rows += [fit_row(row, width) for row in _plot(curve, axis, width - LABEL_CELLS - 2, plot_height)]
+    if with_lr:
+        rows.append(fit_row(_lr_strip(curve.lr, width - LABEL_CELLS - 2), width))
+    if height > 4:
+        first, last = curve.window.first_step, curve.window.last_step
+        x = curve.x or XAxis(first_step=first, last_step=last, at=float)
+        rows.append(fit_row(x.labels(width, LABEL_CELLS), width))
+    return rows
+
+
+def _lr_strip(values: Sequence[float], cells: int) -> Row:
+    """Return the learning rate as bars of eighths of a line, the greatest being the highest."""
+    most = max(value for value in values if isfinite(value))
+    bars = "".join(
+        " " if not isfinite(value) else LOWER[max(1, round(8 * value / most)) if most > 0 else 1]
+        for value in values[:cells]
+    )
+    return [("lr".rjust(LABEL_CELLS), "axis"), (" │", "rule"), (bars, "dim")]
+
+
+def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
+    if curve.readout is not None:
+        return curve.readout
+    left: Row = [(curve.title, "title"), (" ", "base"), (_value_text(curve, curve.value), "bright")]
+    if curve.unit:
+        mean = " mean" if curve.unit == LOSS_UNIT and curve.ranks > 1 and width >= MEAN_FROM_CELLS else ""
+        left.append((f" {curve.unit}{mean}", "dim"))
+    if curve.rank is not None:
+        left += [("  rank ", "dim"), (f"{curve.rank} {_value_text(curve, curve.rank_value)}", "accent")]
+    remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
+    if curve.ranks > 1:
+        remarks.append(f"median in min–max of {curve.ranks:,} ranks")
+    peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {format_value(peak)}", "dim")]]
+    return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
+
+
+def _value_text(curve: Curve, value: float) -> str:
+    """Return a value; a loss as in header and table."""
+    return loss_text(value) if curve.unit == LOSS_UNIT and isfinite(value) else format_value(value)
+
+
+def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:
+    """Return the least and greatest number to show; None when there is none."""
+    least = 0.0 if scale == "log" else -inf
+    values = [value for line in lines for value in line if least < value < inf]
+    if not values:
+        return None
+    low, high = (min(max(value, -GREATEST), GREATEST) for value in (min(values), max(values)))
+    return (max(low, LEAST), max(high, LEAST)) if scale == "log" else (low, high)
+
+
+def _usual_top(curve: Curve, low: float) -> float:
+    """Return the top of the axis without rare spikes; infinite where there are none."""
+    highs = sorted(value for value in curve.window.high if isfinite(value))
+    if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST_COLUMNS:
+        return inf
+    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-NEWEST_COLUMNS:] if isfinite(v)]
+    top = max([highs[int(USUAL_SHARE * (len(highs) - 1))], *newest])
+    return top + 0.2 * (top - low) if highs[-1] - low > SPIKE_RATIO * (top - low) > 0 else inf
+
+
+class Axis:
+    """Vertical axis: maps values to heights from 0 to 1, and chooses ticks."""
+
+    def __init__(self, low: float, high: float, height: int, scale: Scale) -> None:
+        self.log = scale == "log"
+        self.ticks: list[float] = []
+        most = max(2, height // 3)
+        if self.log:
+            self.low, self.high = log10(low), log10(high)
+            if self.high - self.low < 0.1:
+                self.low, self.high = self.low - 0.05, self.high + 0.05
+            decades = range(floor(self.low), ceil(self.high) + 1)
+            for factors in ((1, 2, 5), (1, 3), (1,)):
+                ticks = [f * 10.0**d for d in decades for f in factors if self.low <= log10(f) + d <= self.high]
+                if len(ticks) <= most:
+                    break
+            if len(ticks) < 2:  # less than a decade: use evenly spaced ticks
+                low, high = 10**self.low, 10**self.high
+                step = nice_step(high - low, most)
+                ticks = [n * step for n in range(ceil(low / step), floor(high / step) + 1)]
+            self.ticks = ticks[:: max(1, ceil(len(ticks) / most))]
+            return
+        if high - low <= max(1e-9 * max(abs(low), abs(high)), LEAST):  # a constant stands in the middle
+            pad = abs(high) * 0.1 if abs(high) > LEAST else 1.0
+            low, high = low - pad, high + pad
+        step = nice_step(high - low, most)
+        half = step / 2
+        self.low, self.high = floor(low / half + 1e-9) * half, ceil(high / half - 1e-9) * half
+        self.ticks = [n * step for n in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
+
+    def leaves_out(self, value: float) -> bool:
+        """Return whether a value is above the top."""
+        return not self.log and value > self.high + 1e-9 * abs(self.high)
+
+    def at(self, value: float) -> float:
+        """Return the height of a value; NaN when it has none."""
+        if self.log:
+            value = log10(value) if value > 0 else nan
+        elif not isfinite(value):
+            return nan
+        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+
+    def labels(self, height: int) -> dict[int, str]:
+        """Return the labels of the ticks by their lines from the top."""
+        found: dict[int, str] = {}
+        for tick in reversed(self.ticks):
+            line = min(height - 1, int((1 - self.at(tick)) * height))
+            found.setdefault(line, format_short(round(tick, 12)).strip())
+        return found
+
+
+def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
+    """Return the rows of the plot with their y labels."""
+    median = braille_line(curve.window.median, axis, width, height)
+    rank = braille_line(curve.rank_line, axis, width, height)
+    bottoms, tops = _edges(curve.window, axis, width, height)
+    under = [braille_line(line, axis, width, height) for line in curve.under]
+    marks = {
+        (cell, min(height - 1, int((1 - place) * height)))
+        for cell, value in curve.marks
+        if (place := axis.at(value)) == place
+    }
+    highs = enumerate(curve.window.high)
+    spikes = {column >> 1 for column, value in highs if value < inf and axis.leaves_out(min(value, GREATEST))}
+    labels = axis.labels(height)
+    rows = []
+    for y in range(height):
+        label = labels.get(y, "")
+        pieces: Row = [(label.rjust(LABEL_CELLS), "axis"), (" ┤" if label else " │", "rule")]
+        ground = "┈" if label else " "
+        floor_8 = 8 * (height - 1 - y)
+        rank_row, median_row = rank[y], median[y]
+        for x in range(width):
+            low, high = max(bottoms[x] - floor_8, 0), min(tops[x] - floor_8, 8)
+            behind = next((line[y][x] for line in under if line[y][x]), 0)
+            if (x, y) in marks:
+                pieces.append(("◆", "good"))
+            elif y == 0 and x in spikes:
+                pieces.append(("▴", "median"))
+            elif rank_row[x] and not (median_row[x] and x % 2):  # where the two meet they take turns
+                on_band = curve.blocks and high - low >= 4
+                pieces.append((chr(BRAILLE + rank_row[x]), "rank-on-band" if on_band else "rank"))
+            elif median_row[x]:
+                on_band = curve.blocks and high - low >= 4
+                pieces.append((chr(BRAILLE + median_row[x]), "median-on-band" if on_band else "median"))
+            elif x == curve.cursor:
+                pieces.append(("│", "accent"))
+            elif behind and high - low < 4:
+                pieces.append((chr(BRAILLE + behind), "under"))
+            elif high <= low:
+                pieces.append((ground, "rule"))
+            elif not curve.blocks:
+                pieces.append((_dots(low, high, sparse=True), "band"))
+            elif low == 0:
+                pieces.append((LOWER[high], "band"))
+            elif high == 8:
+                pieces.append((LOWER[low], "band-reversed"))
+            else:
+                pieces.append((_dots(low, high), "band"))
+        rows.append(merge(pieces))
+    return rows
+
+
+def braille_line(values: Sequence[float], axis: Axis, width: int, height: int) -> list[bytearray]:
+    """Return a connected curve as bits of braille cells, [height, width]."""
+    cells = [bytearray(width) for _ in range(height)]
+    dots = 4 * height
+    before = -1
+    for column, value in enumerate(values[: 2 * width]):
+        if value != value:
+            before = -1
+            continue
+        place = axis.at(value)
+        if place != place:
+            before = -1
+            continue
+        y = min(dots - 1, int((1 - place) * dots))
+        bits = BRAILLE_DOTS[column & 1]
+        x = column >> 1
+        cells[y >> 2][x] |= bits[y & 3]
+        if before >= 0 and abs(before - y) > 1:
+            for between in range(before + 1, y) if before < y else range(y + 1, before):
+                cells[between >> 2][x] |= bits[between & 3]
+        before = y
+    return cells
+
+
+def _edges(window: Window, axis: Axis, width: int, height: int) -> tuple[list[int], list[int]]:
+    """Return the lower and upper edge of the band per cell, in eighths of a cell from the bottom."""
+    eighths = 8 * height
+    bottoms, tops = [0] * width, [0] * width
+    for x in range(width):
+        lows = [place for value in window.low[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
+        highs = [place for value in window.high[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
+        if highs:
+            tops[x] = round(max(highs) * eighths)
+            bottoms[x] = round(min(lows) * eighths) if len(lows) == len(highs) else 0
+    return bottoms, tops
+
+
+def _dots(low: int, high: int, *, sparse: bool = False) -> str:
+    """Return a braille cell filled between two heights in eighths."""
+    rows = range(4 - (high + 1) // 2, 4 - low // 2)
+    return chr(BRAILLE + sum(BRAILLE_DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
+
+
+def steps_row(first: int, last: int, width: int) -> Row:
+    """Return the labels of an axis of steps: round ones, and the newest at the right."""
+    return XAxis(first_step=first, last_step=last, at=float).labels(width, LABEL_CELLS)

@@ -1,0 +1,25 @@
+"""Finds the run from whose checkpoint another one went on."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from gputrain_tui.history.runs import Run, open_run
+from trainer.contract.record.regular_file import read_whole
+
+
+def parent_of(run: Run) -> Run | None:
+    """Return the run whose checkpoint the recipe of ``run`` resumes; None where there is none, or no longer."""
+    try:
+        recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
+        resumed = recipe.get("train", {}).get("resume")
+        if not isinstance(resumed, str) or not resumed:
+            return None
+        checkpoint = Path(resumed)
+        folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
+        if folder.name != "checkpoints" or folder.parent == run.dir.path:
+            return None
+        return open_run(folder.parent)
+    except (OSError, ValueError, AttributeError):
+        return None

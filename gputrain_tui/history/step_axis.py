@@ -1,0 +1,108 @@
+"""Where the steps of a run lie in time, samples and tokens, and their learning rates. Pure, and of bounded memory."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from typing import Literal
+
+from trainer.contract.record import Step
+
+AxisName = Literal["step", "time", "samples", "tokens"]
+AXES: tuple[AxisName, ...] = ("step", "time", "samples", "tokens")
+MAX_POINTS = 8192
+"""Points kept; at twice as many every second one is left out, and a chart has hundreds of columns."""
+
+
+class StepAxis:
+    """Positions of steps on other axes, by the events of rank 0; between two of them they are interpolated."""
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._positions: dict[str, array[float]] = {name: array("d") for name in ("time", "samples", "tokens")}
+        """Seconds since the first step began, samples of rank 0, tokens of rank 0; at the end of each step."""
+        self._lr = array("d")
+        self._began = 0.0
+        """Unix seconds."""
+        self._every = 1
+        """Events between two points."""
+        self._skipped = 0
+        self._all = {"samples": 0, "tokens": 0}
+        """Of all ranks."""
+        self._own = {"samples": 0, "tokens": 0}
+        """Of rank 0."""
+
+    def apply(self, event: Step) -> None:
+        """Apply one rank's event."""
+        self._all["samples"] += event.samples
+        if event.tokens is not None:
+            self._all["tokens"] += event.tokens
+        if event.rank != 0:
+            return
+        if self._steps and event.step - event.steps < self._steps[-1]:
+            self._rewind(event.step - event.steps)
+        if not self._steps:
+            self._began = event.time - (event.step_ms or 0.0) / 1000 * event.steps
+            self._append(event.step - event.steps, 0.0, event.lr)
+        self._own["samples"] += event.samples
+        self._own["tokens"] += event.tokens or 0
+        if self._skipped:  # the newest point stands for now
+            self._steps.pop()
+            for values in (self._lr, *self._positions.values()):
+                values.pop()
+        self._append(event.step, event.time - self._began, event.lr)
+        self._skipped = (self._skipped + 1) % self._every
+
+    def __len__(self) -> int:
+        """Return the number of points kept."""
+        return len(self._steps)
+
+    def _append(self, step: int, seconds: float, lr: float | None) -> None:
+        self._steps.append(step)
+        before = self._positions["time"]
+        before.append(max(seconds, before[-1] if before else 0.0))
+        self._positions["samples"].append(self._own["samples"])
+        self._positions["tokens"].append(self._own["tokens"])
+        self._lr.append(float("nan") if lr is None else lr)
+        if len(self._steps) >= 2 * MAX_POINTS:
+            self._every *= 2
+            self._steps = self._steps[::2]
+            self._positions = {name: values[::2] for name, values in self._positions.items()}
+            self._lr = self._lr[::2]
+            self._skipped = 0
+
+    def _rewind(self, step: int) -> None:
+        """Drop the steps after one: a restarted run does them again."""
+        kept = max(bisect_right(self._steps, step), 1)
+        self._steps = self._steps[:kept]
+        self._positions = {name: values[:kept] for name, values in self._positions.items()}
+        self._lr = self._lr[:kept]
+        self._skipped = 0
+
+    def has(self, name: AxisName) -> bool:
+        """Return whether the run has been measured on an axis."""
+        return name == "step" or (bool(self._steps) and self._positions[name][-1] > 0)
+
+    def at(self, name: AxisName, step: float) -> float:
+        """Return the position of a step's end: the step itself, seconds, or samples or tokens of all ranks."""
+        if name == "step":
+            return step
+        position = self._interpolated(self._positions[name], step)
+        if name == "time" or not self._own[name]:
+            return position
+        return position * self._all[name] / self._own[name]
+
+    def lr_at(self, step: float) -> float:
+        """Return the learning rate of a step; NaN where it is not known."""
+        if not self._steps:
+            return float("nan")
+        return self._lr[min(bisect_left(self._steps, step), len(self._lr) - 1)]
+
+    def _interpolated(self, values: array[float], step: float) -> float:
+        after = bisect_right(self._steps, step)
+        if after == 0:
+            return values[0] if values else 0.0
+        if after == len(self._steps):
+            return values[-1]
+        low, high = self._steps[after - 1], self._steps[after]
+        return values[after - 1] + (step - low) / (high - low) * (values[after] - values[after - 1])

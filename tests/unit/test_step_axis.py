@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gputrain_tui.history import step_axis
+from gputrain_tui.history.step_axis import StepAxis
+from trainer.contract.record import Step
+
+
+def step(number: int, time: float, *, rank: int = 0, steps: int = 1, samples: int = 8, **values: float) -> Step:
+    return Step(
+        time=time, rank=rank, step=number, epoch=1, steps=steps, samples=samples, loss=1.0, step_ms=100.0, **values
+    )  # type: ignore[arg-type]
+
+
+def test_a_step_has_a_time_and_samples_of_all_ranks() -> None:
+    axis = StepAxis()
+    for number in range(1, 11):
+        axis.apply(step(number, 100.0 + number))
+        axis.apply(step(number, 100.0 + number, rank=1, samples=24))
+    assert axis.at("step", 4) == 4
+    assert axis.at("time", 4) == pytest.approx(3.1)
+    assert axis.at("time", 4.5) == pytest.approx(3.6)
+    assert axis.at("samples", 4) == pytest.approx(4 * 32)
+    assert (axis.has("tokens"), axis.has("samples")) == (False, True)
+
+
+def test_events_of_several_steps_are_interpolated() -> None:
+    axis = StepAxis()
+    axis.apply(step(10, 101.0, steps=10, samples=80))
+    axis.apply(step(20, 102.0, steps=10, samples=80, tokens=100))
+    assert axis.at("samples", 5) == 40
+    assert axis.at("samples", 15) == 120
+    assert axis.has("tokens")
+
+
+def test_a_restarted_run_does_its_steps_again() -> None:
+    axis = StepAxis()
+    for number, time in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 12.0), (3, 13.0)):
+        axis.apply(step(number, time))
+    positions = [axis.at("time", number) for number in (1, 2, 3)]
+    assert positions == pytest.approx([0.1, 11.1, 12.1])
+
+
+def test_the_learning_rate_of_a_step_is_that_of_its_event() -> None:
+    axis = StepAxis()
+    assert math.isnan(axis.lr_at(1))
+    for number, lr in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        axis.apply(step(number, float(number), lr=lr))
+    assert [axis.lr_at(number) for number in (1, 2, 3, 9)] == [0.1, 0.2, 0.3, 0.3]
+
+
+def test_memory_is_bounded_for_any_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_axis, "MAX_POINTS", 16)
+    axis = StepAxis()
+    for number in range(1, 5001):
+        axis.apply(step(number, 0.1 * number))
+    assert len(axis) <= 32
+    for number in (1, 77, 2500, 4900):
+        assert axis.at("time", number) == pytest.approx(0.1 * number, abs=0.2)
