@@ -23,6 +23,7 @@ from trainer.contract.record import (
     Finding,
     Joining,
     Lost,
+    ModelFlops,
     NodeSample,
     Queued,
     RankState,
@@ -62,6 +63,7 @@ class RunState:
         self.max_epochs = max_epochs
         """0: no limit."""
         self.plan: TrainingPlan | None = None
+        self.model_flops: ModelFlops | None = None
         self.started: float | None = None
         """Unix seconds."""
         self.ended: RunEnded | None = None
@@ -101,6 +103,7 @@ class RunState:
             RankState: self._rank_state,
             Joining: self._joining,
             TrainingPlan: self._training_plan,
+            ModelFlops: self._count_flops,
             Step: self._step,
             DownsampledBlock: self._step,
             Doing: self._doing,
@@ -148,7 +151,7 @@ class RunState:
     def figures(self) -> RunFigures:
         """Step, loss and rates of the whole run, as every view shows them."""
         if self._figures_version != self.version:
-            self._figures, self._figures_version = run_figures(self.ranks.values()), self.version
+            self._figures, self._figures_version = run_figures(self.ranks.values(), self.model_flops), self.version
         return self._figures
 
     @property
@@ -335,6 +338,9 @@ class RunState:
     def _training_plan(self, event: TrainingPlan) -> None:
         self.plan = event
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
+
+    def _count_flops(self, event: ModelFlops) -> None:
+        self.model_flops = event
 
     def _checksum(self, event: Checksum) -> None:
         self.desync.add(event, self.world_size)

@@ -455,6 +455,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             extra={"group": "Duration"},
         ),
     ] = 0
+    count_flops: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="count the operations of the first step, for the share of a GPU's peak; auto: on GPUs",
+            extra={"group": "Numerics"},
+        ),
+    ] = "auto"
     compile: Annotated[bool, Meta(description="compile the model with torch.compile", extra={"group": "Numerics"})] = (
         False
     )

@@ -48,6 +48,7 @@ from trainer.engine.model import (
     unwrap,
     wrap,
 )
+from trainer.engine.model_flops import ModelFlops
 from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
@@ -147,6 +148,7 @@ class Loop:
             finite=None if self._copies is None else self._finite,
         )
         self._progress = reports.Progress(ctx, every=options.log_interval)
+        self._flops = ModelFlops(options, ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
         self._validated_at = -1
@@ -239,7 +241,7 @@ class Loop:
             meter.lap("h2d")
             last = index == update.micro_steps - 1
             try:
-                with self.accumulation(last=last):
+                with self.accumulation(last=last), self._flops.count(micro.samples):
                     with self.autocast:
                         local_sum, local_count, _ = summed_loss(self.task, self.model, batch)
                     if not micro.samples:  # a dummy keeps the ranks in step and counts for nothing

@@ -50,6 +50,8 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         if not isinstance(widget, Canvas):
             return super().get_widget_and_offset_at(x, y)
         corner = widget.content_region.offset
+        if self._pressed is None and not widget.is_text_at(y - corner.y):
+            return None, None
         return widget, widget.text_offset(x - corner.x, y - corner.y)
 
     def watch_selections(self, selections: dict[Widget, Selection]) -> None:

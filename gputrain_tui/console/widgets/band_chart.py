@@ -47,9 +47,6 @@ class EarlierCurve:
 class BandChart(Panel):
     """The chart of one metric of the run."""
 
-    ALLOW_SELECT = False
-    """The mouse chooses a range of steps here."""
-
     def __init__(
         self,
         live: LiveRun,
@@ -230,11 +227,15 @@ class BandChart(Panel):
 
     # The mouse
 
+    def is_text_at(self, y: int) -> bool:
+        """Return whether it is the title: below it the mouse chooses steps."""
+        return y == 0
+
     def _step_under(self, event: MouseEvent) -> int | None:
         """Return the step under the pointer; None outside of the plot."""
         x, cells = self.x_axis(), self.columns // 2
         cell = event.x - LABEL_CELLS - 2
-        return x.step_at(cell, cells) if 0 <= cell < cells and x.last_step else None
+        return x.step_at(cell, cells) if 0 <= cell < cells and x.last_step and event.y > 0 else None
 
     def on_mouse_down(self, event: MouseDown) -> None:
         """Begin a range."""

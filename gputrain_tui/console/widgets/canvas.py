@@ -172,6 +172,10 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         event.prevent_default()
         return None
 
+    def is_text_at(self, y: int) -> bool:
+        """Return whether a selection may begin in a line; by default in all."""
+        return True
+
     def text_line(self, y: int) -> int:
         """Return the number of the text's line that is drawn at ``y``; by default what is drawn is all of it."""
         return y

@@ -23,6 +23,7 @@ from trainer.contract.record.events import (
     GpuSample as GpuSample,
     Joining as Joining,
     Lost as Lost,
+    ModelFlops as ModelFlops,
     NodeSample as NodeSample,
     Queued as Queued,
     RankSample as RankSample,

@@ -100,6 +100,19 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
 
 
+class ModelFlops(Event, kw_only=True, tag="model_flops"):
+    """Floating-point operations of a training step, counted once by rank 0."""
+
+    flops_per_sample: FiniteFloat
+    """Of forward and backward pass, with what is computed twice."""
+    number_format: Literal["fp32", "tf32", "bf16", "fp16"]
+    """In which the products are computed."""
+    device_name: str | None = None
+    """Name of rank 0's GPU; absent on a CPU."""
+    peak_flops_per_s: FiniteFloat | None = None
+    """Of that GPU in that format; absent where it is not known."""
+
+
 class Step(Event, kw_only=True, tag="step"):
     """One optimizer step of one rank, or several when steps are faster than about 20 a second.
 
@@ -400,6 +413,7 @@ AnyEvent = (
     | RankState
     | Joining
     | TrainingPlan
+    | ModelFlops
     | Step
     | Doing
     | Validation
