@@ -126,6 +126,7 @@ ACTIONS: tuple[Action, ...] = (
     *_group("Panels", RANK, ("show('step')", "t", "Step", 12, "Show how long its steps took"), folds=2),
     *_group("Panels", RUN,
         ("show('ranks')", "t", "Table", 0, "Show the table of ranks; again to enlarge it"),
+        ("show('hardware')", "H", "Hardware", 0, "Show use, memory, temperature and power of hosts and GPUs over time"),
         ("next_panel", "p", "Panel", 0, "Show the next panel"),
         ("zoom", "z", "Zoom", 23, "Give the whole screen to one panel, and back")),
     *_group("Panels", BOTH,

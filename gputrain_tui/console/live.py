@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.log_times import LogTimes
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
@@ -46,6 +47,7 @@ class LiveRun:
         self.plan = _plan(run)
         self.state = self._new_state()
         self.series = Series(self.state.world_size)
+        self.hardware = HardwareSeries()
         self.caught_up = False
         """Whether the whole record was read once; before, what is shown is the past."""
         known = replay(run.dir, self.state.world_size) if source is None else None
@@ -154,6 +156,7 @@ class LiveRun:
             if isinstance(event, Step | DownsampledBlock):
                 self.series.apply(event)
             elif isinstance(event, NodeSample):
+                self.hardware.apply(event)
                 self._date_logs(event)
         if events and isinstance(events[-1], RunEnded):
             self.series.flush()

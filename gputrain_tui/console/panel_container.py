@@ -14,9 +14,9 @@ from gputrain_tui.console.widgets.lateness_map import heat_lines
 from gputrain_tui.console.widgets.rank_table import HEAD_LINES
 from gputrain_tui.console.widgets.step_bars import bar_lines
 
-PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log"]
+PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log", "hardware"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
-"""The panels in the order of the key for the next panel."""
+"""The panels in the order of the key for the next panel; the hardware is shown on the whole screen only."""
 RENDEZVOUS_HEAD_LINES = 8
 """Lines of the rendezvous view besides the hosts."""
 LEAST_LIST_LINES = 5

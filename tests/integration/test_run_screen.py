@@ -432,6 +432,21 @@ async def test_validations_and_a_learning_rate_that_changes_stand_in_the_chart_o
 
 
 @played
+async def test_the_hardware_takes_the_whole_screen_and_gives_it_back(tmp_path: Path) -> None:
+    app = console(two_ranks(tmp_path))
+    async with app.run_test(size=(120, 35)) as pilot:
+        await settle(pilot)
+        before = shown(app.screen)  # type: ignore[arg-type]
+        await press(pilot, "H")
+        assert shown(app.screen) == {"hardware"}  # type: ignore[arg-type]
+        assert any("use %" in row for row in rows(app))
+        await press(pilot, "p", "H", "H")
+        assert shown(app.screen) == before  # type: ignore[arg-type]
+        await press(pilot, "H", "escape")
+        assert shown(app.screen) == before  # type: ignore[arg-type]
+
+
+@played
 async def test_ranks_can_be_sorted_while_the_table_is_not_to_be_seen(tmp_path: Path) -> None:
     app = console(two_ranks(tmp_path))
     async with app.run_test(size=(20, 5)) as pilot:

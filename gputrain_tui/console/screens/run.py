@@ -18,6 +18,7 @@ from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.charts import ChartScreen
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings
+from gputrain_tui.console.widgets.hardware_lines import HardwareLines
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.rank_columns import whole_width
@@ -77,6 +78,7 @@ class RunScreen(ChartScreen):
             yield StepBars(live, id="bars")
             yield LatenessMap(live, id="late")
             yield Findings(live, id="findings")
+            yield HardwareLines(live, id="hardware")
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
@@ -167,6 +169,8 @@ class RunScreen(ChartScreen):
     def _choose(self, *, panel: PanelName | None = None, zoomed: bool | None = None) -> None:
         """Change the choice of panels."""
         panel = self.choice.panel if panel is None else panel
+        if panel == "hardware" and not (self.choice.zoomed if zoomed is None else zoomed):
+            panel = "loss"
         if panel in ("findings", "log"):
             self._right_panel = panel
         self.choice = replace(self.choice, panel=panel, zoomed=self.choice.zoomed if zoomed is None else zoomed)
@@ -185,7 +189,9 @@ class RunScreen(ChartScreen):
         if widget is None:
             return
         visible = widget.display
-        if self.choice.zoomed:
+        if panel == "hardware":
+            self._choose(panel=panel, zoomed=not visible)
+        elif self.choice.zoomed:
             self._choose(panel=panel, zoomed=self.choice.panel != panel)
         elif not visible:
             self._choose(panel=panel)

@@ -1,0 +1,72 @@
+"""Panel of what each host and GPU did over the run: a line for each of use, memory, temperature and power."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from gputrain_tui.console.widgets.drawing import LOWER, Row, centred_text, fit_row, format_value, pad, title_row
+from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.history.hardware_series import HardwareSeries, SeriesKey, TimeSeries
+from gputrain_tui.tables import duration, printable
+
+NAME_CELLS, VALUE_CELLS = 30, 22
+"""Cells of a line before its curve: what it is of, and its newest and greatest value."""
+SHARED_SCALE = 1.25
+"""Greatest value's distance from the top, where a quantity has no limit of its own."""
+
+
+def draw_hardware(hardware: HardwareSeries, width: int, height: int, *, first: int | None = None) -> list[Row]:
+    """Return the lines; those of the node ``first`` stand above the others."""
+    all_series = list(hardware.series(first=first))
+    left: Row = [("hardware", "title"), (f"  {len(hardware.hosts)} hosts" if len(hardware.hosts) > 1 else "", "dim")]
+    if not all_series:
+        return [fit_row(title_row(width, left), width), *centred_text(width, height - 1, ["no sample yet"])]
+    span = duration(hardware.end - hardware.begin)
+    more = len(all_series) - (height - 1)
+    remarks: list[Row] = [[(f"the last {span}", "dim")]]
+    if more > 0:
+        remarks.insert(0, [(f"{more:,} more lines", "dim")])
+    rows = [fit_row(title_row(width, left, remarks), width)]
+    before: tuple[int, int] | None = None
+    for key, series in all_series[: height - 1]:
+        rows.append(fit_row(_line(hardware, key, series, width, named=(key.node, key.gpu) != before), width))
+        before = key.node, key.gpu
+    return rows
+
+
+def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: int, *, named: bool) -> Row:
+    cells = max(width - NAME_CELLS - VALUE_CELLS - 1, 1)
+    top = series.limit or SHARED_SCALE * series.greatest
+    values = series.columns(hardware.begin, hardware.end, cells)
+    bars = "".join(_bar(value, top) for value in values)
+    host = printable(hardware.hosts[key.node])
+    where = host if key.gpu < 0 else f"{host} GPU {key.gpu}"
+    return [
+        (" ", "base"),
+        (pad(where if named else "", NAME_CELLS - 16), "bright"),
+        (" ", "base"),
+        (pad(key.quantity, 14), "dim"),
+        (format_value(series.newest).rjust(8), "bright"),
+        (f"  most {format_value(series.greatest)}".ljust(VALUE_CELLS - 8), "dim"),
+        (bars, "accent" if series.limit and series.newest > 0.9 * series.limit else "bar"),
+    ]
+
+
+def _bar(value: float, top: float) -> str:
+    if not isfinite(value):
+        return " "
+    return LOWER[min(max(round(8 * value / top), 1), 8)] if top > 0 else LOWER[1]
+
+
+class HardwareLines(Panel):
+    """Use, memory, temperature and power of hosts and GPUs."""
+
+    def seen_version(self) -> object:
+        """Change with samples."""
+        return self.live.hardware.version
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the lines, those of the selected rank's host first."""
+        rank = self.selected_rank
+        view = None if rank is None else self.live.state.ranks.get(rank)
+        return draw_hardware(self.live.hardware, width, height, first=None if view is None else view.node)

@@ -1,0 +1,136 @@
+"""Use, memory, temperature and power of each host and GPU over a run. Pure, and of bounded memory."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import nan
+from typing import Literal
+
+from trainer.contract.record import NodeSample
+
+Quantity = Literal["use %", "memory GiB", "temperature °C", "power W"]
+MAX_POINTS = 1024
+"""Points kept of a series; at twice as many, neighbours are averaged, and a line has some hundred columns."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, order=True)
+class SeriesKey:
+    """What a series is of."""
+
+    node: int
+    gpu: int
+    """Index of the GPU; -1: the host."""
+    quantity: Quantity
+
+
+@dataclass
+class TimeSeries:
+    """Values over time, of which old ones are averaged."""
+
+    limit: float | None = None
+    """Greatest possible value: 100 %, the memory that there is; None where there is none."""
+    newest: float = nan
+    """The newest value."""
+    greatest: float = nan
+    """The greatest value."""
+    _times: array[float] = field(default_factory=lambda: array("d"))
+    _values: array[float] = field(default_factory=lambda: array("d"))
+    _every: int = 1
+    """Values that a point is the mean of."""
+    _pending: list[float] = field(default_factory=list)
+    """Values of the next point."""
+
+    def append(self, time: float, value: float) -> None:
+        """Append a value; ``time`` in Unix seconds."""
+        self.newest = value
+        self.greatest = value if self.greatest != self.greatest else max(self.greatest, value)
+        self._pending.append(value)
+        if len(self._pending) < self._every:
+            return
+        self._times.append(time)
+        self._values.append(sum(self._pending) / len(self._pending))
+        self._pending.clear()
+        if len(self._values) >= 2 * MAX_POINTS:
+            self._every *= 2
+            pairs = range(0, len(self._values) - 1, 2)
+            self._times = array("d", (self._times[index + 1] for index in pairs))
+            self._values = array("d", ((self._values[index] + self._values[index + 1]) / 2 for index in pairs))
+
+    def columns(self, begin: float, end: float, count: int) -> list[float]:
+        """Return the mean in each column of a time span, in one without a point the one before; NaN before the first.
+
+        Args:
+            begin: Unix seconds.
+            end: Unix seconds.
+            count: Columns.
+        """
+        found = [nan] * count
+        if end <= begin:
+            return found
+        for column in range(count):
+            low = bisect_left(self._times, begin + (end - begin) * column / count)
+            high = bisect_left(self._times, begin + (end - begin) * (column + 1) / count)
+            if column == count - 1:
+                high = len(self._times)
+            if high > low:
+                found[column] = sum(self._values[low:high]) / (high - low)
+            elif low:
+                found[column] = self._values[low - 1]
+        return found
+
+
+class HardwareSeries:
+    """Series of all hosts and GPUs, changed by ``apply`` only."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.begin = nan
+        """First sample, Unix seconds."""
+        self.end = nan
+        """Newest sample, Unix seconds."""
+        self.hosts: dict[int, str] = {}
+        """By node."""
+        self.gpu_of_rank: dict[int, tuple[int, int]] = {}
+        """Node and GPU of each rank."""
+        self._series: dict[SeriesKey, TimeSeries] = {}
+
+    def apply(self, sample: NodeSample) -> None:
+        """Apply a node's sample; what it does not have is left out."""
+        node, time = sample.node, sample.time
+        self.version += 1
+        self.hosts[node] = sample.host
+        self.begin = time if self.begin != self.begin else min(self.begin, time)
+        self.end = time if self.end != self.end else max(self.end, time)
+        self._add(SeriesKey(node, -1, "use %"), time, sample.cpu_percent, 100.0)
+        used, total = sample.memory_used_bytes, sample.memory_total_bytes
+        self._add(SeriesKey(node, -1, "memory GiB"), time, _gib(used), _gib(total))
+        for gpu in sample.gpus:
+            if gpu.rank is not None:
+                self.gpu_of_rank[gpu.rank] = node, gpu.index
+            self._add(SeriesKey(node, gpu.index, "use %"), time, gpu.utilization_percent, 100.0)
+            used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
+            self._add(SeriesKey(node, gpu.index, "memory GiB"), time, _gib(used), _gib(total))
+            self._add(SeriesKey(node, gpu.index, "temperature °C"), time, gpu.temperature_celsius, None)
+            self._add(SeriesKey(node, gpu.index, "power W"), time, gpu.power_watts, None)
+
+    def _add(self, key: SeriesKey, time: float, value: float | None, limit: float | None) -> None:
+        if value is None:
+            return
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = TimeSeries()
+        series.limit = limit
+        series.append(time, value)
+
+    def series(self, *, first: int | None = None) -> Iterator[tuple[SeriesKey, TimeSeries]]:
+        """Yield all series by node and GPU, those of the node ``first`` before the others."""
+        for key in sorted(self._series, key=lambda key: (key.node != first, key.node, key.gpu)):
+            yield key, self._series[key]
+
+
+def _gib(count: int | None) -> float | None:
+    return None if count is None else count / GIB
