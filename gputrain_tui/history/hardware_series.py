@@ -12,12 +12,14 @@ from typing import Literal
 from trainer.contract.record import NodeSample
 
 Quantity = Literal["use %", "memory GiB", "temperature °C", "power W"]
+QUANTITIES: tuple[Quantity, ...] = ("use %", "memory GiB", "temperature °C", "power W")
+"""In the order of their lines."""
 MAX_POINTS = 1024
 """Points kept of a series; at twice as many, neighbours are averaged, and a line has some hundred columns."""
 GIB = 1 << 30
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class SeriesKey:
     """What a series is of."""
 
@@ -128,7 +130,11 @@ class HardwareSeries:
 
     def series(self, *, first: int | None = None) -> Iterator[tuple[SeriesKey, TimeSeries]]:
         """Yield all series by node and GPU, those of the node ``first`` before the others."""
-        for key in sorted(self._series, key=lambda key: (key.node != first, key.node, key.gpu)):
+
+        def place(key: SeriesKey) -> tuple[bool, int, int, int]:
+            return key.node != first, key.node, key.gpu, QUANTITIES.index(key.quantity)
+
+        for key in sorted(self._series, key=place):
             yield key, self._series[key]
 
 
