@@ -76,6 +76,8 @@ class StepTracker:
         """Step and time of a checksum, and the checksum on its way to the host."""
         self.evaluated = False
         """Whether the time up to the next mark is an evaluation."""
+        self.forward_done = False
+        """Whether a forward pass has ended since the last mark: an evaluation from here on leaves it in the step."""
         self._training_laps = 0
         """Laps up to the last one in which the model was trained."""
         if model is not None:
@@ -106,13 +108,14 @@ class StepTracker:
             self.meter.lap(phase)
             self.laps += 1
         self.open_phase = then
+        self.forward_done = False
         if trained or phase == "backward":
             self._training_laps = self.laps
 
     def evaluate(self) -> None:
         """The time since the model was last trained, up to the next mark, is an evaluation."""
-        if self.open_phase == "backward":
-            self.mark()
+        if self.open_phase == "backward" or self.forward_done:
+            self.mark(trained=True)
         self.evaluated = True
 
     def start(self) -> None:
@@ -148,7 +151,7 @@ class StepTracker:
     def _begin_step(self) -> None:
         self.samples, self.tokens, self.loss, self.grad_scale = 0, None, None, 1.0
         self.laps = self._training_laps = 0
-        self.evaluated = False
+        self.evaluated = self.forward_done = False
 
     def write_checksum(self) -> None:
         """Write the checksum that was begun after an earlier step."""

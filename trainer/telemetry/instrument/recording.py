@@ -78,6 +78,8 @@ class Recording:
         self._closing = threading.Lock()
         self._models: WeakKeyDictionary[DistributedDataParallel, BucketHook | None] = WeakKeyDictionary()
         """Models that are followed, each with the comm hook that it was given."""
+        self._newest: Callable[[], DistributedDataParallel | None] = lambda: None
+        """Reference to the model that was followed last."""
         self._relays: WeakKeyDictionary[DistributedDataParallel, HookRelay] = WeakKeyDictionary()
         """Models on a GPU with a comm hook of their own."""
         self._registering = False
@@ -149,20 +151,22 @@ class Recording:
         if tracker is None:
             parameter = next(model.parameters(), None)
             tracker = self._begin(torch.device("cpu") if parameter is None else parameter.device)
-        if model not in self._models:
+        if self._newest() is not model and model not in self._models:
             self._follow(model, tracker)
         tracker.mark(self._open_phase(tracker), then="forward")
         self._train_on_fetched(tracker)
         if len(self._models) == 1:
-            samples, tokens = _size([named, arguments])
+            first = arguments[0] if arguments and not named else None
+            samples, tokens = _size(first if type(first) is Tensor else [named, arguments])
             tracker.samples += samples
             tracker.tokens = _plus(tracker.tokens, tokens)
 
     @_guarded
     def end_forward(self, model: DistributedDataParallel) -> None:
         """Take note that it ends."""
-        if self._tracker is not None and _trains(model):
-            self._tracker.mark("forward", then="forward", trained=True)
+        # Not marked: the loss is computed next, which is the same phase.
+        if self._tracker is not None and self._tracker.open_phase == "forward" and _trains(model):
+            self._tracker.forward_done = True
 
     @_guarded
     def begin_backward(self, outputs: Any) -> bool:
@@ -336,6 +340,7 @@ class Recording:
         theirs = len(hooks)
         self._registering = True
         try:
+            self._newest = ref(model)
             self._models[model] = tracker.meter.follow(model, relay=relay, own_hook=bool(hooks) or other)
         finally:
             self._registering = False
