@@ -61,7 +61,7 @@ def typed(lab: SshLab, pair: int) -> float:
 
 
 def pasted(lab: SshLab, pair: int) -> float:
-    """Seconds from the commands of ``gputrain plan``, pasted on all hosts at one moment, to the last rank's first step."""
+    """Seconds from the commands of ``gputrain plan``, pasted on all hosts at once, to the last rank's first step."""
     record = lab.folder / f"pasted.{pair}"
     words = (*GPUTRAIN, "plan", "recipe.toml", "--shell", "--run-dir", str(record))
     lines = lab.hosts[0].run(*words, cwd=lab.folder, env=lab.environ).stdout.splitlines()
