@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+DELAY_WIRE = Path(__file__).with_name("delay_wire.py")
 LIMIT_S = 120.0
 """No wait is longer; what takes so long hangs."""
 
@@ -89,7 +91,12 @@ class Host:
 
 @contextmanager
 def network(
-    folder: Path, interfaces: Mapping[str, str], *, own_name: str = "127.0.1.1", subnet: str = "10.77.0"
+    folder: Path,
+    interfaces: Mapping[str, str],
+    *,
+    own_name: str = "127.0.1.1",
+    subnet: str = "10.77.0",
+    round_trip_s: Mapping[str, float] | None = None,
 ) -> Iterator[list[Host]]:
     """Make hosts with these interfaces by name, each of which reaches all others.
 
@@ -99,6 +106,7 @@ def network(
         own_name: what a host's own name resolves to on itself: Debian writes 127.0.1.1 into its hosts file; an empty
             text is the address under which the others know it.
         subnet: the first three numbers of the addresses.
+        round_trip_s: how long a packet to a host and its answer take on the way, by name of the host.
     """
     with ExitStack() as stack:
         switch = stack.enter_context(_namespaces(["--net"], "ip link add br0 type bridge && ip link set br0 up"))
@@ -114,7 +122,13 @@ def network(
             host = Host(name, addresses[name], interface, holder)
             veth = ["link", "add", f"port{number}", "type", "veth", "peer", "name", interface, "netns", str(holder)]
             _ip(switch, *veth)
-            _ip(switch, "link", "set", f"port{number}", "master", "br0", "up")
+            delay_s = (round_trip_s or {}).get(name, 0.0) / 2
+            if delay_s:
+                stack.enter_context(_delayed(switch, number, delay_s))
+            else:
+                _ip(switch, "link", "set", f"port{number}", "master", "br0", "up")
+            if round_trip_s:
+                _enter(holder, sys.executable, DELAY_WIRE, "--plain", interface)
             _ip(holder, "address", "add", f"{host.address}/24", "dev", interface)
             _ip(holder, "link", "set", interface, "up")
             # As where Docker is installed: an interface with an address, the same everywhere, that leads nowhere.
@@ -159,8 +173,32 @@ def _namespaces(kinds: Sequence[str], setup: str) -> Iterator[int]:
         holder.stdout.close()
 
 
+@contextmanager
+def _delayed(switch: int, number: int, delay_s: float) -> Iterator[None]:
+    """Join a host's port to the switch by a wire that holds each frame."""
+    _ip(switch, "link", "add", f"near{number}", "type", "veth", "peer", "name", f"far{number}")
+    _ip(switch, "link", "set", f"far{number}", "master", "br0", "up")
+    for name in (f"near{number}", f"port{number}"):
+        _ip(switch, "link", "set", name, "up")
+    words = ["setpriv", "--pdeathsig", "KILL", "nsenter", "--target", str(switch), "--net", sys.executable]
+    words += [str(DELAY_WIRE), f"port{number}", f"near{number}", str(delay_s)]
+    wire = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    assert wire.stdout is not None
+    try:
+        assert wire.stdout.readline() == b"up\n", "the wire could not be set up"
+        yield
+    finally:
+        wire.kill()
+        wire.wait()
+        wire.stdout.close()
+
+
 def _ip(holder: int, *words: str) -> None:
-    subprocess.run(["nsenter", "--target", str(holder), "--net", "ip", *words], check=True)
+    _enter(holder, "ip", *words)
+
+
+def _enter(holder: int, *words: str | Path) -> None:
+    subprocess.run(["nsenter", "--target", str(holder), "--net", *map(str, words)], check=True)
 
 
 def _clear(host: Host) -> None:

@@ -160,6 +160,9 @@ def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, 
         "TCPTimeout": "5",
         "MessageTimeout": "20",
         "PropagateResourceLimits": "NONE",
+        "SlurmdTimeout": "10",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",  # of a cluster that has partitions which differ; the modes of these are their own
         "PlugStackConfig": f"{folder}/plugstack.conf",
     }
     lines = [f"{name}={value}" for name, value in settings.items()]
@@ -167,7 +170,11 @@ def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, 
         f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory=1000"
         for node in nodes
     ]
-    lines.append(f"PartitionName=main Nodes={','.join(node.name for node in nodes)} Default=YES State=UP")
+    names = ",".join(node.name for node in nodes)
+    lines.append(f"PartitionName=main Nodes={names} Default=YES State=UP PreemptMode=OFF")
+    for mode in ("cancel", "requeue"):
+        lines.append(f"PartitionName={mode} Nodes={names} State=UP PriorityTier=1 PreemptMode={mode.upper()}")
+    lines.append(f"PartitionName=urgent Nodes={names} State=UP PriorityTier=10 PreemptMode=OFF")
     return "\n".join(lines) + "\n"
 
 
@@ -179,7 +186,7 @@ def _daemon(cluster: Slurm, host: Host, *words: str | Path | None) -> None:
 
 
 def _idle(cluster: Slurm) -> int:
-    answer = cluster.run("sinfo", "--noheader", "--Node", "--format=%t", check=False)
+    answer = cluster.run("sinfo", "--noheader", "--partition=main", "--Node", "--format=%t", check=False)
     return answer.stdout.split().count("idle")
 
 

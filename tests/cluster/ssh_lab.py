@@ -59,7 +59,11 @@ def require_ssh() -> None:
 
 @contextmanager
 def ssh_lab(
-    folder: Path, interfaces: Mapping[str, str], *, start_up: Mapping[str, str] | None = None
+    folder: Path,
+    interfaces: Mapping[str, str],
+    *,
+    start_up: Mapping[str, str] | None = None,
+    round_trip_s: Mapping[str, float] | None = None,
 ) -> Iterator[SshLab]:
     """Start hosts that reach each other over ssh, and end them with everything that runs there.
 
@@ -67,11 +71,12 @@ def ssh_lab(
         folder: short, as sockets lie there.
         interfaces: name of the network interface by name of the host.
         start_up: what the shell of a host runs before each command, by name of the host.
+        round_trip_s: how long a packet to a host and its answer take on the way, by name of the host.
     """
     assert SSHD is not None
     Path("/run/sshd").mkdir(exist_ok=True)
     with ExitStack() as stack:
-        hosts = stack.enter_context(network(folder, interfaces))
+        hosts = stack.enter_context(network(folder, interfaces, round_trip_s=round_trip_s))
         _key(folder / "key")
         (folder / "known_hosts").touch()
         config = [f"Host *\n  User root\n  IdentityFile {folder}/key\n  IdentitiesOnly yes\n  IdentityAgent none"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,6 +150,22 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
     assert "gputrain: r.toml:" in stderr
     assert "h5: setup ended with exit code 3: Lmod: no module cuda/99; mend" in stderr
     assert "\x1b" not in stderr
+
+
+@pytest.mark.parametrize(("offset", "status", "code"), [("+30", "warning", 0), ("-90", "error", 3)])
+def test_a_clock_of_a_host_that_differs_is_a_warning_and_above_a_minute_refused(
+    lab: SshLab, offset: str, status: str, code: int
+) -> None:
+    if FAKE_TIME is None:
+        pytest.skip("needs libfaketime (Debian: libfaketime)")
+    start_up(lab, "h2", f"export LD_PRELOAD={FAKE_TIME} FAKETIME={offset}s")
+    ended, found = check(lab, ["h1", "h2"])
+    (told,) = found.pop("h2")
+    assert (ended, found, told["status"]) == (code, {}, status)
+    side = "ahead of" if offset.startswith("+") else "behind"
+    assert re.match(rf"its clock is \d+\.\d s {side} this machine's", told["what"])
+    assert abs(float(told["what"].split()[3]) - abs(int(offset))) < 2
+    assert "set-ntp true" in told["fix"]
 
 
 def test_a_host_that_does_not_let_us_in_is_one_line_and_nobody_is_asked(lab: SshLab) -> None:

@@ -300,6 +300,34 @@ def test_agents_that_hear_of_nobody_go_on_while_their_ranks_make_steps_and_end_t
     cluster.check_record()
 
 
+def test_hosts_a_round_trip_of_40_ms_apart_train_are_followed_and_stop_with_their_work_saved() -> None:
+    require_ssh()
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    interfaces = dict.fromkeys(["h0", "h1", "h2", "h3"], "eth0")
+    with ssh_lab(folder, interfaces, round_trip_s={"h2": 0.04}) as lab:
+        ping = "import socket, time; began = time.monotonic(); socket.create_connection(('h2', 22)); "
+        ping += "print(time.monotonic() - began)"
+        took_s = [float(lab.hosts[1].run(sys.executable, "-c", ping).stdout) for _ in range(3)]
+        assert min(took_s) >= 0.04
+        cluster = Cluster(lab, ranks=[1, 1, 1])
+        cluster.write(**ENDLESS)
+        command = cluster.start("run", "recipe.toml")
+        try:
+            cluster.train(command)
+            moment = time.time()
+            wait_until(lambda: recorded_after(cluster.record, 1, moment), "the record of h2 goes on", [command])
+            command.send_signal(signal.SIGINT)
+            said, _ = command.communicate(timeout=LIMIT_S)
+        finally:
+            command.kill()
+        assert command.returncode == 130, said
+        assert "saved h1:" in said
+        assert len({check_steps(cluster.record, rank) for rank in range(3)}) == 1
+        cluster.check_record()
+        wait_until(cluster.nothing_is_left, "no process is left on any host")
+    shutil.rmtree(folder)
+
+
 @pytest.mark.slow
 def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_any() -> None:
     require_ssh()

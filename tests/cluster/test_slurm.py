@@ -384,6 +384,37 @@ def test_a_run_whose_time_limit_is_over_has_saved(typed: Typed) -> None:
     assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
 
 
+@pytest.mark.parametrize("mode", ["cancel", "requeue"])
+def test_a_run_that_slurm_pre_empts_for_another_job_is_told_as_such_and_has_saved(typed: Typed, mode: str) -> None:
+    cluster = typed.cluster
+    (typed.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")
+    typed.run("run", "endless.toml", "--detach", "--set", f"slurm.partition={mode}")
+    typed.await_steps()
+    urgent = cluster.submit(typed.folder / "urgent.sh", "--partition=urgent", "--nodes=3", "--exclusive")
+    wait_until(lambda: cluster.job(urgent)["JobState"] == "RUNNING", "the other job has its nodes")
+    wait_until(lambda: " at update " in typed.status().get("message", ""), "the run says how it ended")
+    assert "Slurm pre-empted it for another job at update " in typed.status()["message"]
+    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+    typed.run("stop", "last")
+    cluster.run("scancel", str(urgent))
+
+
+def test_a_node_that_slurm_loses_is_told_as_such(typed: Typed) -> None:
+    cluster = typed.cluster
+    words = typed.words("run", "endless.toml", "--set", 'slurm.extra=["--no-requeue"]')
+    process = cluster.start(*words, cwd=typed.folder)
+    wait_until(lambda: list((typed.folder / "home" / "runs").glob("2*")), "there is a run", [process])
+    typed.await_steps()
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+    try:
+        assert process.wait(LIMIT_S) != 0
+        assert "Slurm lost one of its nodes" in typed.status()["message"]
+        assert "Slurm lost one of its nodes" in (typed.folder / "output").read_text()
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)  # it may be back already
+        wait_until(lambda: "idle" in cluster.run("sinfo", "-hNn", "n2", "-p", "main", "-o", "%t").stdout, "n2 is back")
+
+
 @pytest.mark.slow
 def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well(tmp_path: Path) -> None:
     """As most clusters do, by ``proctrack/cgroup``."""
