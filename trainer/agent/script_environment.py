@@ -15,6 +15,10 @@ RANK_PID = "GPUTRAIN_RANK_PID"
 """Environment variable: the process whose states and end are recorded by the trainer that started it."""
 NO_RUN_ID = "none"
 """The id that torchrun gives a run without one."""
+OF_THE_LAUNCHER = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
+"""Variables that stay as torchrun has set them where its ranks meet in its store: rank 0 must not serve another one."""
 
 
 def refuse_file_rendezvous(init_method: str | None) -> None:
@@ -75,6 +79,7 @@ def launcher_environment(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": None,
+        **_of_the_launcher(assignment.init_method, environ),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # The fork server has 1; ranks that share a machine get 1 unless somebody says otherwise, as under torchrun.
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or ("1" if assignment.local_world_size > 1 else None),
@@ -90,3 +95,10 @@ def launcher_environment(
         # Gloo otherwise asks what the machine's own name resolves to, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings
+
+
+def _of_the_launcher(init_method: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun has set for a rendezvous at its own address, where it serves the store itself."""
+    if init_method is None or scheme_of(init_method) != "env":
+        return {}
+    return {name: environ[name] for name in OF_THE_LAUNCHER if name in environ}
