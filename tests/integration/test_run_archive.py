@@ -294,3 +294,49 @@ def test_a_recipe_that_cannot_be_read_is_left_out_with_what_it_may_hide(call: Co
     found = members(Path("x.tar.gz"))
     assert found[f"{made.id}/recipe.toml"] == b'name = "demo"\n'
     assert json.loads(found[f"{made.id}/status.json"])["run"] == made.id
+
+
+COMMAND = "curl -H 'Authorization: Bearer abc' -u me:on-end-secret https://me:pw@ntfy.example/x"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        f'[report]\ntensorboard = true\non_end = "{COMMAND}"\n',
+        f'report.tensorboard = true\nreport.on_end = "{COMMAND}"\n',
+        f'report = {{ tensorboard = true, on_end = "{COMMAND}" }}\n',
+        f'[report]\ntensorboard = true\non_end = """\\\n  {COMMAND}"""  # abc\n',
+    ],
+    ids=["table", "dotted", "inline", "several lines"],
+)
+def test_the_command_at_the_end_is_left_out_with_what_it_printed(call: Command, made: Run, table: str) -> None:
+    made.dir.recipe.write_text(f'name = "demo"  # on_end = "curl -u me:abc"\n{table}')
+    made.dir.on_end_log.write_text("+ curl -H 'Authorization: Bearer abc'\n")
+    say(made, 0, b"sent on-end-secret\n")
+    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
+    assert done.returncode == 0, done.stderr
+    assert "left out: on_end of recipe.toml: " in done.stderr
+    assert "left out: logs/on_end.log: " in done.stderr
+    found = members(Path("x.tar.gz"))
+    assert tomllib.loads(found[f"{made.id}/recipe.toml"].decode()) == {"name": "demo", "report": {"tensorboard": True}}
+    whole = b"".join(found.values())
+    assert not [secret for secret in (b"Bearer abc", b"me:abc", b"on-end-secret", b"me:pw") if secret in whole]
+
+
+def test_passwords_in_addresses_and_settings_that_were_commented_out_are_masked(call: Command, made: Run) -> None:
+    made.dir.recipe.write_text(
+        'name = "demo"\n# HF_TOKEN = "hf-old-token-1"\n[cluster.env]\nHTTPS_PROXY = "http://me:proxy-pass-1@proxy:3128"\n'
+        'SENTRY_DSN = "dsn-secret-1"\nGREETING = "# no = comment"\n[train]\nscript = "s.py"\n'
+        'args = ["--header", "X-Api-Key: header-key-1", "--data", "s3://bucket/x"]\n'
+    )
+    say(made, 0, b"proxy refused me:proxy-pass-1\n")
+    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
+    assert done.returncode == 0, done.stderr
+    found = members(Path("x.tar.gz"))
+    whole = b"".join(found.values())
+    for secret in (b"hf-old-token-1", b"proxy-pass-1", b"dsn-secret-1", b"header-key-1"):
+        assert secret not in whole
+    recipe = tomllib.loads(found[f"{made.id}/recipe.toml"].decode())
+    assert recipe["cluster"]["env"]["HTTPS_PROXY"] == "http://********@proxy:3128"
+    assert recipe["cluster"]["env"]["GREETING"] == "# no = comment"
+    assert recipe["train"]["args"][2:] == ["--data", "s3://bucket/x"]

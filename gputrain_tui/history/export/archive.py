@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,11 @@ MAX_BYTES = 256 << 30
 """A file of more, which may be sparse, is damage: a week of a thousand ranks has less."""
 MAX_USTAR_BYTES = 8**11
 """The size of a file has eleven octal digits there."""
+OWNERS_COMMAND = "the command at the run's end is its owner's own, and may have secrets of any form in it"
+_STRING_OR_COMMENT = re.compile(
+    r'"""(?:\\.|[^\\])*?"""' r"|'''.*?'''" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'|(?P<comment>#[^\n]*)", re.DOTALL
+)
+"""Of TOML; a # in a string begins no comment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,9 @@ class Archive:
                 name = f"{folder}/{path.name}"
                 if not is_file_of_run(name) or not path.is_file():
                     continue
-                if os.access(path, os.R_OK):
+                if path == run.dir.on_end_log:
+                    self._left_out.append(f"{name}: {OWNERS_COMMAND}")
+                elif os.access(path, os.R_OK):
                     self._sizes[name] = size_of(path)
                 else:
                     self._left_out.append(f"{name}: it may not be read")
@@ -139,8 +147,24 @@ class Archive:
             self._left_out.append("recipe.toml: it is not there, or cannot be read as TOML")
             document = tomlkit.document()
             document["name"] = self._run.status.recipe
+        self._leave_out_command(document, mask)
         mask.mask_values(document)
-        return tomlkit.dumps(document).encode()
+        # A setting that was commented out may be a secret, too.
+        text = _STRING_OR_COMMENT.sub(
+            lambda found: found[0] if found["comment"] is None else mask.mask_comment(found[0]),
+            tomlkit.dumps(document),
+        )
+        return text.encode()
+
+    def _leave_out_command(self, document: tomlkit.TOMLDocument, mask: SecretMask) -> None:
+        """Take out the command at the end of the run, which may hold secrets of any form and acts for its owner."""
+        report = document.get("report")
+        if isinstance(report, dict) and "on_end" in report:
+            mask.mask_text(str(report["on_end"]))  # as far as they are known: they may have been printed
+            del report["on_end"]
+            self._left_out.append(
+                "on_end of recipe.toml: a command of whoever ran this, who may have put secrets in it"
+            )
 
     def _plan(self, mask: SecretMask) -> bytes:
         """Return the plan; nothing where it cannot be read, as its secrets are not known then."""

@@ -1,7 +1,8 @@
 """Finds secrets in what a run was asked to do, and masks them there and wherever else they were printed.
 
 In a table ``env`` and in assignments of a shell, names such as ``HF_TOKEN`` are secrets; of options, whose names are
-words such as ``max_tokens``, only those that end with such a word and hold text.
+words such as ``max_tokens``, only those that end with such a word and hold text. Within any text, what a URL has before
+its host, a header's credentials, the value of such a flag and tokens of well-known services are secrets too.
 """
 
 from __future__ import annotations
@@ -11,26 +12,52 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "WEBHOOK", "AUTHORIZATION")
+"""Anywhere in a name."""
+SECRET_PARTS = frozenset(("AUTH", "COOKIE", "DSN", "PASS", "PAT", "PWD", "SIGNATURE"))
+"""Between the underscores of a name: longer words have them within, such as ``PATH`` and ``COMPASS``."""
+PLACES = frozenset(("PWD", "OLDPWD", "SSH_AUTH_SOCK"))
+"""Variables that are paths in spite of such a part."""
 MASK = "********"
 QUOTES = "\"'"
 MIN_VALUE_CHARS = 8
 """Shorter values are not looked for in logs: ``false`` of TOKENIZERS_PARALLELISM stands everywhere."""
 
-_ASSIGNMENT = re.compile(
-    rf"\b(\w*(?:{'|'.join(SECRET_WORDS)})\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|]+)", re.IGNORECASE | re.ASCII
+_OPTION_END = re.compile(
+    r"(?:TOKEN|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK|AUTHORIZATION)$", re.IGNORECASE
 )
-_OPTION_END = re.compile(r"(?:TOKEN|KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+_QUOTED = r"\"[^\"]*\"|'[^']*'"
+_ASSIGNMENT = re.compile(rf"(?<![\w-])([\w-]+)=({_QUOTED}|[^\s;&|]+)", re.ASCII)
+"""Of a shell, a query of a URL, a program's settings."""
+_HEADER = re.compile(
+    r"(?<![\w-])([\w-]+)[\"']?:\s*[\"']?(?:(?:Basic|Bearer|Token)\s+)?([^\s\"',;}]+)", re.ASCII | re.IGNORECASE
+)
+"""Of a request, and a key of JSON."""
+_FLAG = re.compile(rf"(?<!\S)(-[\w-]+)\s+({_QUOTED}|[^\s;&|\"'-][^\s;&|\"']*)", re.ASCII)
+_BEARER = re.compile(r"\bBearer\s+([\w.~+/=-]+)", re.ASCII | re.IGNORECASE)
+_USERINFO = re.compile(r"\b([a-z][a-z0-9+.-]{0,30})://([^\s/\"']+)@", re.ASCII | re.IGNORECASE)
+_WELL_KNOWN = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|sk-|AKIA|eyJ)[A-Za-z0-9_.-]{16,}"
+)
+"""Tokens of Hugging Face, GitHub, GitLab, Slack, OpenAI and others, Amazon; JSON web tokens."""
 
 
 def is_secret_variable(name: str) -> bool:
     """Whether an environment variable is a secret, by its name."""
-    return any(word in name.upper() for word in SECRET_WORDS)
+    upper = name.upper().replace("-", "_")
+    if upper in PLACES:
+        return False
+    return any(word in upper for word in SECRET_WORDS) or not SECRET_PARTS.isdisjoint(upper.split("_"))
 
 
 def is_secret_option(name: str) -> bool:
     """Whether the text of an option is a secret, by the end of its name: ``api_key``, and not ``tokenizer``."""
     return _OPTION_END.search(name) is not None
+
+
+def _is_user_with_password(flag: str, value: str) -> bool:
+    """Whether the word after a flag is ``user:password``, as of curl."""
+    return flag in ("-u", "--user") and ":" in value
 
 
 class SecretMask:
@@ -46,6 +73,9 @@ class SecretMask:
         for name, value in environment.items():
             if is_secret_variable(name):
                 self._learn(name, value)
+            else:
+                self.mask_text(value)
+        self.masked.clear()  # nothing of it was shown
 
     def mask_values(self, container: Any, *, table: str = "") -> None:
         """Mask the secrets of a parsed file in place; ``table``: the key that it stands under."""
@@ -61,22 +91,60 @@ class SecretMask:
                 shown = self._masked(key, text, flag, in_env=table == "env")
                 if shown != text:
                     container[key] = shown
-                flag = text if isinstance(key, int) and text.startswith("--") else ""
+                flag = text if isinstance(key, int) and text.startswith("-") else ""
 
     def _masked(self, key: str | int, value: str, flag: str, *, in_env: bool) -> str:
         if isinstance(key, str):
             if is_secret_variable(key) if in_env else is_secret_option(key):
                 return self._hide(key, value)
-        elif flag and is_secret_option(flag) and not value.startswith("--"):  # the word after a flag of a command
-            return self._hide(flag, value)
+        elif flag and not value.startswith("--"):  # the word after a flag of a command
+            if is_secret_option(flag) or _is_user_with_password(flag, value):
+                return self._hide(flag, value)
         elif value.startswith("--") and "=" in value and is_secret_option(value.partition("=")[0]):
             name, _, given = value.partition("=")
             return f"{name}={self._hide(name, given)}"
-        return _ASSIGNMENT.sub(lambda found: f"{found[1]}={self._hide(found[1], found[2].strip(QUOTES))}", value)
+        return self.mask_text(value)
+
+    def mask_text(self, text: str) -> str:
+        """Return a text with the secrets in it masked: a line of shell, an address, a comment."""
+        text = _USERINFO.sub(self._userinfo, text)
+        text = _ASSIGNMENT.sub(lambda found: self._second(found, secret=is_secret_variable(found[1])), text)
+        text = _HEADER.sub(lambda found: self._second(found, secret=is_secret_variable(found[1])), text)
+        text = _FLAG.sub(
+            lambda found: self._second(
+                found, secret=is_secret_option(found[1]) or _is_user_with_password(found[1], found[2])
+            ),
+            text,
+        )
+        text = _BEARER.sub(lambda found: found[0].replace(found[1], self._hide("Bearer", found[1])), text)
+        return _WELL_KNOWN.sub(lambda found: self._hide("token", found[0]), text)
+
+    def mask_comment(self, comment: str) -> str:
+        """Return a comment of a file with the secrets in it masked, such as a setting that was commented out."""
+        setting = re.sub(r" *= *", "=", comment)
+        shown = self.mask_text(setting)
+        return comment if shown == setting else shown
+
+    def _userinfo(self, found: re.Match[str]) -> str:
+        scheme, user = found[1], found[2]
+        # Over HTTP a user alone is a token; of others, such as ssh, it is a name.
+        if ":" not in user and not scheme.lower().startswith("http"):
+            return found[0]
+        return f"{scheme}://{self._hide('password in a URL', user)}@"
+
+    def _second(self, found: re.Match[str], *, secret: bool) -> str:
+        """Return what was found, its second group masked where that is a secret."""
+        if not secret:
+            return found[0]
+        before = found[0][: found.start(2) - found.start()]
+        return before + self._hide(found[1], found[2].strip(QUOTES)) + found[0][found.end(2) - found.start() :]
 
     def _hide(self, name: str, value: str) -> str:
+        if value == MASK:
+            return value
         self.masked.add(name.lstrip("-"))
-        self._learn(name.lstrip("-"), value)
+        for secret in (value, value.partition(":")[2]):  # of user:password the password may stand alone elsewhere
+            self._learn(name.lstrip("-"), secret)
         return MASK
 
     def _learn(self, name: str, value: str) -> None:
