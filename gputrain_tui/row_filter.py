@@ -14,6 +14,9 @@ Row = TypeVar("Row")
 Value = float | str | None
 
 _WORD = re.compile(r"(?P<key>[a-z]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
+_NUMBER = r"[-+]?[\d.]+(?:e[-+]?\d+)?"
+_RANGE = re.compile(rf"(?P<low>{_NUMBER})(?:-(?P<high>{_NUMBER}))?", re.IGNORECASE)
+"""A number or two; the sign of an exponent is no dash between them."""
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
@@ -91,9 +94,10 @@ def _numbers(column: FilterColumn[Row], word: str, value: str) -> Callable[[Row]
     """Parse a list of numbers and ranges, such as ``0-7,12``."""
     ranges: list[tuple[float, float]] = []
     for part in value.split(","):
-        low, dash, high = part.partition("-")
+        match = _RANGE.fullmatch(part)
         try:
-            ranges.append((float(low), float(high if dash else low)))
+            low, high = (match["low"], match["high"] or match["low"]) if match else (part, part)
+            ranges.append((float(low), float(high)))
         except ValueError:
             raise RequestError(f"filter {word!r}: expected numbers or ranges, such as {column.key}:0-7,12") from None
 

@@ -7,9 +7,9 @@ from argparse import ArgumentParser, Namespace
 import msgspec
 
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
-from gputrain_tui.history.runs import find
+from gputrain_tui.history.runs import ARCHIVES, find
 from gputrain_tui.tables import printable
-from trainer.contract.errors import ExitCode
+from trainer.contract.errors import ExitCode, RequestError
 
 NAME = "note"
 HELP = "write a note or tags to a run, or print them"
@@ -27,7 +27,7 @@ def run(args: Namespace) -> int:
     """Change what is asked, and print the run's note and tags.
 
     Raises:
-        RequestError: there is no such run, a tag is none, or nothing can be written there.
+        RequestError: there is no such run, a tag is none, or nothing can be written there, as in an archive.
     """
     found = find(args.run)
     before = read_notes(found.dir)
@@ -35,6 +35,8 @@ def run(args: Namespace) -> int:
     tags = checked_tags([tag for tag in [*before.tags, *args.tag] if tag not in args.untag])
     after = msgspec.structs.replace(before, note=note, tags=tags)
     if after != before:
+        if args.run.endswith(ARCHIVES):
+            raise RequestError(f"{args.run} is an archive, in which nothing is written: note the run before the export")
         write_notes(found, after)
     print(printable(" ".join([found.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
     return ExitCode.FINISHED

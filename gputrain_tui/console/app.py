@@ -418,7 +418,10 @@ class GputrainApp(OrderedKeys):
 
     def ask_to_resume(self, run: Run) -> None:
         """Go on from a run's newest checkpoint as a new run, once the person has confirmed it."""
-        what = "It goes on from its newest checkpoint, as a new run."
+        steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
+        where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
+        ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
+        what = f"{run.status.recipe} goes on from {where}, with {ranks}, as a new run."
         self.confirm(f"Resume {run.id}?", what, yes="Resume it", act=partial(self._resume, run))
 
     @work(exclusive=True, group="launch")

@@ -32,7 +32,7 @@ MAX_CORE_WAIT_SHARE = 0.5
 """Of the waits for others: of steps that share an event only the mean waits for cores are known."""
 
 
-class _Block(NamedTuple):
+class _StepBlock(NamedTuple):
     """Sums over ``BLOCK_ROWS`` rows, ms."""
 
     waits: Sequence[float]
@@ -49,7 +49,7 @@ class Imbalance:
 
     def _start(self, ranks: int) -> None:
         """Start without blocks."""
-        self._blocks: deque[_Block] = deque(maxlen=BLOCKS)
+        self._blocks: deque[_StepBlock] = deque(maxlen=BLOCKS)
         self._begin_block(ranks)
         self._symptom: Symptom | None = None
 
@@ -76,13 +76,13 @@ class Imbalance:
             self._least += fmean(map(min, waits))
             self._rows += 1
             if self._rows == BLOCK_ROWS:
-                self._blocks.append(_Block(self._waits, self._least))
+                self._blocks.append(_StepBlock(self._waits, self._least))
                 self._begin_block(len(row.phases))
                 self._symptom = _symptom(timeline, self._blocks)
         return [self._symptom] if self._symptom is not None else []
 
 
-def _symptom(timeline: Timeline, blocks: Sequence[_Block]) -> Symptom | None:
+def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None:
     """Return what uneven work costs over some blocks; None where it is far from being a finding."""
     if len(blocks) < BLOCKS:
         return None

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from gputrain_tui.history.runs import Run
-from trainer.contract.errors import RequestError, quoted
+from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_json
 from trainer.contract.record.run_dir import write_atomically
@@ -40,7 +40,10 @@ def read_notes(run: RunDir) -> Notes:
     """
     if not run.notes.exists():
         return Notes()
-    found = read_json(run.notes, _decoder)
+    try:
+        found = read_json(run.notes, _decoder)
+    except RecordError as error:
+        raise RecordError(f"{error}; without the file the run has no note") from None
     return Notes(note=_one_line(found.note)[:MAX_NOTE_CHARS], tags=tuple(filter(_TAG.fullmatch, found.tags[:MAX_TAGS])))
 
 

@@ -79,7 +79,11 @@ def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) ->
         raise RequestError(f"no column {key!r} to sort by{guess}")
     ascending = not column.is_number or key in ("loss", "valid", "lr")
     values = [(column.value(entry), entry) for entry in entries]
-    known = [(value, entry) for value, entry in values if value not in (None, "") and entry["state"] != UNREADABLE]
+    known = [
+        (value, entry)
+        for value, entry in values
+        if value not in (None, "") and value == value and entry["state"] != UNREADABLE  # NaN has no place in an order
+    ]
     known.sort(key=lambda pair: _sort_key(pair[0]), reverse=ascending == reverse)
     shown = {id(entry) for _, entry in known}
     return [entry for _, entry in known] + [entry for entry in entries if id(entry) not in shown]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from gputrain_tui.history.notes import Notes, read_notes
@@ -39,6 +40,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
     if status.status not in ENDED:  # the status has them at the end only
         newest = newest_loss_of(run.dir, status.world_size)
         step, loss = newest if newest[0] is not None else (step, loss)
+        loss = loss if loss is None or isfinite(loss) else None
         last = last_step(run.dir)
         lr = lr if last is None else last.lr
     try:

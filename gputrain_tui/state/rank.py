@@ -51,6 +51,8 @@ class RankView:
     """Begins and ends of validations since it was last started; odd during a validation."""
     events: int = 0
     """Step events seen."""
+    rss_peak_bytes: int | None = None
+    """The most memory of its process in a sample."""
     totals: Totals = ZERO_TOTALS
     """Over the whole run."""
     totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))
@@ -122,6 +124,12 @@ class RankView:
         if self.process is not None and self.process.rss_bytes is not None:
             return int(self.process.rss_bytes)
         return None
+
+    @property
+    def memory_peak_bytes(self) -> int | None:
+        """Most memory that its tensors have held on its GPU, or its process without one."""
+        newest = next((step.memory_peak_bytes for step in (self.last, self.before) if step is not None), None)
+        return newest or self.rss_peak_bytes
 
     @property
     def late_ms(self) -> float | None:

@@ -353,6 +353,8 @@ class RunState:
         for process in event.ranks:
             view = self.rank(process.rank)
             view.process = process
+            if process.rss_bytes is not None:
+                view.rss_peak_bytes = max(process.rss_bytes, view.rss_peak_bytes or 0)
             if self._history and view.steps and process.rss_bytes is not None:
                 view.rss_bytes.append((event.time, process.rss_bytes))
         for gpu in event.gpus:

@@ -168,7 +168,7 @@ async def test_a_run_without_a_checkpoint_cannot_be_resumed(three: list[Run]) ->
         await show(pilot, history())
         await pilot.press("r")
         await settle(pilot)
-        assert "as a new run" in seen(app)
+        assert "broken goes on from its newest checkpoint" in seen(app)
         assert said == []
         await pilot.pause(LEAST_KEY_GAP_S)
         await pilot.press("y")

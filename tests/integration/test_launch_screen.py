@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from launch_screens import TEXT, launching, put, small_folder
 from screens_at_rest import in_loop, seen, settle, toasts
 from textual.events import Key
 from textual.widgets import Input
+from waiting import LIMIT_S
 
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.widgets.drawing import row_text
@@ -158,12 +160,12 @@ async def test_what_is_typed_ahead_goes_into_the_value() -> None:
     async with launching((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.max_updates")
+        await settle(pilot)
         for character in ("enter", "1", "2", "enter", "slash", "l", "r", "enter"):
             app.post_message(Key(character, character if len(character) == 1 else None))
-        for _ in range(50):
+        deadline = time.monotonic() + LIMIT_S
+        while (screen.form.wanted != "lr" or screen.has_class("-editing")) and time.monotonic() < deadline:
             await settle(pilot)
-            if screen.form.wanted == "lr" and not screen.has_class("-editing"):
-                break
         assert screen.draft.changes == {"train.max_updates": "12"}
         assert screen.form.wanted == "lr"
         assert app.screen is screen

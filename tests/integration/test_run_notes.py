@@ -52,6 +52,18 @@ def test_a_damaged_file_is_named_and_hides_no_run(run: Run, capsys: pytest.Captu
     assert (found["note"], found["tags"]) == (None, [])
 
 
+def test_an_archive_has_the_note_and_takes_no_other(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    call(capsys, "note", run.id, "kept", "--tag", "base")
+    archive = str(tmp_path / "run.tar.gz")
+    assert call(capsys, "export", run.id, "--to", "archive", "-o", archive)[0] == 0
+    assert call(capsys, "note", archive) == (0, f"{run.id} [base] kept\n", "")
+    code, out, err = call(capsys, "note", archive, "changed")
+    assert (code, out) == (2, "")
+    assert "is an archive, in which nothing is written" in err
+
+
 def test_a_filter_that_matches_nothing_is_no_error(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "runs", "--filter", "state:failed") == (0, "", "none of 1 runs matches 'state:failed'\n")
 

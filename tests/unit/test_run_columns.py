@@ -35,6 +35,9 @@ RUNS = [
         ("good", "c"),
         ("BASE", "c"),
         ("valid!=1.7", ""),
+        ("lr:1e-2", "a"),
+        ("lr:1e-3-2e-2", "a"),
+        ("loss:-1-2", "a"),
         ("!state:unreadable", "c b a"),
     ],
 )
@@ -72,6 +75,11 @@ def test_a_filter_that_is_not_understood_is_refused_with_what_is_allowed(text: s
 )
 def test_runs_without_a_value_come_last_whichever_way_they_are_sorted(key: str, reverse: bool, order: str) -> None:
     assert [run["id"] for run in sorted_runs(RUNS, key, reverse=reverse)] == order.split()
+
+
+def test_a_loss_that_is_no_number_comes_last() -> None:
+    runs = [entry("x", loss=3.0), entry("y", loss=float("nan")), entry("z", loss=1.0)]
+    assert [run["id"] for run in sorted_runs(runs, "loss")] == ["z", "x", "y"]
 
 
 def test_a_column_that_is_not_there_is_refused_with_the_nearest() -> None:

@@ -258,6 +258,19 @@ def test_memory_is_that_of_the_gpu_where_there_is_one() -> None:
     assert [view.memory_bytes for view in state.ranks.values()] == [5000, 200]
 
 
+def test_the_most_memory_is_what_tensors_held_on_a_gpu_or_the_greatest_sample_of_a_process() -> None:
+    def sample(time: float, *sizes: int) -> NodeSample:
+        ranks = [RankSample(rank=rank, rss_bytes=size) for rank, size in enumerate(sizes)]
+        return NodeSample(time=time, node=0, host="a", ranks=ranks)
+
+    state = fold(sample(1.0, 100, 200), sample(2.0, 300, 250), sample(3.0, 120, 210), step(0, 1))
+    assert [view.memory_peak_bytes for view in state.ranks.values()] == [300, 250]
+    on_gpu = step(0, 2)
+    on_gpu.memory_peak_bytes = 9000
+    state.apply(on_gpu)
+    assert state.ranks[0].memory_peak_bytes == 9000
+
+
 @pytest.mark.parametrize(
     ("sums", "agree"),
     [

@@ -48,7 +48,7 @@ from trainer.engine.model import (
     unwrap,
     wrap,
 )
-from trainer.engine.model_flops import ModelFlops
+from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
@@ -148,7 +148,7 @@ class Loop:
             finite=None if self._copies is None else self._finite,
         )
         self._progress = reports.Progress(ctx, every=options.log_interval)
-        self._flops = ModelFlops(options, ctx)
+        self._flops = FlopCount(options, ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
         self._validated_at = -1

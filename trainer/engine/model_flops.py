@@ -41,7 +41,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-class ModelFlops:
+class FlopCount:
     """Counts the first micro-batch of rank 0, forward and backward, what is computed twice included.
 
     Args:

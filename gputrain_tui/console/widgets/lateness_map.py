@@ -184,7 +184,7 @@ def _label(heat: Heat, groups: Sequence[int]) -> tuple[str, str]:
         if rank is not None:
             return f"{mark}{rank}".rjust(LABEL_CELLS), role
     text = f"{first}" if end - first == 1 else f"{first}–{end - 1}"
-    return (text if len(text) <= LABEL_CELLS else f"{first}+").rjust(LABEL_CELLS), "axis"
+    return (text if len(text) <= LABEL_CELLS else f"{first}…").rjust(LABEL_CELLS), "axis"
 
 
 def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str]:

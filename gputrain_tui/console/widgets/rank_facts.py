@@ -43,6 +43,7 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
         ("late ms", format_value(late), "bright"),
         ("sync share", percent(recent.sync_share), "bright"),
         ("memory", size(view.memory_bytes) or EMPTY, "bright"),
+        ("most memory", size(view.memory_peak_bytes) or EMPTY, "bright"),
     ]
     if gpu is not None:
         found += [

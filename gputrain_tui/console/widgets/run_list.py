@@ -19,6 +19,8 @@ from gputrain_tui.tables import duration, evaluation, of_weights, printable
 
 LEAST_NAME_CELLS = 30
 """Fewest cells of a run's id beside columns that a narrow list can do without."""
+SHORT_NAME_CELLS = 21
+"""Fewest cells of a run's id beside any column: its date and the beginning of its name."""
 SORT_KEYS = ("started", "state", "step", "loss", "valid", "lr", "tokens", "took", "recipe", "tags")
 """Columns by which the key for sorting goes."""
 
@@ -38,6 +40,8 @@ STARTED, RECIPE = RunColumn("started", 16, right=False), RunColumn("recipe", 20,
 TAGS = RunColumn("tags", 16, right=False)
 ORDER = (RECIPE, RANKS, STEP, LOSS, VALID, LR, TOKENS, TOOK, STARTED, TAGS)
 """The columns from left to right."""
+FIRST = (LOSS, STEP, TOOK, RANKS)
+"""Columns that are shown first."""
 ADDED = (VALID, STARTED, TAGS, LR, TOKENS, RECIPE)
 """Columns that are added to the first ones as long as there is room."""
 WITH_VALUES = {VALID: "valid", LR: "lr", TOKENS: "tokens", TAGS: "tags"}
@@ -46,8 +50,13 @@ WITH_VALUES = {VALID: "valid", LR: "lr", TOKENS: "tokens", TAGS: "tags"}
 
 def columns_for(width: int, entries: Sequence[Mapping[str, Any]]) -> list[RunColumn]:
     """Return the columns at the right of the run's id."""
-    columns = {RANKS, STEP, LOSS, TOOK}
-    room = width - 18 - LEAST_NAME_CELLS - sum(column.wide + 2 for column in columns)
+    columns: set[RunColumn] = set()
+    room = width - 18 - SHORT_NAME_CELLS
+    for column in FIRST:
+        if column.wide + 2 <= room:
+            columns.add(column)
+            room -= column.wide + 2
+    room -= LEAST_NAME_CELLS - SHORT_NAME_CELLS
     for column in ADDED:
         name = WITH_VALUES.get(column)
         if name is not None and not any(entry[name] for entry in entries):

@@ -107,6 +107,7 @@ class Archive:
         mask = SecretMask(environment)
         small = {"recipe.toml": self._recipe(mask), "plan.json": self._plan(mask)}
         small |= {"status.json": msgspec.json.encode(self._status()), "slurm.json": self._bytes("slurm.json")}
+        small["notes.json"] = self._bytes("notes.json")
         count = total = 0
         with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=COMPRESSION, filename="", mtime=0) as out:
             for name, data in small.items():

@@ -108,7 +108,7 @@ def test_the_usual_step_is_a_median_that_no_stall_moves() -> None:
         (2, 6, ["0", "", "1", ""]),
         (3, 6, ["0", "1", "2", ""]),
         (8, 6, ["0–1", "2–3", "4–5", "6–7"]),
-        (1024, 6, ["0–255", "256+", "512+", "768+"]),
+        (1024, 6, ["0–255", "256…", "512…", "768…"]),
     ],
 )
 def test_every_group_of_ranks_is_labelled(ranks: int, height: int, labels: list[str]) -> None:
