@@ -23,3 +23,13 @@ def parent_of(run: Run) -> Run | None:
         return open_run(folder.parent)
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def ancestors_of(run: Run) -> list[Run]:
+    """Return the run that ``run`` has resumed, the one that that has resumed, and so on, each once."""
+    found: list[Run] = []
+    while (parent := parent_of(found[-1] if found else run)) is not None:
+        if parent.id == run.id or any(parent.id == known.id for known in found):
+            break  # a copied folder
+        found.append(parent)
+    return found

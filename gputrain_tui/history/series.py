@@ -7,6 +7,7 @@ no clock, no I/O, bounded memory for any number of steps and ranks.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, isfinite, nan
 from typing import Literal
@@ -23,6 +24,9 @@ METRICS: tuple[Metric, ...] = (*BAND_METRICS, "late_ms")
 """Values of a frame per rank; ``late_ms`` is how much later than the first rank this one was ready to synchronise."""
 INTERPOLATED = frozenset({"sync_exposed_ms", "step_ms"})
 """Metrics that are not measured at every step: curves are interpolated over missing values."""
+LEAD_SPANS, LEAD_COLUMNS = 5, 256
+"""Spans of an average before a range of steps that it goes on from, and the columns in which they are read: what is
+older has a weight below 1 %."""
 MAX_OPEN_EVENTS = 1 << 19
 """Memory bound: events kept of steps that some rank has not reported yet."""
 MIN_OPEN_STEPS = 256
@@ -204,6 +208,34 @@ class Series:
             before = here
         return line
 
+    def smoothed_window(self, metric: BandMetric, columns: int, *, span: tuple[int, int], over: int) -> Window:
+        """Return a metric's band over a span of steps, smoothed over steps as in a chart of the whole run.
+
+        Args:
+            metric: The metric.
+            columns: Columns.
+            span: First and last step.
+            over: Steps over which the band is smoothed; 0: not at all.
+        """
+        window = self.window(metric, columns, span=span)
+        begin = max(self.first_step, span[0] - LEAD_SPANS * over)
+        lead = self.window(metric, LEAD_COLUMNS, span=(begin, span[0] - 1)) if 0 < begin < span[0] and over else None
+        return smooth_window(window, over, lead)
+
+    def smoothed_rank_line(
+        self, metric: Metric, rank: int, columns: int, *, span: tuple[int, int], over: int
+    ) -> list[float]:
+        """Return one rank's values in the columns of ``smoothed_window``; NaN is a gap."""
+        line = self.rank_line(metric, rank, columns, span=span)
+        if not over:
+            return line
+        begin = max(self.first_step, span[0] - LEAD_SPANS * over)
+        before = None
+        if 0 < begin < span[0]:
+            lead = self.rank_line(metric, rank, LEAD_COLUMNS, span=(begin, span[0] - 1))
+            before = [lead], (span[0] - begin) / LEAD_COLUMNS
+        return _smooth_lines([line], over, (span[1] - span[0] + 1) / columns, before)[0]
+
     def rank_value(self, metric: Metric, rank: int) -> float:
         """Return a rank's newest value, NaN where it has none."""
         frame = self._frames.newest
@@ -296,8 +328,7 @@ class Series:
 def smooth(values: list[float], span: float, steps_per_value: float) -> list[float]:
     """Return the exponential moving mean over the steps, without the bias of its start; gaps stay gaps.
 
-    The average forgets by steps, not by values, so that it is the same at every width of a chart. Of curves that lie
-    below one another the averages do, too.
+    The average forgets by steps, not by values, so that it is the same at every width of a chart.
 
     Args:
         values: One for each ``steps_per_value`` steps; NaN is a gap.
@@ -306,27 +337,53 @@ def smooth(values: list[float], span: float, steps_per_value: float) -> list[flo
 
     Source: Kingma and Ba, Adam, section 3 (the correction of the bias).
     """
+    return _smooth_lines([values], span, steps_per_value)[0] if span else values
+
+
+def smooth_window(window: Window, span: float, lead: Window | None = None) -> Window:
+    """Return a band and its median, smoothed alike: the median stays inside.
+
+    Args:
+        window: The band.
+        span: As of ``smooth``.
+        lead: The band right before, from which the average goes on.
+    """
     if not span:
-        return values
-    kept = exp(-steps_per_value / span)
-    total = weight = 0.0
-    out = []
-    for value in values:
-        total, weight = kept * total, kept * weight
-        if not isfinite(value):  # a gap, or what would hide all that follows
-            out.append(value)
-            continue
-        total += (1 - kept) * value
-        weight += 1 - kept
-        out.append(total / weight)
-    return out
-
-
-def smooth_window(window: Window, span: float) -> Window:
-    """Return a band and its median, smoothed alike: the median stays inside."""
-    steps = (window.last_step - window.first_step + 1) / max(len(window.median), 1)
-    low, median, high = (smooth(values, span, steps) for values in (window.low, window.median, window.high))
+        return window
+    before = None if lead is None else ([lead.low, lead.median, lead.high], _steps_per_column(lead))
+    lines = [window.low, window.median, window.high]
+    low, median, high = _smooth_lines(lines, span, _steps_per_column(window), before)
     return replace(window, low=low, median=median, high=high)
+
+
+def _steps_per_column(window: Window) -> float:
+    return (window.last_step - window.first_step + 1) / max(len(window.median), 1)
+
+
+def _smooth_lines(
+    lines: Sequence[list[float]],
+    span: float,
+    steps_per_value: float,
+    before: tuple[Sequence[list[float]], float] | None = None,
+) -> list[list[float]]:
+    """Smooth lines alike: a column in which one of them is not finite is a gap of all.
+
+    A value after a gap, as between the columns of a chart that has more of them than steps, stands for the gap, too.
+    """
+    totals, weight, gap = [0.0] * len(lines), 0.0, 0.0
+    out: list[list[float]] = [[] for _ in lines]
+    for part, steps, shown in ((*(before or ((), 0.0)), False), (lines, steps_per_value, True)):
+        for column in zip(*part, strict=True):
+            gap += steps
+            if all(map(isfinite, column)):
+                kept, gap = exp(-gap / span), 0.0
+                weight = kept * weight + 1 - kept
+                totals = [kept * total + (1 - kept) * value for total, value in zip(totals, column, strict=True)]
+                column = tuple(total / weight for total in totals)
+            if shown:
+                for line, value in zip(out, column, strict=True):
+                    line.append(value)
+    return out
 
 
 def interpolate(values: list[float], before: int, here: int, value: float) -> None:

@@ -378,7 +378,8 @@ async def test_the_mouse_puts_the_cursor_and_drags_a_range(tmp_path: Path) -> No
         assert chart.view.span is not None
         first, last = chart.view.span
         assert first < chart.view.cursor + 1 < last < 300
-        assert f"steps {first}–{last}" in "\n".join(rows(app)) or chart.view.cursor is not None
+        await press(pilot, "escape")
+        assert f"steps {first}–{last}" in "\n".join(rows(app))
 
 
 @played
@@ -393,26 +394,54 @@ async def test_charts_are_drawn_over_time_and_samples(tmp_path: Path) -> None:
         assert any(re.search(r"\d samples", row) for row in rows(app))
 
 
-@played
-async def test_an_earlier_run_lies_below_and_a_resumed_run_goes_on_from_its_parent(tmp_path: Path) -> None:
-    parent = synthetic.run(paths.runs_folder(), steps=200, status="stopped")
-    child = synthetic.run(paths.runs_folder(), steps=300)
+def resumed(parent: Run, first: int, last: int) -> Run:
+    """A run that has gone on from a parent's checkpoint."""
+    child = synthetic.run(paths.runs_folder(), steps=0)
     text = child.dir.recipe.read_text()
-    child.dir.recipe.write_text(f'{text}\n[train]\nresume = "{parent.dir.checkpoints}/step_200.pt"\n')
+    child.dir.recipe.write_text(f'{text}\n[train]\nresume = "{parent.dir.checkpoints}/step_{first - 1}.pt"\n')
+    noise = random.Random(first)
+    for rank in range(2):
+        steps = [synthetic.step_of(rank, step, noise) for step in range(first, last + 1)]
+        synthetic.write(child.dir.rank_events(rank), *steps)
+    return child
+
+
+@played
+async def test_a_run_that_was_resumed_twice_begins_with_the_curves_of_both_it_went_on_from(tmp_path: Path) -> None:
+    oldest = synthetic.run(paths.runs_folder(), steps=200, status="stopped")
+    child = resumed(resumed(oldest, 201, 300), 301, 360)
     app = console(child)
     async with app.run_test(size=(160, 45)) as pilot:
         await settle(pilot)
         await app.workers.wait_for_complete()
+        app.tick()
         await settle(pilot)
         chart = app.screen.query_one("#loss", BandChart)
-        assert [each.name for each in chart.earlier] == ["resumed at 1"]
+        assert [each.until for each in chart.earlier] == [301, 201]
+        assert chart.whole == (1, 360)
+        await press(pilot, "l", "l")
+        text = rows(app)
+        assert any("resumed at 301" in row for row in text)
+        assert sum("┊" in row for row in text) > 5, "a mark where it went on"
+        ink = [x for row in text[3:-3] for x, cell in enumerate(row) if 0x2800 < ord(cell) < 0x2900]
+        assert min(ink) < 20, "its curve begins at the oldest run's first step"
+        await press(pilot, "x")
+        assert chart.whole == (301, 360)
+
+
+@played
+async def test_earlier_runs_of_the_recipe_lie_below_one_after_the_other(tmp_path: Path) -> None:
+    earlier = synthetic.run(paths.runs_folder(), steps=200, status="stopped")
+    app = console(synthetic.run(paths.runs_folder(), steps=300))
+    async with app.run_test(size=(160, 45)) as pilot:
+        await settle(pilot)
+        chart = app.screen.query_one("#loss", BandChart)
         await press(pilot, "E")
         await settle(pilot)
-        assert [each.name for each in chart.earlier] == ["resumed at 1", parent.id]
-        assert parent.id in "\n".join(rows(app))
-        await press(pilot, "full_stop")
+        assert [each.name for each in chart.earlier] == [earlier.id]
+        assert earlier.id in "\n".join(rows(app))
         await press(pilot, "E")
-        assert len(chart.earlier) == 1
+        assert len(chart.earlier) == 0
 
 
 @played

@@ -290,6 +290,41 @@ def test_a_smoothed_median_stays_inside_its_band() -> None:
     assert all(low <= mid <= high for low, mid, high in zip(found.low, found.median, found.high, strict=True))
 
 
+def test_a_smoothed_band_is_the_same_in_every_range_of_steps() -> None:
+    source = random.Random(3)
+    series = Series(2)
+    for number in range(1, 2001):
+        for rank in range(2):
+            series.apply(step(rank, number, loss=4 * math.exp(-number / 300) + source.gauss(0, 0.5)))
+
+    def at(wanted: int, first: int, last: int) -> float:
+        columns = last - first + 1
+        window = series.smoothed_window("loss", columns, span=(first, last), over=100)
+        line = series.smoothed_rank_line("loss", 0, columns, span=(first, last), over=100)
+        assert abs(line[wanted - first] - window.median[wanted - first]) < 0.2
+        return window.median[wanted - first]
+
+    whole = at(1010, 1, 2000)
+    for first, last in ((501, 1500), (901, 1200), (1001, 1100), (1008, 1015)):
+        assert at(1010, first, last) == pytest.approx(whole, abs=0.02)
+
+
+def test_more_columns_than_steps_smooth_as_one_per_step_does() -> None:
+    series = Series(1)
+    for number in range(1, 41):
+        series.apply(step(0, number, loss=float(number % 7)))
+    each = series.smoothed_window("loss", 40, span=(1, 40), over=10)
+    fine = series.smoothed_window("loss", 400, span=(1, 40), over=10)
+    assert fine.median[::10][10:] == pytest.approx(each.median[10:], abs=0.5)
+
+
+def test_a_median_stays_inside_its_band_also_after_an_infinite_one() -> None:
+    window = Window(first_step=1, last_step=3, low=[1.0, 1.0, 1.0], median=[1.0, 100.0, 1.0], high=[1.0, math.inf, 1.0])
+    found = smooth_window(window, 100)
+    assert found.median == pytest.approx([1.0, 100.0, 1.0])
+    assert all(low <= mid <= high for low, mid, high in zip(found.low, found.median, found.high, strict=True))
+
+
 def test_random_runs_never_break_the_curves() -> None:
     source = random.Random(7)
     for _ in range(30):

@@ -21,7 +21,7 @@ from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
-from gputrain_tui.history.parent import parent_of
+from gputrain_tui.history.parent import ancestors_of
 from gputrain_tui.history.runs import list_runs
 from gputrain_tui.history.series import BandMetric
 
@@ -56,8 +56,10 @@ class ChartScreen(ConsoleScreen):
         self._over = live.over
         self.view = ChartView()
         """Range, axis and cursor of all charts."""
-        self._resumed_run: CurveReader | None = None
-        """The run that this one has resumed."""
+        self._ancestors: list[CurveReader] = []
+        """The run that this one has resumed, the one that that has resumed, and so on."""
+        self._begins: list[int] = []
+        """First steps of these and of the run itself, as they were drawn."""
         self._below: CurveReader | None = None
         """The earlier run that lies below the curves."""
         self._painted_at: dict[str | None, float] = {}
@@ -121,41 +123,44 @@ class ChartScreen(ConsoleScreen):
 
     def on_screen_resume(self) -> None:
         """Read the run that this one has resumed, once."""
-        if self._resumed_run is None and not self.is_archive:
-            self._find_parent()
+        if not self._ancestors and not self.is_archive:
+            self._find_ancestors()
 
     @property
     def is_archive(self) -> bool:
         """Whether the run is an archive's, whose paths are another machine's."""
         return self.live.run.status.archived is not None
 
-    @work(group="parent", exclusive=True)
-    async def _find_parent(self) -> None:
-        parent = await asyncio.to_thread(parent_of, self.live.run)
-        if parent is not None:
-            self._resumed_run = CurveReader(parent)
-            self._show_earlier()
+    @work(group="ancestors", exclusive=True)
+    async def _find_ancestors(self) -> None:
+        self._ancestors = [CurveReader(run) for run in await asyncio.to_thread(ancestors_of, self.live.run)]
+        self._show_earlier()
 
     def on_unmount(self) -> None:
         """Close the records of earlier runs."""
-        for reader in (self._resumed_run, self._below):
+        for reader in (*self._ancestors, self._below):
             if reader is not None:
                 reader.close()
 
     def _read_earlier(self) -> None:
         """Read the records of earlier runs within the budget of a tick."""
         deadline = time.perf_counter() + POLL_BUDGET_S
-        for reader in (self._resumed_run, self._below):
+        for reader in (*self._ancestors, self._below):
             if reader is not None:
                 reader.poll(deadline)
+        if self._ancestors and self._first_steps() != self._begins:
+            self._show_earlier()
+
+    def _first_steps(self) -> list[int]:
+        return [series.first_step for series in (self.live.series, *(each.history.series for each in self._ancestors))]
 
     def _show_earlier(self) -> None:
         """Put earlier runs below all charts."""
         earlier = []
-        if self._resumed_run is not None:
-            until = self.live.series.first_step or None
-            name = f"resumed at {until:,}" if until is not None else "resumed"
-            earlier.append(EarlierCurve(name=name, series=self._resumed_run.history.series, until=until))
+        self._begins = self._first_steps()
+        for reader, until in zip(self._ancestors, self._begins, strict=False):
+            if until > 0:  # else the run that went on from it has no step yet
+                earlier.append(EarlierCurve(name=f"resumed at {until:,}", series=reader.history.series, until=until))
         if self._below is not None:
             earlier.append(EarlierCurve(name=self._below.run.id, series=self._below.history.series))
         for chart in self.query(BandChart):

@@ -17,7 +17,7 @@ from gputrain_tui.console.widgets.drawing import Row, fit_row, format_short, for
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.progress import loss_text
 from gputrain_tui.history.compare import CurvePoints, resampled
-from gputrain_tui.history.series import BandMetric, Series, Window, smooth, smooth_window
+from gputrain_tui.history.series import BandMetric, Series, Window
 from gputrain_tui.tables import duration
 from trainer.contract.record import Validation
 
@@ -114,13 +114,13 @@ class BandChart(Panel):
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the chart."""
         series, x, columns = self.live.series, self.x_axis(), chart_columns(width)
-        window = smooth_window(self._window(series, x, columns), self.smoothing)
-        rank, steps = self.selected_rank, x.last_step - x.first_step + 1
-        fine = columns if x.name == "step" else FINE * columns
+        window = self._window(series, x, columns)
+        rank = self.selected_rank
         rank_line: list[float] = []
         if rank is not None:
-            rank_line = series.rank_line(self.metric, rank, fine, span=(x.first_step, x.last_step))
-            rank_line = smooth(rank_line, self.smoothing, steps / fine)
+            fine = columns if x.name == "step" else FINE * columns
+            span = x.first_step, x.last_step
+            rank_line = series.smoothed_rank_line(self.metric, rank, fine, span=span, over=self.smoothing)
             rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
         under = [self._below(each, x, columns) for each in self.earlier]
         remarks = [] if self.last is None or self.view.span else [f"last {self.last:,}"]
@@ -152,33 +152,36 @@ class BandChart(Panel):
             cursor=None if here is None or not 0 <= here < columns else here // 2,
             readout=None if here is None else self._readout(here, window, rank_line, under, x, columns, width),
             lr=self._learning_rates(x, cells),
+            joints=[x.column(each.until, cells) for each in self.earlier if each.until and x.name == "step"],
         )
         return draw_curve(curve, width, height)
 
     def _window(self, series: Series, x: XAxis, columns: int) -> Window:
         fine = columns if x.name == "step" else FINE * columns
-        window = series.window(self.metric, fine, span=(x.first_step, x.last_step))
-        return on_axis(window, x, columns)
+        span = x.first_step, x.last_step
+        return on_axis(series.smoothed_window(self.metric, fine, span=span, over=self.smoothing), x, columns)
 
     def _below(self, earlier: EarlierCurve, x: XAxis, columns: int) -> list[float]:
         """Return the curve of an earlier run in the columns of this one."""
-        own = XAxis(
-            name=x.name, first_step=x.first_step, last_step=x.last_step, at=partial(earlier.series.axis.at, x.name)
-        )
-        if x.name != "step":
-            # Its steps lie elsewhere on this axis: what is before the end of the axis is drawn.
-            first, last = earlier.series.span()
-            per_value = (last - first + 1) / (FINE * columns)
-            window = smooth_window(earlier.series.window(self.metric, FINE * columns), self.smoothing)
-            places = [own.at(first + (index + 0.5) * per_value - 0.5) for index in range(FINE * columns)]
-            kept = [pair for pair in zip(places, window.median, strict=True) if x.begin <= pair[0] <= x.end]
-            points = CurvePoints(at=[place for place, _ in kept], values=[value for _, value in kept])
-            return resampled(points, columns, x.end, first=x.begin)
-        window = smooth_window(self._window(earlier.series, own, columns), self.smoothing)
-        if earlier.until is None:
-            return window.median
-        end = x.column(earlier.until, columns)
-        return [value if column < end else nan for column, value in enumerate(window.median)]
+        series = earlier.series
+        if x.name == "step":
+            window = self._window(series, x, columns)
+            if earlier.until is None:
+                return window.median
+            end = x.column(earlier.until, columns)
+            return [value if column < end else nan for column, value in enumerate(window.median)]
+        first, last = series.span()
+        if earlier.until is not None or not last:
+            return [nan] * columns  # a parent's time, samples and tokens lie before this run's, at no known distance
+        # Its steps lie elsewhere on this axis: what is before the end of the axis is drawn.
+        count = FINE * columns
+        window = series.smoothed_window(self.metric, count, span=(first, last), over=self.smoothing)
+        places = [
+            series.axis.at(x.name, first + (index + 0.5) * (last - first + 1) / count - 0.5) for index in range(count)
+        ]
+        kept = [pair for pair in zip(places, window.median, strict=True) if x.begin <= pair[0] <= x.end]
+        points = CurvePoints(at=[place for place, _ in kept], values=[value for _, value in kept])
+        return resampled(points, columns, x.end, first=x.begin)
 
     def _validations(self, x: XAxis) -> list[Validation]:
         """Return the validations within the steps shown, of the training's own weights."""

@@ -84,6 +84,8 @@ class Curve:
     """Cell of the cursor."""
     readout: Row | None = None
     """Values at the cursor, in the place of the title."""
+    joints: Sequence[int] = ()
+    """Cells in which a run goes on from the one before it."""
     lr: Sequence[float] = ()
     """Learning rate per cell, drawn as a strip below the curve where there is room."""
 
@@ -255,6 +257,8 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
                 pieces.append((chr(BRAILLE + median_row[x]), "median-on-band" if on_band else "median"))
             elif x == curve.cursor:
                 pieces.append(("│", "accent"))
+            elif x in curve.joints:
+                pieces.append(("┊", "accent"))
             elif behind and high - low < 4:
                 pieces.append((chr(BRAILLE + behind), "under"))
             elif high <= low:
