@@ -6,7 +6,7 @@ stalled if the others wait for it; the run is stalled if no rank makes progress.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -24,6 +24,8 @@ STEP_MULTIPLE = 20.0
 """Of the median step, for a rank that trains."""
 MIN_COMMON_STALL_S = 20.0
 """When no rank is behind: a watched script may evaluate between two steps."""
+MIN_STEPS_ALONE = 2
+"""Ranks that synchronise at each step are no further ahead than one."""
 NEW_STAGE_IDLE_S = 60.0
 """Limit of a stage that no rank has left yet, while its processes are idle."""
 NEW_STAGE_BUSY_S = 300.0
@@ -108,14 +110,16 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         return []
     ahead = max(view.step for view in running)
     left = [view for view in state.ranks.values() if view.state == "finished"]
+    outrun = _outrun(state, activity)
+    running = [view for view in running if view.rank not in outrun]
     if left:
         # Ranks that have done all steps leave before those that still evaluate or save.
-        early = [view for view in left if view.step < ahead]
+        early = [view for view in left if view.step < ahead and view.rank not in outrun]
         threshold_s = _stall_threshold_s(state, running)
         if not early or threshold_s is None:
             return []
         return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
-    missing = awaited_ranks(state)
+    missing = awaited_ranks(state, besides=outrun)
     if missing:
         found = []
         for view in missing:
@@ -137,9 +141,27 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     )
 
 
-def awaited_ranks(state: RunState) -> list[RankView]:
-    """Return the running ranks that others wait for, by the positions that all have reported."""
-    running = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
+def _outrun(state: RunState, activity: RankActivity) -> set[int]:
+    """Return the ranks without which others have trained on for a while, so that nobody waits for them.
+
+    They have run out of data in DDP's ``join()``, or synchronise nothing.
+    """
+    ranks = [view for view in state.ranks.values() if view.rank in activity.progressed_at]
+    first = max(ranks, key=lambda view: view.step, default=None)
+    return {
+        view.rank
+        for view in ranks
+        if first is not None
+        and first.step - view.step >= MIN_STEPS_ALONE
+        and activity.progressed_at[first.rank] - activity.progressed_at[view.rank] >= MIN_STALL_S
+    }
+
+
+def awaited_ranks(state: RunState, *, besides: Collection[int] = ()) -> list[RankView]:
+    """Return the running ranks that others wait for, by the positions that all have reported; some left out."""
+    running = [
+        view for view in state.ranks.values() if view.state not in ("finished", "failed") and view.rank not in besides
+    ]
     if state.joining is not None and all(view.state in ("spawned", "joining") for view in running):
         return [view for view in running if view.rank in state.joining.missing]
     positions = {view.rank: _position(view) for view in running}

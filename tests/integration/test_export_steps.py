@@ -10,16 +10,16 @@ import pty
 import select
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import synthetic
 from commands import Command, command
 from long_record import long_run, loss_of, single
 from made_runs import append
+from trace_rules import threads_of
+from waiting import LIMIT_S
 
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import COLUMNS, write_csv
@@ -248,18 +248,6 @@ def test_a_failed_run_says_where_its_record_ends(call: Command, tmp_path: Path) 
 # ----------------------------------------------------------------------------------------------- the timeline
 
 
-def slices_nest(events: list[dict[str, Any]]) -> bool:
-    """Whether the slices of one thread follow each other or lie within each other."""
-    open_ends: list[float] = []
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        while open_ends and open_ends[-1] <= event["ts"] + 0.05:  # a tenth of a microsecond is the resolution
-            open_ends.pop()
-        if open_ends and event["ts"] + event["dur"] > open_ends[-1] + 0.15:
-            return False
-        open_ends.append(event["ts"] + event["dur"])
-    return True
-
-
 def test_a_timeline_keeps_the_rules_of_its_format_and_has_ranks_phases_buckets_and_findings(
     call: Command, made: Run
 ) -> None:
@@ -268,23 +256,10 @@ def test_a_timeline_keeps_the_rules_of_its_format_and_has_ranks_phases_buckets_a
     assert call(made.id, "--to", "chrome-trace", "-o", "t.json").returncode == 0
     trace = json.loads(Path("t.json").read_text())
     events = trace["traceEvents"]
-    threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        assert event["ph"] in "MXi"
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        assert event["ts"] >= 0
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-            threads[event["pid"], event["tid"]].append(event)
-        if event["ph"] == "i":
-            assert event["s"] in "gp"
-    assert all(map(slices_nest, threads.values()))
+    threads = threads_of(trace)
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {0: "rank 0", 1: "rank 1", 2: f"run {made.id}"}
     tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert tracks.keys() == threads.keys()
     assert sorted(tracks[0, tid] for pid, tid in tracks if pid == 0) == [
         "bucket 0", "bucket 1", "gradient synchronisation", "steps",
     ]  # fmt: skip
@@ -294,12 +269,36 @@ def test_a_timeline_keeps_the_rules_of_its_format_and_has_ranks_phases_buckets_a
     phases = {event["name"] for event in threads[0, 1] if event["cat"] == "phase"}
     assert phases == {"data", "copy to device", "forward", "backward", "wait for gradients", "optimizer"}
     late = next(event for event in threads[1, 1] if event["name"] == "data" and event["args"]["data_ms"] > 15)
-    assert late["dur"] == pytest.approx(late["args"]["data_ms"] * 1e3, abs=0.2)
+    assert late["dur"] == pytest.approx(late["args"]["data_ms"] * 1e3, abs=1.0)
     instants = {event["name"]: event for event in events if event["ph"] == "i"}
     assert instants["straggler"]["pid"] == 1
     assert (instants["input_bound"]["pid"], instants["input_bound"]["s"]) == (2, "g")
     assert instants["straggler"]["args"]["cause"] == "data"
     assert {"input_bound cleared", "valid loss 1.91", "saved step 40"} <= instants.keys()
+
+
+RECIPE = """\
+name = "real"
+
+[[cluster.nodes]]
+cpu_ranks = 2
+
+[train]
+script = "{script}"
+"""
+
+
+def test_the_timeline_of_a_real_run_keeps_the_rules_of_its_format(call: Command, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "support" / "plain_script.py"
+    Path("real.toml").write_text(RECIPE.format(script=script))
+    words = [sys.executable, "-m", "gputrain_tui", "run", "real.toml"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert call("last", "--to", "chrome-trace", "-o", "t.json").returncode == 0
+    threads = threads_of(json.loads(Path("t.json").read_text()))
+    for rank in range(2):
+        assert sum(event["cat"] == "step" for event in threads[rank, 1]) == 8
+        assert {event["name"] for event in threads[rank, 2]} == {"all-reduce"}
 
 
 # ------------------------------------------------------------------------------------------- what is refused

@@ -275,7 +275,112 @@ def uneven_inputs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     return [model], losses
 
 
+def accumulating_within_no_sync(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The model's own context, with the forward pass within it too."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    batches = iter(loader(rank, 2 * steps))
+    for (first,), (second,) in zip(batches, batches, strict=True):
+        with model.no_sync():
+            one = model(first).square().mean()
+            one.backward()
+        two = model(second).square().mean()
+        two.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        losses.append(one.item() + two.item())
+    return [model], losses
+
+
+def lbfgs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """An optimizer that calls its closure several times in a step: the loss is the sum of all of them."""
+    model = DDP(net())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+    losses = []
+    for (batch,) in loader(rank, steps):
+        losses.append(0.0)
+
+        def compute(batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses[-1] += loss.item()
+            return loss
+
+        optimizer.step(compute)  # type: ignore[arg-type]
+    return [model], losses
+
+
+def patched_call(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The script has put something of its own around every module."""
+    own = nn.Module.__call__
+    calls = []
+
+    def call(self: nn.Module, *given: Any, **named: Any) -> Any:
+        calls.append(type(self))
+        return own(self, *given, **named)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        model = DDP(net())
+        optimizer = sgd(model)
+        losses = [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+    finally:
+        nn.Module.__call__ = own  # type: ignore[method-assign]
+    assert calls.count(DDP) == steps
+    return [model], losses
+
+
+def gradients_of_many_numbers(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """A backward pass of two tensors at once, of which the first one is the loss."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    for (batch,) in loader(rank, steps):
+        optimizer.zero_grad()
+        outputs = model(batch)
+        loss = outputs.square().mean()
+        torch.autograd.backward([loss, outputs], [None, torch.full_like(outputs, 1e-3)])
+        optimizer.step()
+        losses.append(loss.item())
+    return [model], losses
+
+
+class _OwnOptimizer(torch.optim.SGD):
+    """Steps twice for each step that it is asked for, by its class's own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return super().step(closure)
+
+
+def own_optimizer(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = DDP(net())
+    optimizer = _OwnOptimizer(model.parameters(), lr=0.1)
+    return [model], [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+
+
+def two_models_one_optimizer(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    body, head = DDP(nn.Linear(4, 4)), DDP(net())
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    losses = []
+    for (batch,) in loader(rank, steps):
+        optimizer.zero_grad()
+        loss = head(body(batch)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [body, head], losses
+
+
 LOOPS: dict[Loop, set[str]] = {
+    accumulating_within_no_sync: set(),
+    lbfgs: set(),
+    patched_call: set(),
+    gradients_of_many_numbers: set(),
+    own_optimizer: set(),
+    two_models_one_optimizer: set(),
     plain: set(),
     accumulating_without_sync: set(),
     accumulating_with_sync: set(),
@@ -359,6 +464,30 @@ def test_two_hundred_steps_give_the_same_bits_and_each_is_on_record_with_its_sam
         assert sum(event.samples for event in events) == 200 * BATCH
         assert sum(len(event.step_ms_each or [event.step_ms]) for event in events) == 200
         assert {event.sync_bytes for event in events[2:]} == {PARAMETER_BYTES}
+
+
+def uneven_epochs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Two steps of all ranks, and then epochs in which rank 0 runs out of data first."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = [train(model, optimizer, batch) for (batch,) in loader(rank, 2)]
+    for epoch in (1, 2):
+        with model.join(divide_by_initial_world_size=False):
+            losses += [train(model, optimizer, batch) for (batch,) in loader(rank, steps + 3 * rank, seed=epoch)]
+    return [model], losses
+
+
+def test_ranks_that_run_out_of_data_average_over_those_that_have_some_and_measure_their_own_steps(
+    gang: Gang, tmp_path: Path
+) -> None:
+    measured = gang.run(_run, str(tmp_path), uneven_epochs, STEPS)
+    alone = gang.run(_run, None, uneven_epochs, STEPS)
+    for rank, ((parameters, losses, _), (theirs, _, _)) in enumerate(zip(measured, alone, strict=True)):
+        assert all(torch.equal(one, other) for one, other in zip(parameters, theirs, strict=True))
+        events = _steps(tmp_path, rank)
+        assert _losses(events) == pytest.approx(losses, rel=1e-5)
+        assert sum(event.steps for event in events) == 2 + 2 * (STEPS + 3 * rank)
+        assert {event.sync_bytes for event in events[2:]} == {PARAMETER_BYTES}, "and none of the others' steps"
 
 
 class Slow(Dataset[Tensor]):

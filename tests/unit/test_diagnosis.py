@@ -778,6 +778,40 @@ def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None
     assert found.message.startswith("rank 1 has ended after step 40, and for 15 s the others have done no step")
 
 
+def run_out(run: Run, rank: int, *, steps: int) -> None:
+    """Let the others do steps of three seconds without a rank, as in DDP's join()."""
+    for _ in range(steps):
+        run.step += 1
+        events = run.one_step(lambda _step, _rank: {"forward": 3000.0}, 2.0)
+        run.state.apply_all([event for event in events if event.rank != rank])
+        run.look()
+
+
+@pytest.mark.parametrize("state", ["training", "finished"])
+def test_nobody_waits_for_a_rank_without_which_the_others_have_trained_on(state: str) -> None:
+    run = Run(3)
+    run.steps(40)
+    run_out(run, 0, steps=30)
+    if state == "finished":
+        enter(run, "finished", 0)
+    assert ("stalled", 0) not in run.state.findings
+    for _ in range(3):  # an evaluation, for one
+        run.look(12.0)
+        assert ("stalled", 0) not in run.state.findings
+    assert [f.message for f in run.state.findings.values() if f.kind == "straggler"] == []
+
+
+def test_of_those_that_train_on_the_one_that_does_no_step_is_named() -> None:
+    run = Run(3)
+    run.steps(40)
+    run_out(run, 0, steps=30)
+    run.step += 1
+    run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank == 2])
+    run.look()
+    found = run.look(70.0)
+    assert [(finding.kind, finding.rank) for finding in found] == [("stalled", 1)]
+
+
 def enter(run: Run, state: str, *ranks: int, after_s: float = 0.0) -> None:
     run.now += after_s
     for rank in ranks:

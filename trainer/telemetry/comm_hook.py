@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.sparse_rows import SparseRows
+from trainer.telemetry import join_context
 from trainer.telemetry.clocks import Clock, Mark
 from trainer.telemetry.uncompiled import leave_uncompiled
 
@@ -154,6 +156,13 @@ class BucketHook:
         self._clock = clock
         self._group = model.process_group
         self._share = 1.0 / dist.get_world_size(self._group)
+        self._model = ref(model)
+        """A reference, as the model has this hook in its reducer, where no collector of garbage sees it."""
+        self._join_share: float | None = None
+        """Factor of the average in this synchronisation, where ranks have run out of data; None: ``_share``."""
+        self._matching = False
+        """Whether this rank has run out of data, and only takes part in this synchronisation."""
+        join_context.follow_joins()
         self._options = dist.AllreduceOptions()
         self._pending_work: list[Any] = []
         self._packed: list[SparseRows] = []
@@ -215,11 +224,15 @@ class BucketHook:
             cached = self._cache(bucket)
         self._next_bucket = cached.following
         last = cached.last
-        norm = self._norm(buffer) if self._detailed else None
+        if cached.first:
+            self._follow_join()
+        measuring = self._measuring and not self._matching
+        norm = self._norm(buffer) if measuring and self._detailed else None
+        share = cached.share if self._join_share is None else factor(self._join_share, buffer.dtype)
         if cached.rows is None:
-            buffer.mul_(cached.share)
-        buckets = self._ready(buffer, norm, first=cached.first, last=last) if self._measuring else None
-        tensors = cached.tensors if cached.rows is None else self._pack(cached, buckets)
+            buffer.mul_(share)
+        buckets = self._ready(buffer, norm, first=cached.first, last=last) if measuring else None
+        tensors = cached.tensors if cached.rows is None else self._pack(cached, share, buckets)
         work: Any = self._group.allreduce(tensors, self._options)
         if not last:
             if buckets is not None and buckets.detailed:
@@ -239,19 +252,19 @@ class BucketHook:
             self._all_reduced(buckets)
         return cached.done
 
-    def _pack(self, cached: _CachedBucket, buckets: Buckets | None) -> list[Tensor]:
+    def _pack(self, cached: _CachedBucket, share: Tensor, buckets: Buckets | None) -> list[Tensor]:
         """Return what is reduced of a bucket with sparse gradients, averaged: its rows, or all of it."""
         assert cached.rows is not None
         self.waiting = True
         packed = cached.rows.pack()
         self.waiting = False
         if packed is None:
-            cached.buffer.mul_(cached.share)
+            cached.buffer.mul_(share)
             return cached.tensors
         self._packed.append(cached.rows)
         if buckets is not None:
             buckets.unsent_bytes += cached.buffer.nbytes - cached.rows.sent_bytes
-        return [packed.mul_(cached.share)]
+        return [packed.mul_(share)]
 
     def _cache(self, bucket: GradBucket) -> _CachedBucket:
         """Cache the properties of a bucket, on its first use and after DDP rebuilt the buckets."""
@@ -287,10 +300,13 @@ class BucketHook:
 
     def _reduce_async(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a bucket without waiting, and record its end on the device (GPU)."""
-        buffer = bucket.buffer()
-        norm = self._norm(buffer) if self._detailed else None
-        buffer.mul_(self._share)
-        buckets = self._ready(buffer, norm, first=bucket.index() == 0) if self._measuring else None
+        buffer, first = bucket.buffer(), bucket.index() == 0
+        if first:
+            self._follow_join()
+        measuring = self._measuring and not self._matching
+        norm = self._norm(buffer) if measuring and self._detailed else None
+        buffer.mul_(self._share if self._join_share is None else self._join_share)
+        buckets = self._ready(buffer, norm, first=first) if measuring else None
         future = self._group.allreduce([buffer], self._options).get_future()
         if buckets is None:
             return future.then(_first)
@@ -298,14 +314,27 @@ class BucketHook:
 
     def _wrap_inner(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a bucket by the inner hook."""
-        buffer = bucket.buffer()
-        norm = self._norm(buffer) if self._detailed else None
-        buckets = self._ready(buffer, norm, first=bucket.index() == 0) if self._measuring else None
+        buffer, first = bucket.buffer(), bucket.index() == 0
+        if first:
+            self._follow_join()
+        measuring = self._measuring and not self._matching
+        norm = self._norm(buffer) if measuring and self._detailed else None
+        buckets = self._ready(buffer, norm, first=first) if measuring else None
         assert self._inner is not None
         future = self._inner(state, bucket)
         if buckets is None:
             return future
         return future.then(partial(self._inner_reduced, buckets, self._add_end(buckets)))
+
+    def _follow_join(self) -> None:
+        """Note at a synchronisation's first bucket which ranks have run out of data, in DDP's ``join()``."""
+        model = self._model()
+        if model is None or not model._join_config.enable:
+            self._join_share, self._matching = None, False
+            return
+        count = join_context.ranks_with_data(model)
+        self._join_share = None if count is None else 1.0 / count
+        self._matching = join_context.matches_others(model)
 
     # ------------------------------------------------------------------------------------- measuring
 

@@ -1,7 +1,11 @@
 """Writes a timeline in the Trace Event Format, which Perfetto and chrome://tracing open.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: ``X`` is a slice with its start and
-duration, ``i`` an instant, ``M`` gives a process or a thread its name; times are microseconds.
+duration, ``i`` an instant, ``M`` gives a process or a thread its name; times are microseconds. Perfetto drops a slice
+that ends later than the one around it, if only by a nanosecond (github.com/google/perfetto issue 4280), and cuts
+fractions off when it counts in nanoseconds: so times here are whole microseconds. Slices that begin at once are
+written from the outermost inwards, and names have the time 0, before all else: Perfetto gives a name to the newest
+thread of a number.
 
 A rank is a process. The record has how long the phases of a step took, and not when each began: they are drawn in the
 order in which a step has them, with the times that were measured. The buckets of a step are drawn from the start of its
@@ -73,7 +77,7 @@ def _instant(event: AnyEvent, began: float, *, process: int) -> dict[str, Any]:
         "name": _name(event),
         "cat": str(event.__struct_config__.tag),
         "ph": "i",
-        "ts": max(0.0, _micros(event.time - began)),
+        "ts": max(0, _micros(event.time - began)),
         "s": "g" if getattr(event, "rank", None) is None else "p",
         "pid": process,
         "tid": 0,
@@ -95,8 +99,8 @@ def _name(event: AnyEvent) -> str:
             return "events lost"
 
 
-def _micros(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 class _RankTimeline:
@@ -105,7 +109,7 @@ class _RankTimeline:
     def __init__(self, rank: int, began: float) -> None:
         self._rank = rank
         self._began = began
-        self._ends: dict[int, float] = {}
+        self._ends: dict[int, int] = {}
         """End of the last slice of each thread, in microseconds."""
 
     def names(self) -> Iterator[dict[str, Any]]:
@@ -122,14 +126,14 @@ class _RankTimeline:
         phases_ms = {name: value for name in PHASES if (value := getattr(step, name)) is not None and value > 0}
         length_ms = step.step_ms if step.step_ms is not None else sum(phases_ms.values())
         end = _micros(step.time - self._began)
-        start = max(end - length_ms * 1e3, self._ends.get(STEPS_THREAD, 0.0))
-        end = max(end, start + 0.1)  # the clock of day may have been set back
+        start = max(end - round(length_ms * 1e3), self._ends.get(STEPS_THREAD, 0))
+        end = max(end, start + 1)  # the clock of day may have been set back
         arguments = {name: value for name in STEP_ARGUMENTS if (value := getattr(step, name)) is not None}
         arguments |= {"attempt": single.attempt} if single.attempt > 1 else {}
         if single.averaged_over > 1:
             arguments["averaged_over"] = single.averaged_over
         yield self._slice(STEPS_THREAD, f"step {step.step}", "step", start, end, arguments)
-        at, sync_end = start, end
+        at, sync_end = float(start), float(end)
         for name, width in self._widths(phases_ms, end - start).items():
             measured: dict[str, Any] = {name: phases_ms[name]}
             if single.averaged_over > 1 and name not in SINGLE_VALUES:
@@ -154,7 +158,7 @@ class _RankTimeline:
         length = max([*buckets, (step.sync_ms or 0.0) * 1e3])
         if length <= 0:
             return
-        start = max(end - length, self._ends.get(SYNC_THREAD, 0.0))
+        start = max(end - length, self._ends.get(SYNC_THREAD, 0))
         if start >= end:
             return
         known = {"sync_ms": step.sync_ms, "sync_bytes": step.sync_bytes, "sync_buckets": step.sync_buckets}
@@ -164,7 +168,7 @@ class _RankTimeline:
         for index, width in enumerate(buckets):
             thread = FIRST_BUCKET_THREAD + index
             place = index / (len(buckets) - 1) if len(buckets) > 1 else 1.0
-            begin = max(start + (last - start) * place, self._ends.get(thread, 0.0))
+            begin = max(start + (last - start) * place, self._ends.get(thread, 0))
             until = min(begin + width, end)
             if until > begin:
                 yield self._slice(
@@ -183,10 +187,10 @@ class _RankTimeline:
         within: bool = False,
     ) -> dict[str, Any]:
         """Return a slice; one ``within`` the last one of its thread does not move the thread's end."""
-        start, end = round(start, 1), round(end, 1)
+        begin, until = round(start), round(end)
         if not within:
-            self._ends[thread] = end
+            self._ends[thread] = until
         return {
-            "name": name, "cat": category, "ph": "X", "ts": start, "dur": round(end - start, 1), "pid": self._rank,
+            "name": name, "cat": category, "ph": "X", "ts": begin, "dur": until - begin, "pid": self._rank,
             "tid": thread, "args": arguments,
         }  # fmt: skip
