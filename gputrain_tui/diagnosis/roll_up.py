@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -16,7 +16,14 @@ AnyFinding = TypeVar("AnyFinding", bound=Event)
 
 
 def roll_up(events: Iterable[AnyFinding], ranks: Mapping[int, RankView]) -> list[AnyFinding]:
-    """Return the events with one finding for all stragglers of a node, in the place of the first of them.
+    """Return the events with one finding for all stragglers of a node, in the place of the first of them."""
+    return [event for event, _ in roll_up_with_members(events, ranks)]
+
+
+def roll_up_with_members(
+    events: Iterable[AnyFinding], ranks: Mapping[int, RankView]
+) -> list[tuple[AnyFinding, Sequence[Finding]]]:
+    """Return what ``roll_up`` does, each with the findings that it stands for; a finding of its own has none.
 
     It is that of the latest of these ranks, with their number as the evidence ``ranks``. Stragglers for different
     causes stay apart, and so do those of a run on one node, and of a node at least half of whose ranks are in time.
@@ -29,24 +36,30 @@ def roll_up(events: Iterable[AnyFinding], ranks: Mapping[int, RankView]) -> list
         for event in listed:
             if isinstance(event, Finding) and event.kind == "straggler" and event.rank in nodes:
                 groups[nodes[event.rank], event.cause, event.state].append(event)
-    merged: dict[int, Any] = {}
+    merged: dict[int, tuple[Any, Sequence[Finding]]] = {}
     for (node, *_), group in groups.items():
         if len(group) > max(1, sizes[node] / 2):
-            merged |= dict.fromkeys(map(id, group), _of_node(group))
-    return list({id(each): each for each in (merged.get(id(event), event) for event in listed)}.values())
+            merged |= dict.fromkeys(map(id, group), (_of_node(group), group))
+    pairs = (merged.get(id(event), (event, ())) for event in listed)
+    return list({id(event): (event, members) for event, members in pairs}.values())
 
 
 def newest_findings(state: RunState) -> list[tuple[Finding, bool]]:
     """Return each finding as it was last raised, in that order and rolled up, and whether it stands."""
+    return [(finding, stands) for finding, stands, _ in newest_with_members(state)]
+
+
+def newest_with_members(state: RunState) -> list[tuple[Finding, bool, Sequence[Finding]]]:
+    """Return what ``newest_findings`` does, each with the findings that it stands for."""
     newest: dict[tuple[str, int | None], Finding] = {}
     for finding in state.past_findings:
         if finding.state == "raised":
             newest.pop((finding.kind, finding.rank), None)
             newest[finding.kind, finding.rank] = finding
-    found: list[tuple[Finding, bool]] = []
+    found: list[tuple[Finding, bool, Sequence[Finding]]] = []
     for stands in (True, False):
         each = [finding for about, finding in newest.items() if (about in state.findings) == stands]
-        found += [(finding, stands) for finding in roll_up(each, state.ranks)]
+        found += [(finding, stands, members) for finding, members in roll_up_with_members(each, state.ranks)]
     return found
 
 

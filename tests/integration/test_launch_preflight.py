@@ -128,6 +128,21 @@ async def test_an_error_blocks_the_launch_with_its_line() -> None:
 
 
 @in_loop
+async def test_what_is_said_of_a_refused_launch_covers_neither_the_preflight_nor_the_field() -> None:
+    async with launching(size=(80, 24)) as (app, pilot, screen):
+        await put(pilot, screen, "task.data", "nowhere.bin")
+        preflight = screen.query_one("#readiness").region
+        before = seen(app).splitlines()[preflight.y : preflight.bottom]
+        await pilot.press("L")
+        await settle(pilot)
+        after = seen(app).splitlines()
+        assert any("nowhere.bin does not exist" in text for text in toasts(app))
+        assert "✗ 1 error" in before[0]
+        assert after[preflight.y : preflight.bottom] == before
+        assert any("! data" in row for row in after)
+
+
+@in_loop
 async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for() -> None:
     async with launching() as (app, pilot, screen):
         with socket.socket() as taken:

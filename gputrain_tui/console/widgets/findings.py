@@ -17,9 +17,9 @@ from gputrain_tui.console.widgets.canvas import MOVE_KEYS, Copyable
 from gputrain_tui.console.widgets.drawing import Row, centred_text as remark, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS, URGENCY, failure_summary, finding_summary
-from gputrain_tui.diagnosis.roll_up import newest_findings
+from gputrain_tui.diagnosis.roll_up import newest_with_members
 from gputrain_tui.state import RunState
-from gputrain_tui.tables import printable
+from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding
 
 MESSAGE_INDENT_CELLS = 23
@@ -56,6 +56,8 @@ class FindingEntry:
     advice: str = ""
     last_line: str = ""
     """The process's own message."""
+    members: Sequence[FindingEntry] = ()
+    """Findings that were rolled up into this one, by rank."""
 
 
 def finding_entries(state: RunState) -> list[FindingEntry]:
@@ -67,7 +69,7 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     found += [_failed(failure) for failure in others if failure not in consequences]
     if cause is not None and consequences:
         found.append(_lost(cause, consequences))
-    found += [_raised(finding, cleared=not stands) for finding, stands in newest_findings(state)]
+    found += [_raised(finding, members, cleared=not stands) for finding, stands, members in newest_with_members(state)]
     return sorted(found, key=_order)
 
 
@@ -76,7 +78,7 @@ def _order(entry: FindingEntry) -> tuple[bool, int, float, int]:
     return entry.cleared, 0 if entry.cleared else URGENCY.get(entry.severity, 1), -entry.time, rank
 
 
-def _raised(finding: Finding, *, cleared: bool) -> FindingEntry:
+def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool) -> FindingEntry:
     cause = f" ({finding.cause})" if finding.cause and finding.cause not in finding.message else ""
     return FindingEntry(
         key=(finding.kind, finding.rank, finding.time),
@@ -90,6 +92,7 @@ def _raised(finding: Finding, *, cleared: bool) -> FindingEntry:
         short=printable(finding_summary(finding)),
         evidence=tuple(finding.evidence.items()),
         advice=printable(finding.advice),
+        members=sorted((_raised(member, cleared=cleared) for member in members), key=lambda entry: entry.rank or 0),
     )
 
 
@@ -210,9 +213,7 @@ def _line(entry: FindingEntry, width: int, *, here: bool, whole: bool) -> list[R
 def _details(entry: FindingEntry, width: int) -> list[Row]:
     """Return evidence and advice of a finding."""
     # A figure and its name stay together: blanks within them do not break.
-    figures = "   ".join(
-        f"{name.replace('_', ' ')} {format_value(value)}".replace(" ", "\xa0") for name, value in entry.evidence
-    )
+    figures = "   ".join(figure.replace(" ", "\xa0") for figure in _figures(entry))
     rows: list[Row] = []
     for label, text, role in (
         ("evidence", figures, "bright"),
@@ -230,15 +231,34 @@ def _details(entry: FindingEntry, width: int) -> list[Row]:
 
 
 def finding_text(entry: FindingEntry) -> str:
-    """Return an entry as text to paste: who, where and when, the message, evidence, the process's words, advice."""
-    who = f"rank {entry.rank}" if entry.rank is not None else "run"
-    where = f" on {printable(entry.where)}" if entry.where else ""
+    """Return an entry as text to paste: rank, place, time, message, evidence, the process's words, advice, members."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
-    figures = ", ".join(f"{name.replace('_', ' ')} {format_value(value)}" for name, value in entry.evidence)
-    lines = [f"{at}  {entry.severity}{', cleared' if entry.cleared else ''}: {who}{where}: {entry.message}"]
-    for label, text in (("evidence", figures), ("said", entry.last_line), ("advice", entry.advice)):
+    about = entry.message if entry.members else _about(entry)
+    lines = [f"{at}  {entry.severity}{', cleared' if entry.cleared else ''}: {about}"]
+    for label, text in (("evidence", ", ".join(_figures(entry))), ("said", entry.last_line), ("advice", entry.advice)):
         lines += [f"{label}: {text}"] if text else []
+    for member in entry.members:
+        figures = ", ".join(_figures(member))
+        lines.append(f"  {_about(member)}" + (f" ({figures})" if figures else ""))
     return "\n".join(lines)
+
+
+def _about(entry: FindingEntry) -> str:
+    """Return rank, place and message of an entry."""
+    who = f"rank {entry.rank}" if entry.rank is not None else "run"
+    return f"{who}{f' on {printable(entry.where)}' if entry.where else ''}: {entry.message}"
+
+
+def _figures(entry: FindingEntry) -> list[str]:
+    """Return the numbers of the evidence with their names: sizes in binary units, whole numbers as such."""
+    figures = []
+    for name, value in entry.evidence:
+        words = name.replace("_bytes", "").replace("_", " ")
+        if "_bytes" in name:
+            figures.append(f"{words} {size(int(value))}")
+        else:
+            figures.append(f"{words} {value:,.0f}" if value.is_integer() else f"{words} {format_value(value)}")
+    return figures
 
 
 def _indented(text: str, role: str, width: int, indent: int) -> list[Row]:

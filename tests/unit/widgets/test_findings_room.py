@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.console.widgets.findings import FindingEntry, draw_findings, finding_entries
+from gputrain_tui.console.widgets.findings import FindingEntry, draw_findings, finding_entries, finding_text
 from gputrain_tui.state import RunState
-from trainer.contract.record import Finding
+from trainer.contract.record import Finding, RankState
 
 LATE = FindingEntry(
     key=("straggler", 3, 2.0),
@@ -85,3 +85,39 @@ def test_a_standing_finding_is_never_cut_before_its_cause(width: int, height: in
     said = " ".join("".join(text for text, _ in row).strip() for row in rows)
     assert "data loading" in " ".join(said.split())
     assert max(len("".join(text for text, _ in row)) for row in rows) <= width
+
+
+def test_a_finding_of_several_ranks_is_copied_with_those_of_its_ranks() -> None:
+    state = RunState(world_size=4)
+    for rank in range(4):
+        state.apply(RankState(time=0.0, rank=rank, state="training", node=rank // 2, host=f"node{rank // 2}"))
+    for rank in (3, 2):
+        message = f"rank {rank} is {60.0 + rank} ms late in each step (40 % of a step), because of its data loading"
+        state.apply(
+            Finding(
+                time=2.0, kind="straggler", rank=rank, host="node1", device=f"cuda:{rank - 2} H200", cause="data",
+                message=message, evidence={"late_ms": 60.0 + rank}, advice="give its loader more workers",
+            )
+        )  # fmt: skip
+    (entry,) = finding_entries(state)
+    first, evidence, advice, *members = finding_text(entry).splitlines()
+    assert "  warning: 2 ranks of node1 are 62.0 to 63.0 ms late in each step, because of" in first
+    assert evidence == "evidence: late ms 63, ranks 2"
+    assert advice == "advice: give its loader more workers"
+    assert [member.split(" is ")[0] for member in members] == [
+        "  rank 2 on node1 cuda:0: rank 2", "  rank 3 on node1 cuda:1: rank 3"
+    ]  # fmt: skip
+    assert [member.rpartition("(")[2] for member in members] == ["late ms 62)", "late ms 63)"]
+
+
+def test_evidence_is_in_units_that_people_read() -> None:
+    state = RunState(world_size=1)
+    evidence = {
+        "free_bytes": 3.0 * 2**30,
+        "growth_bytes_per_hour": 1.5 * 2**30,
+        "threads_to_set": 2.0,
+        "step_ms": 64.61,
+    }
+    state.apply(Finding(time=2.0, kind="memory_creep", rank=0, message="it grows", evidence=evidence))
+    (entry,) = finding_entries(state)
+    assert "evidence: free 3 GiB, growth per hour 1.5 GiB, threads to set 2, step ms 64.61" in finding_text(entry)
