@@ -79,6 +79,10 @@ class FlopCount:
                 flops_per_sample=counter.flops / samples,
                 number_format=self._format,
                 device_name=name,
-                peak_flops_per_s=None if name is None else peak_flops_per_s(name, self._format),
+                peak_flops_per_s=None
+                if name is None
+                else peak_flops_per_s(
+                    name, torch.cuda.get_device_properties(device).multi_processor_count, self._format
+                ),
             )
         )
