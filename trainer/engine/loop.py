@@ -241,7 +241,7 @@ class Loop:
             meter.lap("h2d")
             last = index == update.micro_steps - 1
             try:
-                with self.accumulation(last=last), self._flops.count(micro.samples):
+                with self.accumulation(last=last), self._flops.count(batch, micro.samples):
                     with self.autocast:
                         local_sum, local_count, _ = summed_loss(self.task, self.model, batch)
                     if not micro.samples:  # a dummy keeps the ranks in step and counts for nothing
@@ -254,6 +254,7 @@ class Loop:
                             denominator = self._items.estimate
                     meter.lap("forward")
                     loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
+                    self._flops.begin_backward()
                     scaled = local_sum * factor_for(self.ctx.world_size / denominator, local_sum.dtype)
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")

@@ -101,16 +101,21 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
 
 
 class ModelFlops(Event, kw_only=True, tag="model_flops"):
-    """Floating-point operations of a training step, counted once by rank 0."""
+    """Floating-point operations that the model makes for a sample, counted by each rank on its first batches."""
 
+    rank: Rank | None = None
+    """None in older records, where rank 0 alone counted."""
     flops_per_sample: FiniteFloat
-    """Of forward and backward pass, with what is computed twice."""
-    number_format: Literal["fp32", "tf32", "bf16", "fp16"]
-    """In which the products are computed."""
+    """Of forward and backward pass, without what activation checkpointing computes again."""
+    number_format: Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+    """In which most of them are made."""
     device_name: str | None = None
-    """Name of rank 0's GPU; absent on a CPU."""
+    """Name of the rank's GPU; absent on a CPU."""
     peak_flops_per_s: FiniteFloat | None = None
-    """Of that GPU in that format; absent where it is not known."""
+    """Operations per second of that GPU if it makes each at the peak of its number format; absent where one is not
+    known."""
+    varies: bool = False
+    """Whether samples take unequally many, so that the earlier figure is of those counted and of no others."""
 
 
 class Step(Event, kw_only=True, tag="step"):
