@@ -8,7 +8,7 @@ from typing import Any
 
 from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
-from trainer.contract.record import Doing, Failure, Step
+from trainer.contract.record import Doing, Failure, ModelFlops, Step
 
 WINDOW = 50
 """Step events of a rank that its recent means cover."""
@@ -55,6 +55,10 @@ class RankView:
     """The most memory of its process in a sample."""
     totals: Totals = ZERO_TOTALS
     """Over the whole run."""
+    totals_at_start: Totals = ZERO_TOTALS
+    """Of the run when it was last started."""
+    flops: ModelFlops | None = None
+    """Operations of its samples, and the peak of its GPU; None until it has counted them since it was last started."""
     totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))
     """Totals after each of the last events; the first is the state before the window."""
     lateness: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))

@@ -63,7 +63,6 @@ class RunState:
         self.max_epochs = max_epochs
         """0: no limit."""
         self.plan: TrainingPlan | None = None
-        self.model_flops: ModelFlops | None = None
         self.started: float | None = None
         """Unix seconds."""
         self.ended: RunEnded | None = None
@@ -151,7 +150,7 @@ class RunState:
     def figures(self) -> RunFigures:
         """Step, loss and rates of the whole run, as every view shows them."""
         if self._figures_version != self.version:
-            self._figures, self._figures_version = run_figures(self.ranks.values(), self.model_flops), self.version
+            self._figures, self._figures_version = run_figures(self.ranks.values()), self.version
         return self._figures
 
     @property
@@ -321,6 +320,7 @@ class RunState:
 
     def _restart_rank(self, view: RankView) -> None:
         """Restart a rank from its last checkpoint: its totals stay, its windows start empty."""
+        view.totals_at_start, view.flops = view.totals, None
         view.totals_window.clear()
         view.totals_window.append(view.totals)
         view.lateness.clear()
@@ -340,7 +340,7 @@ class RunState:
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
     def _count_flops(self, event: ModelFlops) -> None:
-        self.model_flops = event
+        self.rank(event.rank or 0).flops = event
 
     def _checksum(self, event: Checksum) -> None:
         self.desync.add(event, self.world_size)

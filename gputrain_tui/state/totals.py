@@ -34,6 +34,10 @@ class Totals(NamedTuple):
     loss: float = 0.0
     """Sum over steps."""
     loss_steps: int = 0
+    token_ms: float = 0.0
+    """Durations of the steps whose tokens are known."""
+    timed_tokens: int = 0
+    """Tokens of those steps."""
 
     def plus(self, event: Step) -> Totals:
         """Return the sums with one more event; an absent value adds nothing.
@@ -42,14 +46,17 @@ class Totals(NamedTuple):
         """
         (
             steps, samples, tokens, step_ms, timed_steps, timed_samples, phases_ms, data_ms, compute_ms, optimizer_ms,
-            synced_ms, synced_steps, exposed_ms, loss, loss_steps,
+            synced_ms, synced_steps, exposed_ms, loss, loss_steps, token_ms, timed_tokens,
         ) = self  # fmt: skip
-        n, duration_ms, waited_ms = event.steps, event.step_ms, event.sync_exposed_ms
+        n, duration_ms, waited_ms, event_tokens = event.steps, event.step_ms, event.sync_exposed_ms, event.tokens
         if duration_ms is not None:
             covered_ms = duration_ms * n
             step_ms += covered_ms
             timed_steps += n
             timed_samples += event.samples
+            if event_tokens is not None:
+                token_ms += covered_ms
+                timed_tokens += event_tokens
             if event.forward_ms is not None:
                 phases_ms += covered_ms
                 data_ms += ((event.data_ms or 0.0) + (event.h2d_ms or 0.0)) * n
@@ -63,8 +70,9 @@ class Totals(NamedTuple):
             loss += event.loss * n
             loss_steps += n
         return Totals._make((
-            steps + n, samples + event.samples, tokens + (event.tokens or 0), step_ms, timed_steps, timed_samples,
+            steps + n, samples + event.samples, tokens + (event_tokens or 0), step_ms, timed_steps, timed_samples,
             phases_ms, data_ms, compute_ms, optimizer_ms, synced_ms, synced_steps, exposed_ms, loss, loss_steps,
+            token_ms, timed_tokens,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:
@@ -80,6 +88,11 @@ class Totals(NamedTuple):
     def samples_per_s(self) -> float | None:
         """Samples per second of stepping."""
         return 1000 * self.timed_samples / self.step_ms if self.step_ms > 0 else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of stepping; None where no step has counted them."""
+        return 1000 * self.timed_tokens / self.token_ms if self.token_ms > 0 else None
 
     @property
     def mean_step_ms(self) -> float | None:

@@ -4,8 +4,6 @@ from typing import get_args
 
 import pytest
 
-from gputrain_tui.state import RunState
-from trainer.contract.record import ModelFlops, Step
 from trainer.host.peak_flops import NumberFormat, peak_flops_per_s
 
 
@@ -78,32 +76,3 @@ def test_a_peak_is_that_of_a_gpus_own_kind_in_the_number_format_or_absent(
 def test_a_part_or_a_smaller_form_of_a_gpu_has_no_peak_of_the_whole(name: str, multiprocessors: int) -> None:
     for number_format in get_args(NumberFormat):
         assert peak_flops_per_s(name, multiprocessors, number_format) is None
-
-
-def state(flops: ModelFlops | None) -> RunState:
-    found = RunState(world_size=2)
-    for number in (1, 2, 3):
-        for rank in range(2):
-            found.apply(
-                Step(
-                    time=float(number), rank=rank, step=number, epoch=1, steps=1, samples=8, tokens=800, loss=1.0,
-                    step_ms=100.0,
-                )
-            )  # fmt: skip
-    if flops is not None:
-        found.apply(flops)
-    return found
-
-
-def test_the_utilization_is_a_share_of_the_peak_of_all_gpus() -> None:
-    flops = ModelFlops(time=0.0, flops_per_sample=1e12, number_format="bf16", device_name="G", peak_flops_per_s=4e14)
-    figures = state(flops).figures
-    assert figures.samples_per_s == pytest.approx(160)
-    assert figures.tokens_per_s == pytest.approx(16_000)
-    assert figures.mfu == pytest.approx(160e12 / 8e14)
-
-
-def test_without_a_known_peak_there_is_no_utilization() -> None:
-    unknown = ModelFlops(time=0.0, flops_per_sample=1e12, number_format="bf16", device_name="G")
-    assert state(unknown).figures.mfu is None
-    assert state(None).figures.mfu is None

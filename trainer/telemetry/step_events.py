@@ -171,9 +171,9 @@ def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dic
 def merge(steps: Sequence[Step]) -> Step:
     """Merge the events of consecutive steps of one rank.
 
-    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals; other fields are of the last
-    step. Single losses, step times and exposed synchronisations are kept as lists in step order; a loss there has the
-    seven digits of a 32-bit float.
+    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals, tokens absent where a step has
+    none; other fields are of the last step. Single losses, step times and exposed synchronisations are kept as lists
+    in step order; a loss there has the seven digits of a 32-bit float.
     """
     last = steps[-1]
     if len(steps) == 1:
@@ -190,7 +190,7 @@ def merge(steps: Sequence[Step]) -> Step:
         lr=last.lr,
         steps=len(steps),
         samples=sum([step.samples for step in steps]),
-        tokens=None if last.tokens is None else sum([step.tokens or 0 for step in steps]),
+        tokens=None if None in (tokens := [step.tokens for step in steps]) else sum(filter(None, tokens)),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
         step_ms_each=[step.step_ms for step in steps],
         **means,  # type: ignore[arg-type]
