@@ -13,6 +13,7 @@ from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.figures import Throughput, run_throughput
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import TableColumn, duration, evaluation, of_weights, printable, size, table, width as cells
 from trainer.contract.outcome import EVALUATED_CHECKPOINT, NO_UPDATE_LEFT, SEED_ON_RESUME
@@ -37,13 +38,14 @@ BAR_COLUMNS = (10, 40)
 """Minimum and maximum width of the bar."""
 LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
     (False, BAR_COLUMNS[0], ()),
-    (True, BAR_COLUMNS[0], ()),
-    (True, 4, ()),
-    (True, 4, ("slowest",)),
-    (True, 4, ("slowest", "sync")),
-    (True, 4, ("slowest", "sync", "rate")),
-    (True, 4, ("slowest", "sync", "rate", "epoch")),
-    (True, 4, ("slowest", "sync", "rate", "epoch", "eta")),
+    (False, BAR_COLUMNS[0], ("tokens",)),
+    (True, BAR_COLUMNS[0], ("tokens",)),
+    (True, 4, ("tokens",)),
+    (True, 4, ("tokens", "slowest")),
+    (True, 4, ("tokens", "slowest", "sync")),
+    (True, 4, ("tokens", "slowest", "sync", "rate")),
+    (True, 4, ("tokens", "slowest", "sync", "rate", "epoch")),
+    (True, 4, ("tokens", "slowest", "sync", "rate", "epoch", "eta")),
 )
 """Forms of the progress line, widest first: short words, columns of the bar, omitted measures."""
 
@@ -147,6 +149,8 @@ def _measures(
             return measures
     rate = number(figures.samples_per_s, 0 if compact else 1)
     measures.append(("rate", [(rate, ""), ("/s" if compact else " samples/s", "dim")]))
+    if further := _further_rates(figures):
+        measures.append(("tokens", [(further, "")]))
     slowest = state.slowest()
     if slowest is not None:
         rank, late_ms = slowest
@@ -158,6 +162,12 @@ def _measures(
     if state.eta_s is not None:
         measures.append(("eta", [("eta ", "dim"), (duration(state.eta_s), "")]))
     return measures
+
+
+def _further_rates(rates: Throughput) -> str:
+    """Return tokens per second and model FLOPs utilization, as far as they are known."""
+    tokens = "" if rates.tokens_per_s is None else f"{number(rates.tokens_per_s)} tokens/s"
+    return "  ".join(filter(None, [tokens, "" if rates.mfu is None else f"MFU {percent(rates.mfu)}"]))
 
 
 def _starting(state: RunState, now: float) -> list[Piece]:
@@ -281,7 +291,7 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
 def closing_lines(
     state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True, place: str = ""
 ) -> list[list[Piece]]:
-    """Return the closing lines of a run: table where it trained, last evaluations, findings, last checkpoint, sample.
+    """Return the closing lines of a run: table and rates where it trained, evaluations, findings, checkpoint, sample.
 
     Args:
         state: of the run.
@@ -290,6 +300,10 @@ def closing_lines(
         place: stands before its path: the host that has it, where that is not this machine.
     """
     lines = closing_table(state, width) if state.step else []
+    rates = run_throughput(state.ranks.values())
+    if further := _further_rates(rates):
+        text = f"{number(rates.samples_per_s)} samples/s  {further}"
+        lines.append([(f"{'all ranks':<11}", "dim"), (text, "")])
     for split in ("valid", "test"):
         validation = state.last_validation(split)
         if validation is not None:

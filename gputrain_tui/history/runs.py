@@ -83,6 +83,12 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Learning rate of the last step; written at the end."""
     tokens: Count | None = None
     """Tokens that all ranks read; None where the task counts none; written at the end."""
+    samples_per_s: FiniteFloat | None = None
+    """Of all ranks together over the whole run; written at the end."""
+    tokens_per_s: FiniteFloat | None = None
+    """Likewise; None where the task counts none."""
+    mfu: FiniteFloat | None = None
+    """Model FLOPs utilization since the ranks were last started, 0 to 1; None where it is not known."""
     tested: Validation | None = None
     """The last test, or what an evaluation found; written at the end."""
     archived: UnixSeconds | None = None

@@ -14,8 +14,9 @@ from trainer.contract.record import Validation
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
 SUMMARY_KEYS = (
-    "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "started", "ended", "duration_s",
-    "exit_code", "message", "tested", "note", "tags", "run_dir",
+    "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "samples_per_s",
+    "tokens_per_s", "mfu", "started", "ended", "duration_s", "exit_code", "message", "tested", "note", "tags",
+    "run_dir",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 UNREADABLE = "unreadable"
@@ -59,6 +60,9 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "valid": status.valid,
         "lr": lr,
         "tokens": status.tokens,
+        "samples_per_s": status.samples_per_s,
+        "tokens_per_s": status.tokens_per_s,
+        "mfu": status.mfu,
         "started": status.started,
         "ended": status.ended,
         "duration_s": None if until is None else until - status.started,

@@ -12,6 +12,7 @@ from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
+from gputrain_tui.state.figures import run_throughput
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import exit_code_of
 from trainer.contract.record import Event, RunDir, RunEnded, RunStarted, encode_event
@@ -122,6 +123,8 @@ class RunStatusWriter:
             first = state.ranks.get(0)
             status.lr = None if first is None or first.last is None else first.last.lr
             status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
+            rates = run_throughput(state.ranks.values())
+            status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
             newest = state.last_validation()
             status.valid = newest.loss if newest is not None and isfinite(newest.loss) else None
         self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from gputrain_tui.console.widgets.drawing import row_text
+from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.progress import (
     ProgressView,
     clip,
@@ -28,6 +30,7 @@ from trainer.contract.record import (
     Failure,
     Finding,
     Joining,
+    ModelFlops,
     RankState,
     RankStateName,
     RunEnded,
@@ -45,7 +48,7 @@ def started(world_size: int = 2) -> RunState:
     return state
 
 
-def trained(world_size: int = 2, *, limit: bool = True) -> RunState:
+def trained(world_size: int = 2, *, limit: bool = True, tokens: int | None = None) -> RunState:
     state = started(world_size)
     if limit:
         state.apply(
@@ -65,6 +68,7 @@ def trained(world_size: int = 2, *, limit: bool = True) -> RunState:
                     epoch=1 + (n - 1) // 100,
                     steps=1,
                     samples=32,
+                    tokens=tokens,
                     loss=5.5 - n * 0.02 + rank * 0.01,
                     step_ms=50.0,
                     data_ms=1.0,
@@ -180,6 +184,31 @@ def test_the_end_tells_evaluation_agreement_checkpoint_and_sample() -> None:
         "  │ ␛[2Jself",
     ]
     assert paint(ending(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
+
+
+def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agree() -> None:
+    state = trained(tokens=3200)
+    assert "  1,280 samples/s  128,000 tokens/s  slowest" in plain_line(state, now=1007.0)
+    assert plain(closing_lines(state, 80)).splitlines()[3] == "all ranks  1,280 samples/s  128,000 tokens/s"
+    for rank in (0, 1):
+        state.apply(
+            ModelFlops(
+                time=1001.0, rank=rank, flops_per_sample=1e9, number_format="bf16", peak_flops_per_s=1.6e14
+            )
+        )  # fmt: skip
+    assert "  128,000 tokens/s  MFU 0.4%  slowest" in plain_line(state, now=1007.0)
+    assert plain(closing_lines(state, 80)).splitlines()[3] == "all ranks  1,280 samples/s  128,000 tokens/s  MFU 0.4%"
+    assert paint(progress_line(state, 80, now=1007.0), colour=False) == LINES[80]
+    head = RunHeading(status="running", name="n", id="i", world_size=2, hosts=1, summary=state.figures)
+    shown = " ".join(row_text(draw_header(head, 200, 2)[1]).split())
+    assert "1,280 samples/s 128,000 tokens/s MFU 0.4%" in shown
+
+
+def test_without_tokens_and_a_known_peak_there_are_samples_only() -> None:
+    state = trained()
+    head = RunHeading(status="running", name="n", id="i", world_size=2, hosts=1, summary=state.figures)
+    shown = [plain_line(state, now=1007.0), plain(closing_lines(state, 80)), row_text(draw_header(head, 200, 2)[1])]
+    assert all("samples/s" in text and "tokens" not in text and "MFU" not in text for text in shown)
 
 
 def test_a_run_that_only_evaluates_ends_with_what_it_found_and_no_steps() -> None:

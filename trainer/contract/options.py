@@ -458,7 +458,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     count_flops: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="count the operations of the first step, for the share of a GPU's peak; auto: on GPUs",
+            description="count the operations of the first steps, for the share of a GPU's peak; auto: on GPUs",
             extra={"group": "Numerics"},
         ),
     ] = "auto"

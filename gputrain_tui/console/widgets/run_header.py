@@ -140,7 +140,7 @@ def _figures(head: RunHeading, width: int) -> Row:
         fields += [
             (3, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
             *([(9, [(_rate(s.tokens_per_s).rjust(7), "bright"), (" tokens/s", "dim")])] if s.tokens_per_s else []),
-            *([(8, [("MFU ", "dim"), (_percent(s.mfu), "bright")])] if s.mfu is not None else []),
+            *([(8, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")])] if s.mfu is not None else []),
             (6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]),
             (4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]),
         ]

@@ -188,7 +188,7 @@ def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float
     highs: dict[str, float] = {}
     for name in SCALARS if row[0].is_last else SINGLE_VALUES:
         values = [value for single in row if (value := getattr(single.step, name)) is not None]
-        if values:
+        if values and (name not in TOTALS or len(values) == len(row)):  # a part of the ranks has no total
             tag = TAGS[name]
             means[tag] = sum(values) if name in TOTALS else sum(values) / len(values)
             lows[tag], highs[tag] = min(values), max(values)
