@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.engine.flop_formulas import FORMULAS
-from trainer.engine.model_flops import OperationCounter, peak_of_mixture
+from trainer.engine.model_flops import OperationCounter, number_format, peak_of_mixture
 
 CPU = torch.device("cpu")
 T, D, H = 6, 8, 2
@@ -191,3 +191,34 @@ def test_a_formula_that_fails_ends_the_counting_only(monkeypatch: pytest.MonkeyP
 )
 def test_operations_of_several_formats_have_the_peak_of_their_mixture(flops: Any, peak: float | None) -> None:
     assert peak_of_mixture("NVIDIA H200", 132, flops) == (None if peak is None else pytest.approx(peak))
+
+
+@pytest.fixture
+def float32_settings() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "by_cudnn", "capability", "of_products", "of_convolutions"),
+    [
+        ("highest", False, (9, 0), "fp32", "fp32"),
+        ("high", False, (9, 0), "tf32", "fp32"),
+        ("medium", True, (8, 0), "tf32", "tf32"),
+        ("highest", True, (8, 0), "fp32", "tf32"),
+        ("high", True, (7, 5), "fp32", "fp32"),  # before Ampere there is none
+        ("high", True, None, "fp32", "fp32"),  # a CPU
+    ],
+)
+@pytest.mark.usefixtures("float32_settings")
+def test_32_bit_floats_are_tf32_where_the_setting_in_force_and_the_gpu_round_them(
+    precision: str, by_cudnn: bool, capability: tuple[int, int] | None, of_products: str, of_convolutions: str
+) -> None:
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = by_cudnn
+    assert number_format(torch.float32, capability) == of_products
+    assert number_format(torch.float32, capability, by_cudnn=True) == of_convolutions
+    assert number_format(torch.bfloat16, capability) == "bf16"
+    assert number_format(torch.float8_e4m3fn, capability) is None

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from gputrain_tui.history.export.steps import SingleStep
+from gputrain_tui.history.export.tensorboard_folder import over_ranks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import run_throughput
 from trainer.contract.record import ModelFlops, RankState, Step
@@ -98,3 +100,12 @@ def test_steps_of_one_event_have_tokens_together_only_if_each_has() -> None:
     assert merge([a_step(0, 1), a_step(0, 2)]).tokens == 1600
     assert merge([a_step(0, 1, tokens=None), a_step(0, 2)]).tokens is None
     assert merge([a_step(0, 1, tokens=0), a_step(0, 2)]).tokens == 800
+
+
+def test_tokens_of_a_part_of_the_ranks_are_exported_as_no_total() -> None:
+    def row(*tokens: int | None) -> list[SingleStep]:
+        return [SingleStep(1, 1, True, a_step(rank, 1, tokens=count)) for rank, count in enumerate(tokens)]
+
+    assert over_ranks(row(800, 700))[0]["train/tokens"] == 1500
+    assert "train/tokens" not in over_ranks(row(800, None))[0]
+    assert over_ranks(row(800, None))[0]["train/samples"] == 16

@@ -102,5 +102,5 @@ FORMULAS: Mapping[Any, Formula] = {
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn(2),
 }
 """By operator, whatever its overload."""
-CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward, _aten._cudnn_rnn, _aten._cudnn_rnn_backward)
+BY_CUDNN = (_aten.convolution, _aten.convolution_backward, _aten._cudnn_rnn, _aten._cudnn_rnn_backward)
 """Those for which cuDNN's own setting allows TF32, rather than that of matrix products."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.contract import record
 from trainer.contract.options import Training
 from trainer.engine.accelerator import AMPERE
-from trainer.engine.flop_formulas import CONVOLUTIONS, FORMULAS, UNCOUNTED
+from trainer.engine.flop_formulas import BY_CUDNN, FORMULAS, UNCOUNTED
 from trainer.engine.worker_context import WorkerContext
 from trainer.host.peak_flops import NumberFormat, peak_flops_per_s
 
@@ -50,6 +50,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         self.flops: dict[NumberFormat, int] = {}
         """By number format."""
         self.in_backward = False
@@ -80,12 +81,11 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         flops, tensor = formula(args, out)
         dense = all(arg.layout is torch.strided for arg in args if isinstance(arg, Tensor))
-        if not dense or tensor.device.type != self._device.type or any(_dispatches(kind) for kind in types):
+        found = number_format(tensor.dtype, self._capability, by_cudnn=operator in BY_CUDNN)
+        elsewhere = tensor.device.type != self._device.type
+        if found is None or not dense or elsewhere or any(_dispatches(kind) for kind in types):
             self.failed = True
         elif not (self.in_backward and torch.is_grad_enabled()):
-            found = _FORMATS[tensor.dtype]
-            if found == "fp32" and _rounds_to_tf32(self._device, convolution=operator in CONVOLUTIONS):
-                found = "tf32"
             self.flops[found] = self.flops.get(found, 0) + flops
 
 
@@ -94,11 +94,23 @@ def _dispatches(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
-def _rounds_to_tf32(device: torch.device, *, convolution: bool) -> bool:
-    """Whether products of 32-bit floats are rounded, by the setting in force, which a task may have changed."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
-        return False
-    return torch.backends.cudnn.allow_tf32 if convolution else torch.get_float32_matmul_precision() != "highest"
+def number_format(
+    dtype: torch.dtype, capability: tuple[int, int] | None, *, by_cudnn: bool = False
+) -> NumberFormat | None:
+    """Return the format in which products are made; None for one that is not known.
+
+    Whether those of 32-bit floats are rounded to TF32 follows from the settings in force, which a task may change.
+
+    Args:
+        dtype: of the factors.
+        capability: of the GPU, as (major, minor); None on a CPU.
+        by_cudnn: whether cuDNN makes them, which has a setting of its own.
+    """
+    found = _FORMATS.get(dtype)
+    if found != "fp32" or capability is None or capability < AMPERE:
+        return found
+    rounds = torch.backends.cudnn.allow_tf32 if by_cudnn else torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if rounds else "fp32"
 
 
 class FlopCount:
