@@ -9,6 +9,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
 from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.hosts.open_connections import OpenConnections
 from gputrain_tui.lifecycle import start
 from gputrain_tui.output import narrate
 from gputrain_tui.preflight import NotReadyError, warnings
@@ -49,20 +50,23 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
         detach: print the run's id and return.
     """
     try:
-        prepared = start.prepare(recipe)
-        for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
-            narrate(note)
-        return _detached(prepared) if detach else _foreground(prepared, json=json)
+        with OpenConnections() as connections:
+            prepared = start.prepare(recipe, connections=connections)
+            for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
+                narrate(note)
+            if detach:
+                return _detached(prepared, connections)
+            return _foreground(prepared, connections, json=json)
     except NotReadyError as refused:
         for problem in refused.errors:
             narrate(problem.line)
         return ExitCode.REFUSED
 
 
-def _foreground(prepared: start.Prepared, *, json: bool) -> int:
+def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json: bool) -> int:
     with StopRequest() as stop_request:
         # The supervisor starts first: the imports below run while it starts.
-        started, supervisor = start.launch(prepared, leased=True)
+        started, supervisor = start.launch(prepared, leased=True, connections=connections)
         from gputrain_tui.headless import foreground, progress
         from gputrain_tui.headless.safe_stream import SafeStream
         from gputrain_tui.lifecycle import settle
@@ -115,11 +119,11 @@ def _foreground(prepared: start.Prepared, *, json: bool) -> int:
         return code
 
 
-def _detached(prepared: start.Prepared) -> int:
+def _detached(prepared: start.Prepared, connections: OpenConnections) -> int:
     if start.is_submitted(prepared):
         print(start.submit(prepared).id)
         return ExitCode.FINISHED
-    started, supervisor = start.launch(prepared, leased=False)
+    started, supervisor = start.launch(prepared, leased=False, connections=connections)
     start.await_supervisor(started, supervisor, was=started.status.supervisor)
     print(started.id)
     return ExitCode.FINISHED

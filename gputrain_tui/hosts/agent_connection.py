@@ -6,15 +6,15 @@ import json
 import os
 import secrets
 import select
-import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import IO, Any
+from typing import Any
 
+from gputrain_tui.hosts.host_pipes import HostPipes
 from gputrain_tui.hosts.inventory_program import packed_program
-from gputrain_tui.hosts.ssh import Ssh, kill_session
+from gputrain_tui.hosts.open_connections import OpenConnection
+from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.hosts.ssh_failure import SSH_FAILED, explain_failure
 
 MODULES = (
@@ -51,8 +51,8 @@ class RefusedError(Exception):
 class Connection:
     """One run of ssh, with a session of the host agent at its other end."""
 
-    def __init__(self, host: str, ssh: Ssh, request: Mapping[str, Any]) -> None:
-        """Start ssh.
+    def __init__(self, host: str, ssh: Ssh, request: Mapping[str, Any], opened: OpenConnection | None = None) -> None:
+        """Start ssh, or go on with a connection that the preflight has opened.
 
         Raises:
             ConnectionError: there is no such program.
@@ -61,24 +61,20 @@ class Connection:
         """Whether the session has sent its first frame."""
         self.ended = False
         self._host = host
-        self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the connection
         self._until = time.monotonic() + HELLO_S
         self._buffer = bytearray()
+        if opened is not None:
+            self._mark = opened.mark.encode()
+            self._pipes = HostPipes(*opened.descriptors)
+            self._first = json.dumps({"ask": "serve", "request": request}).encode() + b"\n"
+            return
+        self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
+        words = ssh.command_line(host, "python3", "-c", READER, self._mark.decode(), own=True)
         try:
-            self._process = subprocess.Popen(
-                ssh.command_line(host, "python3", "-c", READER, self._mark.decode(), own=True),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                start_new_session=True,
-            )
+            self._pipes = HostPipes.started(words)
         except OSError as error:
-            self._stderr.close()
             raise ConnectionError(f"ssh cannot be run: {error.strerror}") from None
         self._first = packed_program(MODULES) + b"\0" + json.dumps(request).encode() + b"\n"
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
 
     def send(self, **fields: Any) -> None:
         """Send one word; what a stuck connection does not take is said again on the next one."""
@@ -86,9 +82,8 @@ class Connection:
         self._write()
 
     def _write(self) -> None:
-        assert self._process.stdin is not None
         with suppress(BlockingIOError, BrokenPipeError):
-            written = os.write(self._process.stdin.fileno(), self._first)
+            written = os.write(self._pipes.stdin, self._first)
             self._first = self._first[written:]
 
     def frames(self, other: int | None, timeout_s: float) -> list[tuple[dict[str, Any], bytes]]:
@@ -98,14 +93,12 @@ class Connection:
             ConnectionError: what comes is none of the session's.
             RefusedError: ssh or the host says why there is no session.
         """
-        assert self._process.stdout is not None
-        assert self._process.stdin is not None
-        stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        stdin, stdout = self._pipes.stdin, self._pipes.stdout
         watched = [stdout] if other is None else [stdout, other]
         readable, writable, _ = select.select(watched, [stdin] if self._first else [], [], timeout_s)
         if writable:
             self._write()
-        if os.fstat(self._stderr.fileno()).st_size > MAX_NOISE_BYTES:
+        if self._pipes.stderr_bytes() > MAX_NOISE_BYTES:
             raise RefusedError(f"it says more than {MAX_NOISE_BYTES >> 20} MiB on its standard error")
         if stdout in readable:
             part = os.read(stdout, 1 << 18)
@@ -148,19 +141,12 @@ class Connection:
         """Return why there is no session: a reason that stays is a refusal, one that may pass is not."""
         if not self.ended:
             return ConnectionError(f"it did not answer within {HELLO_S:g} s")
-        try:
-            code = self._process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
+        code = self._pipes.exit_code(EXIT_S)
+        if code is None:
             return RefusedError("it closes its standard output, and says nothing of the agent's")
-        self._stderr.seek(0)
-        why = explain_failure(self._host, code, self._stderr.read(1 << 16).decode("utf-8", "replace"))
+        why = explain_failure(self._host, code, self._pipes.stderr())
         return ConnectionError(why) if code == SSH_FAILED else RefusedError(why)
 
     def close(self) -> None:
         """End ssh; the session on the host ends with it."""
-        kill_session(self._process)
-        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-        self._process.wait()
+        self._pipes.close()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.contract.home_folder import expand_home
 from trainer.contract.stop_level import StopLevel
@@ -448,8 +448,12 @@ def _size(path: Path) -> int:
 def main(words: list[str]) -> None:
     """Serve one connection; the mark is the only word, and the request the first line of standard input."""
     line = b"".join(iter(lambda: os.read(0, 1) or b"\n", b"\n"))
-    if not line:
-        return
+    if line:
+        serve_session(words[0].encode(), json.loads(line))
+
+
+def serve_session(mark: bytes, request: Mapping[str, Any]) -> NoReturn:
+    """Serve one connection, and end this process."""
     with suppress(BrokenPipeError):
-        Session(words[0].encode(), json.loads(line)).serve()
+        Session(mark, request).serve()
     os._exit(0)

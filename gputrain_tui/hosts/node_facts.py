@@ -1,7 +1,8 @@
 """Reads what a node of a run needs of its host, and tries the ways to the other hosts; runs on the host over ssh.
 
 It answers one question a line until its input ends: what is here, what is the time, which way leads to the first node,
-and which nodes cannot be reached. Standard library only, since this file travels to the host.
+and which nodes cannot be reached. Asked to serve, it becomes a session of the host agent. Standard library only, since
+this file travels to the host.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gputrain_tui.hosts.host_agent import HOME, node_command
+from gputrain_tui.hosts.host_agent import HOME, node_command, serve_session
 from gputrain_tui.hosts.inventory import take_inventory
 from gputrain_tui.hosts.machine_facts import SHM, folder_facts, free_bytes, port_facts, rendezvous_file
 from trainer.contract.home_folder import expand_home
@@ -138,7 +139,7 @@ def route_to(root: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(words: Sequence[str]) -> None:
     """Answer requests, a line of JSON each, until there are no more; each answer follows a word that frames it."""
-    mark, token = words[0], None
+    mark, token, serve = words[0], None, None
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LIFE_S)
 
@@ -164,10 +165,16 @@ def main(words: Sequence[str]) -> None:
                 elif request["ask"] == "reach":
                     endpoints = {int(index): (host, port) for index, (host, port) in request["endpoints"].items()}
                     answer(unreachable(endpoints, request["timeout_s"]))
+                elif request["ask"] == "serve":
+                    serve = request["request"]
+                    break
     finally:
         if token is not None:
             with suppress(OSError):
                 os.unlink(token)  # noqa: PTH108
+    if serve is not None:  # the launch goes on with this connection
+        signal.alarm(0)
+        serve_session(mark.encode(), serve)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import msgspec
 from gputrain_tui.history.runs import ENDED, Run, create, find, open_run, read_status
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
+from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnections
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
 from gputrain_tui.lifecycle.launchable import check_launcher
@@ -133,14 +134,18 @@ def recipe_of(run: Run) -> str:
     return str(run.dir.recipe)
 
 
-def prepare(recipe: Recipe) -> Prepared:
+def prepare(recipe: Recipe, *, connections: OpenConnections | None = None) -> Prepared:
     """Plan a run and refuse what cannot work on its machines.
+
+    Args:
+        recipe: what was asked for.
+        connections: takes the connections to other hosts, for the launch to go on with.
 
     Raises:
         NotReadyError: the recipe is right, but the machines are not ready for it.
         RequestError: the recipe contradicts itself, or would never end.
     """
-    return checked(recipe, planned(recipe))
+    return checked(recipe, planned(recipe), connections=connections)
 
 
 def planned(recipe: Recipe) -> Planned:
@@ -165,13 +170,16 @@ def planned(recipe: Recipe) -> Planned:
     return Planned(plan=found, local=facts, inventories=inventories, remarks=tuple(remarks))
 
 
-def checked(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -> Prepared:
+def checked(
+    recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0, connections: OpenConnections | None = None
+) -> Prepared:
     """Refuse what cannot work on the machines.
 
     Args:
         recipe: what was asked for.
         planned: its plan.
         max_age_s: how old the answers of other hosts may be.
+        connections: takes the connections to other hosts, for the launch to go on with.
 
     Raises:
         NotReadyError: a check failed.
@@ -180,7 +188,7 @@ def checked(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -> Prep
     if problem := endless(recipe):
         raise RequestError(problem)
     results = check_launcher(recipe, planned.plan)
-    answers = ask_hosts(recipe, planned, max_age_s=max_age_s)
+    answers = ask_hosts(recipe, planned, max_age_s=max_age_s, connections=connections)
     asked = {answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.here}
     found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})
     results += run_checks(recipe, planned.plan, found, local=planned.local)
@@ -194,15 +202,23 @@ def checked(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -> Prep
     return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
 
 
-def ask_hosts(recipe: Recipe, planned: Planned, *, max_age_s: float) -> tuple[HostAnswer, ...]:
+def ask_hosts(
+    recipe: Recipe, planned: Planned, *, max_age_s: float, connections: OpenConnections | None
+) -> tuple[HostAnswer, ...]:
     """Ask the hosts of a run over ssh what they have; none for any other run."""
     if planned.plan.launcher != "ssh" or all(is_local(node.host, planned.local) for node in planned.plan.nodes):
         return ()
     from gputrain_tui.lifecycle.launchers.ssh import travelling
     from gputrain_tui.preflight.collect_hosts import collect_hosts
 
-    env = travelling(os.environ)
-    return collect_hosts(recipe, planned.plan, planned.local, env=env, max_age_s=max_age_s)
+    return collect_hosts(
+        recipe,
+        planned.plan,
+        planned.local,
+        env=travelling(os.environ),
+        max_age_s=max_age_s,
+        connections=connections,
+    )
 
 
 def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
@@ -230,13 +246,16 @@ def endless(recipe: Recipe) -> str:
     return ""
 
 
-def launch(prepared: Prepared, *, leased: bool, warm: WarmPool | None = None) -> tuple[Run, subprocess.Popen[bytes]]:
+def launch(
+    prepared: Prepared, *, leased: bool, warm: WarmPool | None = None, connections: OpenConnections | None = None
+) -> tuple[Run, subprocess.Popen[bytes]]:
     """Write the run directory and start its supervisor in a session of its own.
 
     Args:
         prepared: what to run.
         leased: the run ends with the pipe that is the supervisor's standard input.
         warm: starts the run where it has a warm supervisor.
+        connections: those of the preflight to the hosts, with which the supervisor goes on.
 
     Raises:
         NotReadyError: the run directory cannot be written.
@@ -247,7 +266,7 @@ def launch(prepared: Prepared, *, leased: bool, warm: WarmPool | None = None) ->
         run = _submit(prepared)[0]
         return run, slurm_jobs.watch(run.dir, leased=leased)
     run = _create(prepared)
-    return run, start_supervisor(run.dir, leased=leased, warm=warm)
+    return run, start_supervisor(run.dir, leased=leased, warm=warm, connections=connections)
 
 
 def is_submitted(prepared: Prepared) -> bool:
@@ -293,26 +312,38 @@ def _create(prepared: Prepared) -> Run:
 
 
 def start_supervisor(
-    run_dir: RunDir, *, leased: bool, adopting: bool = False, warm: WarmPool | None = None
+    run_dir: RunDir,
+    *,
+    leased: bool,
+    adopting: bool = False,
+    warm: WarmPool | None = None,
+    connections: OpenConnections | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the supervisor of a run, or one that adopts a run whose supervisor was killed."""
     words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
     if warm is not None and (waiting := warm.launch(words)) is not None:
         return waiting
+    by_node = {} if connections is None else connections.by_node
+    if by_node:
+        words.append(f"{CONNECTIONS}{msgspec.json.encode(by_node).decode()}")
     # It inherits the mask and unblocks them once it has handlers: a Ctrl-C while its modules load stays pending.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _supervisor_log(run_dir) as log:
-            return subprocess.Popen(
+            supervisor = subprocess.Popen(
                 [sys.executable, "-m", "gputrain_tui.lifecycle.supervisor", *words],
                 env={**os.environ, SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=[each for opened in by_node.values() for each in opened.descriptors],
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if connections is not None:
+        connections.hand_over()
+    return supervisor
 
 
 def _supervisor_log(run_dir: RunDir) -> IO[bytes]:

@@ -23,8 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gputrain_tui.history.runs import read_plan
 from gputrain_tui.hosts import slurm
+from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnection
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, settle
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
@@ -84,9 +87,11 @@ class Supervisor:
         leased: bool,
         adopting: bool = False,
         warm_agent: WarmAgent | None = None,
+        connections: Mapping[int, OpenConnection] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.dir = run_dir
+        self._connections = connections
         self._warm_agent = warm_agent
         self.leased = leased
         self._adopting = adopting
@@ -140,6 +145,10 @@ class Supervisor:
                 plan = self._plan = slurm_jobs.place(self.dir, plan)
         except RequestError as error:
             return AttemptResult(status="failed", failure=self._failure("request", str(error)))
+        if self._connections:
+            from gputrain_tui.lifecycle.launchers.ssh import SshLauncher
+
+            node_launcher = SshLauncher(self._connections)
         if self._warm_agent is not None and plan.launcher == "local":
             from gputrain_tui.lifecycle.warm_supervisor import WarmFirstLauncher
 
@@ -460,6 +469,7 @@ def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int
     run_dir = RunDir(Path(words[0]).absolute())
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
+        inherited = next((word.removeprefix(CONNECTIONS) for word in words if word.startswith(CONNECTIONS)), "{}")
         if not settle.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
             print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
@@ -467,7 +477,10 @@ def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int
             code := settle.recorded_exit_code(run_dir, read_plan(run_dir))
         ) is not None:
             return code
-        return Supervisor(run_dir, leased=leased, adopting=adopting, warm_agent=warm_agent).run()
+        connections = msgspec.json.decode(inherited, type=dict[int, OpenConnection])
+        return Supervisor(
+            run_dir, leased=leased, adopting=adopting, warm_agent=warm_agent, connections=connections
+        ).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Collects the facts of every host of a plan over ssh, side by side, and what the hosts say of each other.
 
 It takes the way of the launch: the same ssh, folder, line of shell, environment and interpreter. Each host has one
-connection, with ``gputrain_tui.hosts.node_facts`` at its other end, which is gone when the collection is over.
+connection, with ``gputrain_tui.hosts.node_facts`` at its other end, which is gone when the collection is over, unless
+the launch is to go on with it.
 """
 
 from __future__ import annotations
@@ -10,51 +11,26 @@ import ipaddress
 import json
 import os
 import secrets
-import select
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from gputrain_tui.hosts import environment_facts
+from gputrain_tui.hosts.host_dialog import HostDialog, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.inventory_program import MODULES as INVENTORY_MODULES, packed_program
-from gputrain_tui.hosts.ssh import Ssh, kill_session
-from gputrain_tui.hosts.ssh_failure import explain_failure
-from gputrain_tui.hosts.survey import is_bounded
+from gputrain_tui.hosts.open_connections import OpenConnections
+from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url
-
-MODULES = (
-    "trainer.contract.errors",
-    "trainer.contract.home_folder",
-    "trainer.contract.stop_level",
-    *INVENTORY_MODULES[:-1],
-    "trainer.host.descendants",
-    "trainer.host.prctl",
-    "trainer.host.proc_environ",
-    "trainer.host.stop_request",
-    "trainer.host.ports",
-    "trainer.host.reachability",
-    "trainer.host.resource_limits",
-    INVENTORY_MODULES[-1],
-    "gputrain_tui.hosts.host_names",
-    "gputrain_tui.hosts.machine_facts",
-    "gputrain_tui.hosts.host_agent",
-    "gputrain_tui.hosts.node_facts",
-)
-"""Of the program that runs on the hosts, in import order; they use the standard library only."""
 
 HOST_TIMEOUT_S = 40.0
 """For a host's facts, from connecting on: a line of setup alone may take half of it; most hosts need a second."""
@@ -62,134 +38,13 @@ QUESTION_TIMEOUT_S = 15.0
 """For each further answer; connections that nobody answers are among them."""
 REACH_TIMEOUT_S = 4.0
 """For the connections between hosts; TCP sends its first packet three times in it."""
-MAX_ANSWER_BYTES = 1 << 22
-"""An answer has a few KiB; a host that prints forever is given up."""
 MAX_HOSTS_AT_ONCE = 64
 """Each costs a thread and an ssh process here; more wait for their turn."""
-
-T = TypeVar("T")
 
 _LAST: dict[str, Any] = {}
 """The last questions, when they were asked, and their answers."""
 _ASKING = threading.Lock()
 """Held while hosts are asked: who asks the same meanwhile takes the answers."""
-
-
-class HostError(Exception):
-    """A host does not answer as it should; the message is one line."""
-
-
-class HostDialog:
-    """One connection to a host: questions and answers, a line each."""
-
-    def __init__(self, host: str, words: Callable[[Sequence[str]], list[str]]) -> None:
-        """Start the program on the host.
-
-        Args:
-            host: for messages.
-            words: turns the words of a Python program into those of a process of this machine.
-
-        Raises:
-            HostError: there is no such program as ssh.
-        """
-        self.host = host
-        # Start-up files and login banners may print as well: only what follows this mark counts.
-        self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
-        self._output, self._said = bytearray(), 0
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the connection
-        program = packed_program(MODULES)
-        reader = f"import sys;exec(sys.stdin.buffer.read({len(program)}))"
-        try:
-            self._process = subprocess.Popen(
-                words(["-c", reader, self._mark.decode()]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                start_new_session=True,  # no terminal to ask for a password, and no Ctrl-C
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise HostError(f"{error.filename} cannot be run: {error.strerror}") from None
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # ssh reads nothing before it is connected
-        self._unsent = program
-
-    def ask(self, question: str, **fields: Any) -> None:
-        """Ask one question."""
-        self._unsent += json.dumps({"ask": question, **fields}).encode() + b"\n"
-        self._send()
-
-    def answer(self, kind: type[T], timeout_s: float) -> T:
-        """Return the next answer.
-
-        Raises:
-            HostError: there is none, or it is something else.
-        """
-        line = self._line(time.monotonic() + timeout_s, timeout_s)
-        try:
-            value = msgspec.json.decode(line, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise HostError("what it answered are no facts of a host") from None
-        if not is_bounded(msgspec.to_builtins(value)):
-            raise HostError("what it answered are no facts of a host")
-        return value
-
-    def close(self) -> None:
-        """End the program there and the process here."""
-        with suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            kill_session(self._process)
-            self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._stderr.close()
-
-    def kill(self) -> None:
-        """End the process here at once."""
-        kill_session(self._process)
-
-    def _send(self) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
-        except BlockingIOError:
-            return
-        except OSError:  # it has ended: the missing answer tells why
-            self._unsent = b""
-
-    def _line(self, deadline: float, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
-        assert self._process.stdin is not None
-        pipe, stdin = self._process.stdout.fileno(), self._process.stdin.fileno()
-        while True:
-            begin = self._output.find(self._mark)
-            end = self._output.find(b"\n", begin) if begin >= 0 else -1
-            if end >= 0:
-                line = bytes(self._output[begin + len(self._mark) : end])
-                del self._output[: end + 1]
-                return line
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise HostError(f"it did not answer within {timeout_s:g} s")
-            ready, writable, _ = select.select([pipe], [stdin] if self._unsent else [], [], min(left, 0.2))
-            if writable:
-                self._send()
-            chunk = os.read(pipe, 1 << 16) if ready else b""
-            self._output += chunk
-            self._said += len(chunk)
-            if self._said + os.fstat(self._stderr.fileno()).st_size > MAX_ANSWER_BYTES:
-                raise HostError(f"it says more than {MAX_ANSWER_BYTES >> 20} MiB, and no facts")
-            if ready and not chunk:
-                code = self._process.wait(10)
-                self._stderr.seek(0)
-                stderr = self._stderr.read(1 << 16).decode("utf-8", "replace")
-                if code == 0:
-                    raise HostError("what it answered are no facts of a host")
-                raise HostError(explain_failure(self.host, code, stderr).replace("its inventory failed", "it failed"))
 
 
 class _Clock(msgspec.Struct):
@@ -205,7 +60,13 @@ class _Route(msgspec.Struct):
 
 
 def collect_hosts(
-    recipe: Recipe, plan: Plan, local: LocalFacts, *, env: Mapping[str, str], max_age_s: float = 0.0
+    recipe: Recipe,
+    plan: Plan,
+    local: LocalFacts,
+    *,
+    env: Mapping[str, str],
+    max_age_s: float = 0.0,
+    connections: OpenConnections | None = None,
 ) -> tuple[HostAnswer, ...]:
     """Ask the hosts of a plan that is started over ssh; one that does not answer is a problem in its place.
 
@@ -215,6 +76,7 @@ def collect_hosts(
         local: names and addresses of this machine.
         env: variables that go along to other hosts.
         max_age_s: how old answers to the same questions may be: a form that is edited asks after every key.
+        connections: takes those to other hosts that have answered, which are left open.
 
     Returns:
         An answer for each host and place on it, by its first node.
@@ -225,13 +87,18 @@ def collect_hosts(
     with _ASKING:
         if _LAST.get("asked") == asked and time.monotonic() - _LAST["time"] < max_age_s:
             return _LAST["answers"]  # type: ignore[no-any-return]
-        answers = _ask(recipe, plan, local, env, nodes)
+        answers = _ask(recipe, plan, local, env, nodes, connections)
         _LAST.update(asked=asked, time=time.monotonic(), answers=answers)
     return answers
 
 
 def _ask(
-    recipe: Recipe, plan: Plan, local: LocalFacts, env: Mapping[str, str], nodes: Sequence[PlannedNode]
+    recipe: Recipe,
+    plan: Plan,
+    local: LocalFacts,
+    env: Mapping[str, str],
+    nodes: Sequence[PlannedNode],
+    connections: OpenConnections | None,
 ) -> tuple[HostAnswer, ...]:
     try:
         ssh = Ssh()
@@ -241,7 +108,7 @@ def _ask(
             for node in nodes
             if not is_local(node.host, local)
         )
-    return _Collection(recipe, plan, local, env, ssh).run(nodes)
+    return _Collection(recipe, plan, local, env, ssh, connections).run(nodes)
 
 
 def _require_addresses(addresses: Sequence[str], port: int) -> None:
@@ -272,8 +139,17 @@ def _distinct(plan: Plan, local: LocalFacts) -> list[PlannedNode]:
 class _Collection:
     """One collection, from the first connection to the last answer."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, local: LocalFacts, env: Mapping[str, str], ssh: Ssh) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        local: LocalFacts,
+        env: Mapping[str, str],
+        ssh: Ssh,
+        connections: OpenConnections | None,
+    ) -> None:
         self._recipe, self._plan, self._local, self._env, self._ssh = recipe, plan, local, env, ssh
+        self._connections = connections
         self._dialogs: dict[int, HostDialog] = {}
         self._found: dict[int, HostAnswer] = {}
         self._lock = threading.Lock()
@@ -433,4 +309,8 @@ class _Collection:
         return next((other.root for index, other in self._routes.items() if index and other.root), "")
 
     def _close(self, node: PlannedNode) -> None:
-        self._dialogs[node.node].close()
+        dialog = self._dialogs[node.node]
+        if self._connections is None or self._found[node.node].here:
+            dialog.close()
+        else:
+            self._connections.add(node.node, dialog)

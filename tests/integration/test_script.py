@@ -151,6 +151,16 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_told_not_to(
             "gputrain: no optimizer's step was seen, so nothing of this training is measured\n",
         ),
         (
+            "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()",
+            "gputrain: no optimizer's step was seen, so nothing of this training is measured\n",
+        ),
+        (
+            "import torch\nweight = torch.ones(1, requires_grad=True)\noptimizer = torch.optim.SGD([weight])\n"
+            "weight.grad, = torch.autograd.grad(2 * weight, weight)\noptimizer.step()",
+            "gputrain: no backward pass was seen by backward(), as those of torch.autograd.grad are not, so nothing of "
+            "this training is measured\n",
+        ),
+        (
             "import pathlib\npathlib.Path('own/torch.py').write_text('')\nimport torch",
             "gputrain: not measured: ModuleNotFoundError: No module named 'torch.compiler'; 'torch' is not a package\n",
         ),
@@ -236,6 +246,45 @@ def test_sockets_have_room_below_the_longest_temporary_folder_that_the_superviso
 def test_a_script_that_leaves_at_once_with_exit_code_0_has_finished(tmp_path: Path) -> None:
     done = run(tmp_path, "import os; os._exit(0)", ranks=1)
     assert (done.code, done.states(0)) == (0, ["training", "finished"])
+
+
+CLOSED = """\
+import os, torch
+from pathlib import Path
+def train(steps):
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train(before)
+os.closerange(3, 4096)
+files = [open(f"own/{os.environ['RANK']}-{n}", "w+") for n in range(100)]
+train(after)
+for file in files:
+    file.write("mine")
+    file.close()
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 20), (20, 0), (20, 20)])
+def test_a_script_that_closes_all_descriptors_is_measured_and_finds_its_own_files_as_it_wrote_them(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    done = run(tmp_path, f"before, after = {before}, {after}\n{CLOSED}")
+    assert done.code == 0, done.stderr + done.log(0)
+    for rank in (0, 1):
+        assert done.states(rank) == ["training", "finished"]
+        assert done.log(rank) == ""
+        assert sum(event.steps for event in done.steps(rank)) == before + after
+        assert {(tmp_path / "own" / f"{rank}-{n}").read_text() for n in range(100)} == {"mine"}
+
+
+def test_a_script_that_fails_after_it_closed_all_descriptors_is_told_by_its_error(tmp_path: Path) -> None:
+    done = run(tmp_path, "import os\nos.closerange(3, 4096)\nraise ValueError('no data')", ranks=1)
+    assert done.code == 1
+    assert done.outcome.failure is not None
+    assert "ValueError: no data" in done.outcome.failure.message
 
 
 # --- failure --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -14,28 +15,33 @@ import msgspec
 
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import RankReport
+from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record import Failure, RankState
 
 ReportSink = Callable[[RankReport], None]
 """Takes a rank's reports."""
 
 
-@dataclass(frozen=True)
 class PipeSink:
-    """Sends reports to the node agent, which is a process of its own."""
+    """Sends reports to the node agent, which is a process of its own, unless it is gone or a script closed the pipe."""
 
-    pipe: Connection
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._descriptor = OwnedDescriptor(pipe.fileno())
+
+    def __reduce__(self) -> tuple[type[PipeSink], tuple[Connection]]:
+        """Make a new one where the pipe has another descriptor, in the process that reports."""
+        return PipeSink, (self._pipe,)
 
     def __call__(self, report: RankReport, /) -> None:
-        """Send it, unless the node agent is gone."""
-        try:
-            self.pipe.send_bytes(msgspec.json.encode(report))
-        except (BrokenPipeError, ConnectionResetError):
-            return
+        """Send a report."""
+        if self._descriptor.is_ours:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._pipe.send_bytes(msgspec.json.encode(report))
 
     def stop_requested(self) -> bool:
         """Whether the node agent has sent a stop request, which is all it ever sends and stays in the pipe."""
-        return self.pipe.poll()
+        return self._descriptor.is_ours and self._pipe.poll()
 
 
 @dataclass(frozen=True, kw_only=True)

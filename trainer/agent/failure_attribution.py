@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -13,8 +14,12 @@ from trainer.agent.log_tail import last_error
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, root_cause, signal_name
-from trainer.contract.record import EventWriter, Failure, RankState, RunDir
+from trainer.contract.record import EventWriter, Failure, RankState, RunDir, decode_events
+from trainer.contract.record.regular_file import read_tail
 from trainer.host.memory import oom_kills
+
+LAST_BYTES = 4096
+"""Read of a record's end: a state with its line, and no more of a long record."""
 
 
 class FailureAttribution:
@@ -57,11 +62,18 @@ class FailureAttribution:
         )
 
     def finish(self, rank: WorkerProcess) -> None:
-        """Record the success of a script that left by ``os._exit(0)`` or became another program."""
+        """Record the success of a script that has not reported it.
+
+        It left by ``os._exit(0)``, became another program, or closed the pipe of its reports with all descriptors; then
+        it is on record.
+        """
         rank.finished_at, rank.finished_ns = time.monotonic(), time.time_ns()
         assignment = rank.assignment
-        if assignment.run_dir is not None:
-            writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)
+        if assignment.run_dir is None:
+            return
+        events = RunDir(assignment.run_dir).rank_events(assignment.rank)
+        if not _ends_finished(events):
+            writer = EventWriter(events, rank=assignment.rank)
             writer.write(RankState(time=time.time(), rank=assignment.rank, state="finished"))
             writer.close()
 
@@ -147,6 +159,15 @@ class FailureAttribution:
         """Return what a rank could not save after its last update, while which a stop request may have come."""
         lost = (failure.message for _, failure in self.failures if failure.kind == "checkpoint_lost")
         return next(lost, "").removeprefix("trained, but ")
+
+
+def _ends_finished(events: Path) -> bool:
+    """Return whether a rank's record ends with its success."""
+    try:
+        last = decode_events(read_tail(events, LAST_BYTES))[-1:]
+    except OSError:
+        return False
+    return any(isinstance(event, RankState) and event.state == "finished" for event in last)
 
 
 def _missing(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure | None:

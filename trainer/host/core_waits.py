@@ -16,12 +16,22 @@ class CoreWaits:
     """
 
     def __init__(self) -> None:
-        # A descriptor that is read again and again; it goes with the process.
-        self._fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        self._fd = self._open()
 
     def __call__(self) -> float:
         """Return seconds since the thread began."""
-        return (parse_wait_ns(os.pread(self._fd, 96, 0)) or 0) * 1e-9
+        try:
+            waited_ns = parse_wait_ns(os.pread(self._fd, 96, 0))
+        except (OSError, ValueError):
+            # A script has closed the descriptor, and may have opened a file of its own under the number.
+            self._fd = self._open()
+            waited_ns = parse_wait_ns(os.pread(self._fd, 96, 0))
+        return (waited_ns or 0) * 1e-9
+
+    def _open(self) -> int:
+        # A descriptor that is read again and again; it goes with the process.
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def core_waits() -> CoreWaits | None:

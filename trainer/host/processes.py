@@ -192,7 +192,7 @@ def parse_usage(stat: bytes, statm: bytes, schedstat: bytes, *, page_bytes: int)
 def parse_wait_ns(schedstat: bytes) -> int | None:
     """Read of a ``schedstat`` how long the thread was runnable and did not run; None where it does not say."""
     words = schedstat.split()
-    return int(words[1]) if len(words) > 1 else None
+    return int(words[1]) if len(words) == 3 else None
 
 
 def busy_ns(pid: int, *, proc: Path = PROC) -> dict[str, int]:

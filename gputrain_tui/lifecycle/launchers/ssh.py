@@ -23,6 +23,7 @@ from gputrain_tui.hosts.agent_connection import Connection, RefusedError
 from gputrain_tui.hosts.host_agent import HOME, TOKEN, is_of_node, replaced_files
 from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.local_facts import local_facts
+from gputrain_tui.hosts.open_connections import OpenConnection
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.launchers.local import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
@@ -54,8 +55,10 @@ KILLED_S = 5.0
 class SshLauncher:
     """Starts nodes on their hosts over ssh, and those that are this machine here."""
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Mapping[int, OpenConnection] | None = None) -> None:
+        """Take over the connections of the preflight, by node."""
         self._local = LocalLauncher()
+        self._opened = dict(opened or {})
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
         """Start a node's command; what keeps it from being started becomes its end.
@@ -69,7 +72,8 @@ class SshLauncher:
         folder = run_dir.agents / f"{node.node}.{number}.{secrets.token_hex(8)}"
         folder.mkdir(mode=0o700, parents=True)
         (folder / TOKEN).touch(mode=0o600)
-        return _started(SshProcess(node, run_dir, folder.name, start=True, leased=leased))
+        opened = self._opened.pop(node.node, None)
+        return _started(SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened))
 
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
@@ -89,7 +93,16 @@ def _started(process: SshProcess) -> SshProcess:
 class SshProcess:
     """A node on another host, and the connection to its agent."""
 
-    def __init__(self, node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool, leased: bool) -> None:
+    def __init__(
+        self,
+        node: PlannedNode,
+        run_dir: RunDir,
+        attempt: str,
+        *,
+        start: bool,
+        leased: bool,
+        opened: OpenConnection | None = None,
+    ) -> None:
         self.node = node.node
         self.host = node.host
         self.why = ""
@@ -101,6 +114,8 @@ class SshProcess:
         self._start = start
         self._leased = leased
         self._ssh = Ssh()
+        self._opened = opened
+        """Connection to go on with; None once it was used."""
         self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asked = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._level = StopLevel.NONE
@@ -165,7 +180,8 @@ class SshProcess:
             request = session_request(
                 self._planned, self._run_dir, self._attempt, start=self._start, leased=self._leased
             )
-            connection = Connection(self.host, self._ssh, request)
+            opened, self._opened = self._opened, None
+            connection = Connection(self.host, self._ssh, request, opened)
             try:
                 code = self._talk(connection)
             except RefusedError as refused:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record.downsampled import Downsampler
 from trainer.contract.record.events import Event, Lost, encode_event
 
@@ -58,18 +59,19 @@ class EventWriter:
         """Whether events that wait for later ones are to be written without them."""
         self._before_write: Callable[[bool], None] | None = None
         self._thread: threading.Thread | None = None
+        self._file: OwnedDescriptor
         self._digest: Downsampler | None = None
         """For the events of a run directory; None once its files could not be written."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._file = OwnedDescriptor(_open_to_append(path))
             size = path.stat().st_size
             if _is_torn(path):
                 self._pending.append(b"\n")
                 size += 1
             if path.parent.name == "events" and not shared:
                 self._digest = Downsampler(path.parent.with_name("digest"), path.stem, size)
-            self._thread = threading.Thread(target=self._run, args=(fd,), name="event-writer", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(path,), name="event-writer", daemon=True)
             self._thread.start()
 
     @property
@@ -151,12 +153,12 @@ class EventWriter:
             self._queue(lost, encode_event(lost))
             self._lost = 0
 
-    def _run(self, fd: int) -> None:
+    def _run(self, path: Path) -> None:
         while True:
             closing, urgent = self._closing, self._urgent
             if self._before_write is not None:
                 self._before_write(closing or urgent)
-            self._drain(fd)
+            self._drain(path)
             if urgent:
                 self._urgent = False
             self._write_digest(closing)
@@ -164,9 +166,9 @@ class EventWriter:
                 break
             self._wake.wait(until_next(time.time(), self.interval_s))
             self._wake.clear()
-        os.close(fd)
+        self._file.close()
 
-    def _drain(self, fd: int) -> None:
+    def _drain(self, path: Path) -> None:
         """Write until nothing is pending or the disk refuses."""
         while True:
             with self._lock:
@@ -175,7 +177,7 @@ class EventWriter:
                 lines = self._pending[: self.lines_per_write]
             if not lines:
                 return
-            written = self._append(fd, b"".join(lines))
+            written = self._append(path, b"".join(lines))
             done = 0
             while done < len(lines) and written >= len(lines[done]):
                 written -= len(lines[done])
@@ -201,17 +203,23 @@ class EventWriter:
         except OSError:
             self._digest = None
 
-    def _append(self, fd: int, data: bytes) -> int:
+    def _append(self, path: Path, data: bytes) -> int:
         """Return how many bytes the disk took."""
         written = 0
         try:
+            if not self._file.is_ours:
+                self._file = OwnedDescriptor(_open_to_append(path))
             while written < len(data):
-                written += os.write(fd, data[written:])
+                written += os.write(self._file.fd, data[written:])
         except OSError as error:
             self._write_error = error.strerror or "the disk refused the write"
         else:
             self._write_error = ""
         return written
+
+
+def _open_to_append(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def until_next(now: float, interval_s: float) -> float:

@@ -118,14 +118,20 @@ class Recording:
             told: Whether somebody else measures from here on, so that a training without a step needs no word.
         """
         with self._closing:
+            if self.on and not told and not self.steps:
+                _tell(f"{self._unmeasured()}, so nothing of this training is measured")
             self.on = False
             if self._tracker is None or not self._writer.enabled:
                 return
             self._tracker.write_checksum()
             self._tracker.meter.close(other_thread=self.thread != threading.get_ident())
             self._writer.close()
-            if not self._tracker.step and not told:
-                _tell("no optimizer's step was seen, so nothing of this training is measured")
+
+    def _unmeasured(self) -> str:
+        """Describe what a training without a measured step has not done."""
+        if not self.optimizer_steps:
+            return "no optimizer's step was seen"
+        return "no backward pass was seen by backward(), as those of torch.autograd.grad are not"
 
     def fail(self, error: Exception) -> None:
         """Measure nothing more after a fault in here, and say so once."""

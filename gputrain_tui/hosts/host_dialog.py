@@ -1,0 +1,153 @@
+"""Asks the program ``gputrain_tui.hosts.node_facts`` on a host questions, and reads its answers, a line each."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from gputrain_tui.hosts.host_pipes import HostPipes
+from gputrain_tui.hosts.inventory_program import MODULES as INVENTORY_MODULES, packed_program
+from gputrain_tui.hosts.open_connections import OpenConnection
+from gputrain_tui.hosts.ssh_failure import explain_failure
+from gputrain_tui.hosts.survey import is_bounded
+
+MODULES = (
+    "trainer.contract.errors",
+    "trainer.contract.home_folder",
+    "trainer.contract.stop_level",
+    *INVENTORY_MODULES[:-1],
+    "trainer.host.descendants",
+    "trainer.host.prctl",
+    "trainer.host.proc_environ",
+    "trainer.host.stop_request",
+    "trainer.host.ports",
+    "trainer.host.reachability",
+    "trainer.host.resource_limits",
+    INVENTORY_MODULES[-1],
+    "gputrain_tui.hosts.host_names",
+    "gputrain_tui.hosts.machine_facts",
+    "gputrain_tui.hosts.host_agent",
+    "gputrain_tui.hosts.node_facts",
+)
+"""Of the program that runs on the hosts, in import order; they use the standard library only."""
+
+MAX_ANSWER_BYTES = 1 << 22
+"""An answer has a few KiB; a host that prints forever is given up."""
+
+END_S = 1.0
+"""How long the program may take to end once its input has; then ssh is killed."""
+EXIT_S = 10.0
+"""How long ssh may take to end once its output has."""
+
+T = TypeVar("T")
+
+
+class HostError(Exception):
+    """A host does not answer as it should; the message is one line."""
+
+
+class HostDialog:
+    """One connection to a host: questions and answers, a line each."""
+
+    def __init__(self, host: str, words: Callable[[Sequence[str]], list[str]]) -> None:
+        """Start the program on the host.
+
+        Args:
+            host: for messages.
+            words: turns the words of a Python program into those of a process of this machine.
+
+        Raises:
+            HostError: there is no such program as ssh.
+        """
+        self.host = host
+        # Start-up files and login banners may print as well: only what follows this mark counts.
+        self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
+        self._output, self._said = bytearray(), 0
+        program = packed_program(MODULES)
+        reader = f"import sys;exec(sys.stdin.buffer.read({len(program)}))"
+        try:
+            self._pipes = HostPipes.started(words(["-c", reader, self._mark.decode()]))
+        except OSError as error:
+            raise HostError(f"{error.filename} cannot be run: {error.strerror}") from None
+        self._unsent = program
+
+    def ask(self, question: str, **fields: Any) -> None:
+        """Ask one question."""
+        self._unsent += json.dumps({"ask": question, **fields}).encode() + b"\n"
+        self._send()
+
+    def answer(self, kind: type[T], timeout_s: float) -> T:
+        """Return the next answer.
+
+        Raises:
+            HostError: there is none, or it is something else.
+        """
+        line = self._line(time.monotonic() + timeout_s, timeout_s)
+        try:
+            value = msgspec.json.decode(line, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            raise HostError("what it answered are no facts of a host") from None
+        if not is_bounded(msgspec.to_builtins(value)):
+            raise HostError("what it answered are no facts of a host")
+        return value
+
+    def close(self) -> None:
+        """End the program there and the process here."""
+        self._pipes.close_stdin()
+        self._pipes.exit_code(END_S)
+        self._pipes.close()
+
+    def kill(self) -> None:
+        """Kill the process here at once."""
+        self._pipes.kill()
+
+    def leave(self) -> None:
+        """Close the descriptors of this process; another one that has them goes on."""
+        self._pipes.leave()
+
+    @property
+    def open_connection(self) -> OpenConnection:
+        """The connection, for who goes on with it; nothing may be asked meanwhile."""
+        return OpenConnection(mark=self._mark.decode(), descriptors=self._pipes.descriptors)
+
+    def _send(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._pipes.stdin, self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended: the missing answer tells why
+            self._unsent = b""
+
+    def _line(self, deadline: float, timeout_s: float) -> bytes:
+        stdin, stdout = self._pipes.stdin, self._pipes.stdout
+        while True:
+            begin = self._output.find(self._mark)
+            end = self._output.find(b"\n", begin) if begin >= 0 else -1
+            if end >= 0:
+                line = bytes(self._output[begin + len(self._mark) : end])
+                del self._output[: end + 1]
+                return line
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise HostError(f"it did not answer within {timeout_s:g} s")
+            ready, writable, _ = select.select([stdout], [stdin] if self._unsent else [], [], min(left, 0.2))
+            if writable:
+                self._send()
+            chunk = os.read(stdout, 1 << 16) if ready else b""
+            self._output += chunk
+            self._said += len(chunk)
+            if self._said + self._pipes.stderr_bytes() > MAX_ANSWER_BYTES:
+                raise HostError(f"it says more than {MAX_ANSWER_BYTES >> 20} MiB, and no facts")
+            if ready and not chunk:
+                code = self._pipes.exit_code(EXIT_S)
+                if not code:
+                    raise HostError("what it answered are no facts of a host")
+                why = explain_failure(self.host, code, self._pipes.stderr())
+                raise HostError(why.replace("its inventory failed", "it failed"))
