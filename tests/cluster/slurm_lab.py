@@ -87,6 +87,7 @@ def slurm(
     environ: Mapping[str, str] = os.environ,
     cpus: int = 8,
     proctrack: str = "linuxproc",
+    memory: str = "",
 ) -> Iterator[Slurm]:
     """Start a cluster with a node per interface, and end it with all that runs on it.
 
@@ -96,6 +97,8 @@ def slurm(
         environ: of the commands, and so of the jobs.
         cpus: cores that each node claims to have.
         proctrack: how Slurm finds a job's processes: ``cgroup`` as most clusters do, which signals a step's tasks only.
+        memory: how a job is held to the memory that it asked for: ``cgroup``, by the kernel, or ``polled``, by a check
+            every second; empty for not at all.
     """
     with ExitStack() as stack:
         # Names as administrators configure them: a node's own leads to the address that the others know.
@@ -109,9 +112,12 @@ def slurm(
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         conf = folder / "slurm.conf"
-        conf.write_text(_configuration(folder, login, nodes, cpus, proctrack))
+        conf.write_text(_configuration(folder, login, nodes, cpus, proctrack, memory))
         (folder / "plugstack.conf").write_text("")
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")
+        constrained = "yes" if memory == "cgroup" else "no"
+        (folder / "cgroup.conf").write_text(
+            f"CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace={constrained}\n"
+        )
         cluster = Slurm(login, nodes, folder, dict(environ) | {"SLURM_CONF": str(conf)})
         stack.callback(_end, cluster.daemons)
         socket = folder / "run" / "munge"
@@ -128,7 +134,7 @@ def slurm(
         yield cluster
 
 
-def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, proctrack: str) -> str:
+def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, proctrack: str, memory: str) -> str:
     settings = {
         "ClusterName": "lab",
         "SlurmctldHost": f"{login.name}({login.address})",
@@ -165,6 +171,16 @@ def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, 
         "PreemptMode": "REQUEUE",  # of a cluster that has partitions which differ; the modes of these are their own
         "PlugStackConfig": f"{folder}/plugstack.conf",
     }
+    if memory:
+        settings["SelectTypeParameters"] = "CR_CPU_Memory"
+    if memory == "cgroup":
+        settings["TaskPlugin"] = "task/cgroup"
+    if memory == "polled":
+        settings |= {
+            "JobAcctGatherType": "jobacct_gather/linux",
+            "JobAcctGatherFrequency": "task=1",
+            "JobAcctGatherParams": "OverMemoryKill",
+        }
     lines = [f"{name}={value}" for name, value in settings.items()]
     lines += [
         f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory=1000"

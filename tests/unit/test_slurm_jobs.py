@@ -123,13 +123,14 @@ LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer"
         (BY_SIGNAL, f"{STEP} DUE TO JOB REQUEUE ***\n{STEP} ***", None, "it was cancelled in Slurm"),
         (BY_SIGNAL, "a rank printed CANCELLED AT", None, "stopped by SIGTERM"),
         (AttemptResult(status="stopped", reason="stopped by SIGUSR1"), f"{STEP} ***", None, "stopped by SIGUSR1"),
-        (LOST, f"{STEP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***", "slurm", "Slurm lost one of its nodes"),
+        (LOST, f"{STEP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***", "node_lost", "Slurm lost one of its nodes"),
         (LOST, f"{STEP} ***", "lost_peer", "Connection closed by peer"),
         (
             LOST,
             "slurmstepd-n2: error: Detected 1 oom_kill event in StepId=5.1. Some tasks have been OOM Killed.",
             "out_of_memory",
-            "node 1 on node-1.slurm.invalid needed more memory than Slurm gave it (slurm.mem)",
+            "rank 1 on node-1.slurm.invalid ran out of memory: Slurm held the job to its limit of 400 MiB on a node; "
+            "raise slurm.mem",
         ),
     ],
 )
@@ -139,7 +140,8 @@ def test_why_slurm_ended_a_run_is_read_from_what_it_prints(
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     run_dir.node_log(1).write_text(said + "\n")
-    found = explained(ended, planned(1, 1), run_dir)
+    environ = {"SLURM_MEM_PER_NODE": "400"}
+    found = explained(ended, planned(1, 1), run_dir, environ=environ, requeues=lambda _: False)
     assert (found.failure and found.failure.kind) == kind
     assert (found.failure.message if found.failure else found.reason) == words
 
