@@ -43,6 +43,25 @@ class Slurm:
     """What makes Slurm's commands find this cluster."""
     daemons: list[subprocess.Popen[str]] = field(default_factory=list)
 
+    def start_node(self, node: Host) -> None:
+        """Start the daemon of a node."""
+        conf = self.environ["SLURM_CONF"]
+        _daemon(self, node, DAEMONS["slurmd"], "-D", "-N", node.name, "-f", conf)
+
+    def kill_node(self, node: Host) -> None:
+        """Kill what Slurm itself runs on a node, and leave what it has started there."""
+        slurmd = [process.pid for process in self.daemons if process.pid in node.processes()]
+        steps = [pid for pid, words in node.processes().items() if words.startswith("slurmstepd:")]
+        assert slurmd, "its daemon runs"
+        assert steps, "a step runs there"
+        for pid in slurmd + steps:
+            os.kill(pid, signal.SIGKILL)
+        self.daemons = [process for process in self.daemons if process.pid not in slurmd or process.wait() is None]
+
+    def wait_idle(self) -> None:
+        """Wait until Slurm can use all nodes."""
+        wait_until(lambda: _idle(self) == len(self.nodes), "all nodes are idle", self.daemons)
+
     def run(self, *words: str | Path, check: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Type a command on the login host."""
         return self.login.run(*words, check=check, cwd=cwd or self.folder, env=self.environ)
@@ -119,7 +138,7 @@ def slurm(
             f"CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace={constrained}\n"
         )
         cluster = Slurm(login, nodes, folder, dict(environ) | {"SLURM_CONF": str(conf)})
-        stack.callback(_end, cluster.daemons)
+        stack.callback(lambda: _end(cluster.daemons))
         socket = folder / "run" / "munge"
         words = [DAEMONS["munged"], "--foreground", "--force", "-S", socket, "--key-file", key]
         words += ["--pid-file", folder / "run" / "munged.pid", "--seed-file", folder / "run" / "munged.seed"]
@@ -129,8 +148,8 @@ def slurm(
         _daemon(cluster, login, DAEMONS["slurmctld"], "-D", "-c", "-f", conf)
         for node in nodes:
             (folder / "spool" / node.name).mkdir()
-            _daemon(cluster, node, DAEMONS["slurmd"], "-D", "-N", node.name, "-f", conf)
-        wait_until(lambda: _idle(cluster) == len(nodes), "all nodes are idle", cluster.daemons)
+            cluster.start_node(node)
+        cluster.wait_idle()
         yield cluster
 
 
