@@ -22,6 +22,7 @@ DAEMONS = {
     name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
     for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 }
+CGROUPS = Path("/sys/fs/cgroup")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
 
@@ -138,6 +139,7 @@ def slurm(
             f"CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace={constrained}\n"
         )
         cluster = Slurm(login, nodes, folder, dict(environ) | {"SLURM_CONF": str(conf)})
+        stack.callback(_remove_cgroups, nodes if "cgroup" in (proctrack, memory) else [])
         stack.callback(lambda: _end(cluster.daemons))
         socket = folder / "run" / "munge"
         words = [DAEMONS["munged"], "--foreground", "--force", "-S", socket, "--key-file", key]
@@ -223,6 +225,14 @@ def _daemon(cluster: Slurm, host: Host, *words: str | Path | None) -> None:
 def _idle(cluster: Slurm) -> int:
     answer = cluster.run("sinfo", "--noheader", "--partition=main", "--Node", "--format=%t", check=False)
     return answer.stdout.split().count("idle")
+
+
+def _remove_cgroups(nodes: Sequence[Host]) -> None:
+    """Remove the empty groups that Slurm leaves of each node."""
+    for node in nodes:
+        for top in CGROUPS.glob(f"*/slurm_{node.name}"):
+            for folder, _, _ in os.walk(top, topdown=False):
+                Path(folder).rmdir()
 
 
 def _end(daemons: Sequence[subprocess.Popen[str]]) -> None:
