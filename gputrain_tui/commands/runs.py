@@ -97,7 +97,8 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
     Args:
         entries: Their summaries.
         colour: Whether to dim the unreadable ones.
-        cells: Width of the terminal; None where there is none, and nothing is omitted or cut.
+        cells: Width of the terminal, to which the table is fitted; None where there is none. What is wrong with an
+            unreadable run stands nowhere else, and is never cut.
     """
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     rows = [
@@ -132,7 +133,6 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
         if entry["state"] == UNREADABLE:
             name = printable(entry["id"])
             text = f"{name}{' ' * max(wide - width(name), 0)}  {UNREADABLE}: {printable(entry['message'])}"
-            text = text if cells is None else cut(text, cells)
             lines.append(f"{dim}{text}{plain}")
     return "\n".join(lines)
 
