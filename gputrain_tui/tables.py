@@ -9,7 +9,18 @@ from dataclasses import dataclass
 
 from trainer.contract.errors import printable
 
-__all__ = ["TableColumn", "duration", "evaluation", "number", "of_weights", "printable", "size", "table", "width"]
+__all__ = [
+    "TableColumn",
+    "cut",
+    "duration",
+    "evaluation",
+    "number",
+    "of_weights",
+    "printable",
+    "size",
+    "table",
+    "width",
+]
 
 MAX_PLAIN_NUMBER = 1e15
 """Above, a number is written with an exponent: 16 digits fit no column."""
@@ -44,6 +55,18 @@ def width(text: str) -> int:
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )
+
+
+def cut(text: str, cells: int) -> str:
+    """Return a text cut to a width, with an ellipsis where something is lost."""
+    if width(text) <= cells:
+        return text
+    kept = ""
+    for char in text:
+        if width(kept) + width(char) >= cells:
+            break
+        kept += char
+    return kept.rstrip() + "…"[:cells]
 
 
 def _pad(text: str, wide: int, right: bool) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from gputrain_tui import paths
-from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, run_filter, sorted_runs
+from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, run_filter, sorted_runs
 from gputrain_tui.history.runs import ENDED, list_all, read_job
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize_runs
 from gputrain_tui.output import print_json, print_styled
-from gputrain_tui.tables import TableColumn, duration, number, printable, table, width
+from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
 
 NAME = "runs"
@@ -34,10 +35,16 @@ COLUMNS = (
     TableColumn("started"),
     TableColumn("took", right=True),
     TableColumn("tags"),
+    TableColumn("cause"),
     TableColumn("note"),
 )
-OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "note"})
+CAUSE = next(index for index, column in enumerate(COLUMNS) if column.title == "cause")
+OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "cause", "note"})
 """Titles of columns that are left out where no run has a value."""
+OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
+"""Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and when it began."""
+MIN_CAUSE_CELLS = 16
+"""A narrower cause is of less use than another column."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -74,7 +81,9 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(json.dumps(entries, ensure_ascii=False))
     elif entries:
-        print_styled(report(entries, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+        terminal = sys.stdout.isatty()
+        cells = shutil.get_terminal_size().columns if terminal else None
+        print_styled(report(entries, colour=terminal and not os.environ.get("NO_COLOR"), cells=cells))
     elif listed:
         print(f"none of {len(listed)} runs matches {wanted.text!r}", file=sys.stderr)
     else:
@@ -82,8 +91,15 @@ def run(args: Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def report(entries: Sequence[Entry], *, colour: bool = False) -> str:
-    """Return the runs as a table with local times; a dim line for each unreadable one."""
+def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None = None) -> str:
+    """Return the runs as a table with local times; a dim line for each unreadable one.
+
+    Args:
+        entries: Their summaries.
+        colour: Whether to dim the unreadable ones.
+        cells: Width of the terminal, to which the table is fitted; None where there is none. What is wrong with an
+            unreadable run stands nowhere else, and is never cut.
+    """
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     rows = [
         [
@@ -99,6 +115,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False) -> str:
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["started"])),
             duration(entry["duration_s"]),
             " ".join(entry["tags"]),
+            printable(cause(entry)),
             printable((entry["note"] or "")[:MAX_NAME_CHARS]),
         ]
         for entry in entries
@@ -107,6 +124,9 @@ def report(entries: Sequence[Entry], *, colour: bool = False) -> str:
     kept = [
         index for index, column in enumerate(COLUMNS) if column.title not in OPTIONAL or any(row[index] for row in rows)
     ]
+    if cells is not None:
+        kept, room = _fitted(kept, rows, cells)
+        rows = [[*row[:CAUSE], cut(row[CAUSE], room), *row[CAUSE + 1 :]] for row in rows]
     lines = table([COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows]).splitlines()
     wide = max((width(row[0]) for row in rows), default=0)
     for entry in entries:
@@ -115,3 +135,17 @@ def report(entries: Sequence[Entry], *, colour: bool = False) -> str:
             text = f"{name}{' ' * max(wide - width(name), 0)}  {UNREADABLE}: {printable(entry['message'])}"
             lines.append(f"{dim}{text}{plain}")
     return "\n".join(lines)
+
+
+def _fitted(kept: Sequence[int], rows: Sequence[Sequence[str]], cells: int) -> tuple[list[int], int]:
+    """Return the columns that a terminal has room for, and the cells that they leave to the causes of failures."""
+    widths = [
+        max(width(text) for text in (column.title, *(row[i] for row in rows))) for i, column in enumerate(COLUMNS)
+    ]
+    shown = list(kept)
+    for title in (None, *OMITTED):
+        shown = [index for index in shown if COLUMNS[index].title != title]
+        room = cells - sum(widths[index] + 2 for index in shown if index != CAUSE)
+        if room >= (min(MIN_CAUSE_CELLS, widths[CAUSE]) if CAUSE in shown else -2):
+            break
+    return shown, room

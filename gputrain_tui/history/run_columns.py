@@ -21,6 +21,11 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
     return FilterColumn(key=key, is_number=is_number, value=value)
 
 
+def cause(entry: Entry) -> str:
+    """Return why a run failed, in one line; empty for any other run."""
+    return (entry["message"] or "") if entry["state"] == "failed" else ""
+
+
 RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
     column.key: column
     for column in (
@@ -36,6 +41,7 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
         _column("started", "started"),
         _column("took", "duration_s"),
         _column("tags", "tags", is_number=False),
+        FilterColumn(key="cause", is_number=False, value=cause),
         _column("note", "note", is_number=False),
     )
 }

@@ -14,6 +14,8 @@ from trainer.contract.errors import RequestError
 
 COMMAND_TIMEOUT_S = 30.0
 """How long a command may take; Slurm's own time limit for a message is 10 s, and it tries again."""
+KILL_TIMEOUT_S = 2.0
+"""How long killing a step may take; a host that is there needs hundredths of a second, a lost one 11 s."""
 OVER = (
     "COMPLETED",
     "FAILED",
@@ -55,6 +57,8 @@ class Job:
     nodes: str
     """Hosts as Slurm abbreviates them: ``n[1-2]``."""
     exit_code: int
+    requeue: bool = False
+    """Whether Slurm puts it back into the queue when it loses one of its nodes."""
     launched: bool = True
     """False where its node could not even open the file for its output."""
 
@@ -140,8 +144,19 @@ def parse_job(text: str) -> Job:
         partition=first.get("Partition", ""),
         nodes=",".join(nodes),
         exit_code=int(first.get("ExitCode", "0:0").partition(":")[0]),
+        requeue=first.get("Requeue") == "1",
         launched=reason != "JobLaunchFailure" and not first.get("ExitCode", "").endswith(f":{NOT_LAUNCHED}"),
     )
+
+
+def lost_hosts(abbreviated: str) -> list[str]:
+    """Return those of these hosts that Slurm has lost: they are down, or do not answer.
+
+    Raises:
+        RequestError: Slurm does not answer.
+    """
+    words = ["sinfo", "--noheader", "--Node", f"--nodes={abbreviated}", "--states=down,fail,no_respond", "--format=%N"]
+    return sorted(set(_call(words).split()))
 
 
 def cancel(number: int) -> None:
@@ -172,15 +187,37 @@ def signal_steps(number: int, step_name: str, name: str) -> None:
             _call(["scancel", f"--signal={name}", *ours])
 
 
-def _call(words: Sequence[str], script: str | None = None, *, said_on_stderr: bool = False) -> str:
+def kill_step(number: int, step_name: str, host: str) -> None:
+    """Kill the step of this name on a host; where the host does not answer, leave that to the controller.
+
+    Raises:
+        RequestError: Slurm does not answer.
+    """
+    steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()
+    ours = [line.split()[0] for line in steps if line.split()[1:] == [step_name, host]]
+    if ours:
+        try:
+            _call(["scancel", "--signal=KILL", *ours], timeout_s=KILL_TIMEOUT_S)  # sent to the host itself
+        except RequestError:
+            with suppress(RequestError):  # it has ended meanwhile
+                _call(["scancel", *ours])
+
+
+def _call(
+    words: Sequence[str],
+    script: str | None = None,
+    *,
+    said_on_stderr: bool = False,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+) -> str:
     try:
         done = subprocess.run(
-            words, input=script or "", capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S
+            words, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout_s
         )
     except FileNotFoundError:
         raise RequestError(f"there is no {words[0]} on this machine: type this where Slurm's commands are") from None
     except subprocess.TimeoutExpired:
-        raise RequestError(f"{words[0]} does not answer within {COMMAND_TIMEOUT_S:.0f} s") from None
+        raise RequestError(f"{words[0]} does not answer within {timeout_s:.0f} s") from None
     said = done.stderr.strip().splitlines()
     if done.returncode:
         # "sbatch: error: Batch job submission failed: Invalid partition name": the last line has the reason.

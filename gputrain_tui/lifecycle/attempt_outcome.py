@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from gputrain_tui.lifecycle.remote_nodes import shown
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome, root_cause, signal_name
-from trainer.contract.record import AnyEvent, Failure, RankState, RunDir, decode_events
+from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
 TAIL_BYTES = 1 << 20
@@ -167,6 +167,11 @@ def delete_partial_checkpoints(run_dir: RunDir) -> None:
             path.unlink()
 
 
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 1, 2``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Describe where stopped ranks are and what they have saved; empty when they were just ended."""
     outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
@@ -186,10 +191,25 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     return "; ".join(parts)
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a text file that are not blank; none when it cannot be read."""
+def largest_rank(run_dir: RunDir, node: int) -> int | None:
+    """Return the rank of a node that used twice the memory of every other when they were sampled last, if one did."""
+    samples = [
+        event for event in _tail(run_dir.node_events(node), {}, b'"node_sample"') if isinstance(event, NodeSample)
+    ]
+    sizes = sorted((rank.rss_bytes or 0, rank.rank) for rank in samples[-1].ranks) if samples else []
+    return sizes[-1][1] if len(sizes) > 1 and sizes[-1][0] >= 2 * sizes[-2][0] > 0 else None
+
+
+def last_lines(path: Path, count: int, *, since: int = 0) -> list[str]:
+    """Return the last lines of a text file that are not blank; none when it cannot be read.
+
+    Args:
+        path: the file.
+        count: how many at most.
+        since: where in the file the first one may begin.
+    """
     try:
-        text = read_tail(path, LOG_BYTES).decode("utf-8", "replace")
+        text = read_tail(path, min(LOG_BYTES, max(size_of(path) - since, 0))).decode("utf-8", "replace")
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
@@ -244,7 +264,7 @@ def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> 
         return Failure(
             time=now, kind="refused", host=host, message=said.removeprefix(": trainer: ") or "it was refused"
         )
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    who = rank_names(ranks)
     if code < 0:
         what = f"node {node} was killed by {signal_name(-code)} before {who} finished{said}"
         return Failure(time=now, kind="signal", host=host, message=what)

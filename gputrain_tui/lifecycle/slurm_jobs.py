@@ -8,11 +8,14 @@ With ``--lease`` the job lives as long as the other end of standard input.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -24,14 +27,16 @@ from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, placed
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
-from gputrain_tui.plan.planner import Plan
+from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.result import CheckResult
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
+from gputrain_tui.tables import size
 from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome
 from trainer.contract.record import Failure, Queued, RunDir, write_atomically
-from trainer.contract.record.regular_file import open_to_append
+from trainer.contract.record.regular_file import open_to_append, size_of
 from trainer.contract.stop_level import StopLevel
-from trainer.host.stop_request import StopRequest
+from trainer.host.stop_request import LEASE_LOST, StopRequest
 
 POLL_S = 0.2
 """Time between two looks at the status of a run."""
@@ -53,8 +58,18 @@ MARKS = (
 """What Slurm prints when it ends a job or a step, and what it means; while it does, no other command says why."""
 CANCELLED = "CANCELLED AT"
 """Printed with no more words by ``scancel``, and where a supervisor ends the steps of a run that has failed."""
-OUT_OF_MEMORY = "oom"
-"""In what Slurm prints where a node's processes needed too much: ``oom-kill``, ``OOM Killed``."""
+LOST = re.compile(r"^srun: error: Node failure on ", re.MULTILINE)
+"""What the step of a lost node prints."""
+OUT_OF_MEMORY = re.compile(
+    r"oom.kill|out of memory|exceeded (?:job |step )?memory limit(?: \(\d+ > (\d+)\))?", re.IGNORECASE
+)
+"""In what Slurm prints where a node's processes needed too much, with the limit in bytes where it does."""
+CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "join_timeout"})
+"""Kinds of failures that may follow from what Slurm did; a rank that has another one knows its cause itself."""
+KILLED_WORKER = "killed by signal"
+"""In what torch's DataLoader raises when one of its processes was killed."""
+ASKED = ("USR1", "USR2", "INT", "from another host")
+"""How reasons of a stop end that a person asked for, and not Slurm."""
 FIX = "`sinfo` lists what the cluster has"
 KEYS = {
     "partition": "partition",
@@ -137,36 +152,107 @@ def place(run_dir: RunDir, plan: Plan) -> Plan:
     return chosen
 
 
-def explained(ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
+def requeues(run_dir: RunDir) -> bool:
+    """Whether Slurm puts a run whose node it has lost back into its queue, where the run goes on."""
+    job = read_job(run_dir)
+    with suppress(RequestError):
+        found = slurm.job(job.number) if job is not None and job.batch else None
+        return found is not None and found.requeue
+    return False
+
+
+def log_sizes(run_dir: RunDir) -> dict[str, int]:
+    """Return the size of every log that Slurm prints into, which marks the beginning of an attempt."""
+    return {path.name: size_of(path) for path in [*run_dir.logs.glob("node-*.log"), run_dir.logs / "supervisor.log"]}
+
+
+def explained(
+    ended: AttemptResult,
+    plan: Plan,
+    run_dir: RunDir,
+    *,
+    since: Mapping[str, int] = MappingProxyType({}),
+    environ: Mapping[str, str] = os.environ,
+    requeues: Callable[[RunDir], bool] = requeues,
+) -> AttemptResult:
     """Return how a run ended with what only Slurm knows of the cause.
 
     Args:
         ended: how it ended by its own record.
         plan: its nodes.
         run_dir: has their logs.
+        since: sizes of the logs when its last attempt began.
+        environ: of the job.
+        requeues: whether a run whose node was lost goes on later.
     """
-    said = [(node, _log_end(run_dir.node_log(node.node))) for node in plan.nodes]
-    texts = [*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log")]
+    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(ASKED)):
+        return ended
+    said = [(node, _log_end(run_dir.node_log(node.node), since)) for node in plan.nodes]
+    texts = [*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log", since)]
     last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
     words = next((words for mark, words in MARKS if any(mark in line for line in last)), "")
-    if ended.status == "stopped" and last and not str(ended.reason).endswith(("USR1", "USR2", "INT")):
-        return AttemptResult(status="stopped", reason=words or slurm.WORDS["CANCELLED"])
-    if ended.status != "failed":
-        return ended
+    failure = ended.failure
+    is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
+    for node, text in said:
+        if is_consequence and (found := OUT_OF_MEMORY.search(text)) is not None:
+            limit = int(found[1]) if found[1] else _memory_bytes(environ)
+            return _out_of_memory(node, failure, limit, run_dir)
+    lost = [node for node, text in said if LOST.search(text) or _is_cut_off(run_dir, node)]
+    if words == slurm.WORDS["NODE_FAIL"] or (lost and is_consequence):
+        return _lost(lost, requeued=bool(words) and requeues(run_dir))
+    if ended.status == "stopped":
+        return AttemptResult(status="stopped", reason=words or slurm.WORDS["CANCELLED"]) if last else ended
     for node in plan.nodes:
         for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
             if UNSEEN in line:
                 return _failed("slurm", line, host=node.host)
-    for node, text in said:
-        if OUT_OF_MEMORY in text.lower():
-            what = f"node {node.node} on {node.host} needed more memory than Slurm gave it (slurm.mem)"
-            return _failed("out_of_memory", what, host=node.host)
     return _failed("slurm", words) if words and words != REQUEUED else ended
 
 
-def _log_end(path: Path) -> str:
-    lines = attempt_outcome.last_lines(path, LINES)
+def _log_end(path: Path, since: Mapping[str, int]) -> str:
+    lines = attempt_outcome.last_lines(path, LINES, since=since.get(path.name, 0))
     return "\n".join(line for line in lines if line.startswith(("srun: ", "slurmstepd")))
+
+
+def _lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult:
+    ranks = [rank for node in nodes for rank in node.ranks]
+    hosts = [node.host for node in nodes]
+    what = (
+        f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
+        if hosts
+        else slurm.WORDS["NODE_FAIL"]
+    )
+    if requeued:
+        return AttemptResult(status="stopped", reason=f"{what}, and put the run back into its queue")
+    if not hosts:
+        return _failed("node_lost", what)
+    return _failed("node_lost", f"{what}; `scontrol show node {','.join(hosts)}` says more", host=hosts[0])
+
+
+def _is_cut_off(run_dir: RunDir, node: PlannedNode) -> bool:
+    """Whether a node's step ended while its supervisor was there and had not asked for it."""
+    outcome = node_outcome(run_dir, node.node)
+    return outcome is not None and outcome.stop_reason == LEASE_LOST
+
+
+def _memory_bytes(environ: Mapping[str, str]) -> int | None:
+    """Return what the job of this environment may use on each node; None where Slurm does not say."""
+    megabytes = environ.get("SLURM_MEM_PER_NODE", "")
+    return int(megabytes) << 20 if megabytes.isdecimal() else None
+
+
+def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None, run_dir: RunDir) -> AttemptResult:
+    rank = failure.rank if failure is not None and failure.host == node.host else None
+    rank = node.ranks[0] if rank is None and len(node.ranks) == 1 else rank
+    who = attempt_outcome.rank_names(node.ranks if rank is None else [rank])
+    if rank is None and (largest := attempt_outcome.largest_rank(run_dir, node.node)) is not None:
+        who += f" (rank {largest} used most)"
+    allowed = "" if limit is None else f" of {size(limit)} on a node"
+    what = f"{who} on {node.host} ran out of memory: Slurm held the job to its limit{allowed}; raise slurm.mem"
+    ended = _failed("out_of_memory", what, host=node.host)
+    assert ended.failure is not None
+    ended.failure.rank = rank
+    return ended
 
 
 def _failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
@@ -197,6 +283,7 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
         plan = read_plan(run_dir)
         if settle.recorded_exit_code(run_dir, plan) is not None:
             return
+        lost: list[str] = []
         state, status = "" if job is None else job.state, read_status(run_dir)
         began = status is not None and status.status != "queued"
         if job is not None and not job.launched and not began:
@@ -206,6 +293,10 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
             ended = _failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
         elif state == "CANCELLED":
             ended = AttemptResult(status="stopped", reason=slurm.WORDS[state])
+        elif job is not None and state == "NODE_FAIL":
+            with suppress(RequestError):
+                lost = slurm.lost_hosts(job.nodes)
+            ended = _failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm.WORDS[state])
         else:
             what = slurm.WORDS.get(state) or f"its job in Slurm is over ({state.lower() or 'forgotten'})"
             ended = _failed("slurm", f"{what}, and its supervisor has not recorded why")

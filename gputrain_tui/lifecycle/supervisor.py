@@ -107,6 +107,8 @@ class Supervisor:
         """When the run directory is checked for next, monotonic seconds."""
         self._silent: set[int] = set()
         """Nodes of which nothing is heard."""
+        self._log_sizes: Mapping[str, int] = {}
+        """Sizes of the logs that Slurm prints into when the last attempt began."""
         self._report: RunReport | None = None
         """What the recipe wants reported."""
         self._deleted: Failure | None = None
@@ -130,7 +132,7 @@ class Supervisor:
         if self._plan.launcher == "slurm":
             from gputrain_tui.lifecycle import slurm_jobs
 
-            ended = slurm_jobs.explained(ended, self._plan, self.dir)
+            ended = slurm_jobs.explained(ended, self._plan, self.dir, since=self._log_sizes)
         return self._close(ended, left)
 
     # ------------------------------------------------------------------------------------------------ attempts
@@ -183,6 +185,10 @@ class Supervisor:
 
     def _launch(self, plan: Plan, node_launcher: Launcher, env: Mapping[str, str]) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir))
+        if plan.launcher == "slurm":
+            from gputrain_tui.lifecycle import slurm_jobs
+
+            self._log_sizes = slurm_jobs.log_sizes(self.dir)
         for node in plan.nodes:
             if self._stop_request.reason is not None:
                 break

@@ -57,8 +57,8 @@ def flags(**train: Any) -> list[str]:
     return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
-def events(record: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank has recorded."""
+def events(record: Path, rank: int | str) -> list[dict[str, Any]]:
+    """What a rank has recorded, or the ``run`` itself."""
     path = record / "events" / f"{rank}.ndjson"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]

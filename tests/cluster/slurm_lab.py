@@ -22,6 +22,7 @@ DAEMONS = {
     name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
     for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 }
+CGROUPS = Path("/sys/fs/cgroup")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
 
@@ -42,6 +43,25 @@ class Slurm:
     environ: Mapping[str, str]
     """What makes Slurm's commands find this cluster."""
     daemons: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start_node(self, node: Host) -> None:
+        """Start the daemon of a node."""
+        conf = self.environ["SLURM_CONF"]
+        _daemon(self, node, DAEMONS["slurmd"], "-D", "-N", node.name, "-f", conf)
+
+    def kill_node(self, node: Host) -> None:
+        """Kill what Slurm itself runs on a node, and leave what it has started there."""
+        slurmd = [process.pid for process in self.daemons if process.pid in node.processes()]
+        steps = [pid for pid, words in node.processes().items() if words.startswith("slurmstepd:")]
+        assert slurmd, "its daemon runs"
+        assert steps, "a step runs there"
+        for pid in slurmd + steps:
+            os.kill(pid, signal.SIGKILL)
+        self.daemons = [process for process in self.daemons if process.pid not in slurmd or process.wait() is None]
+
+    def wait_idle(self) -> None:
+        """Wait until Slurm can use all nodes."""
+        wait_until(lambda: _idle(self) == len(self.nodes), "all nodes are idle", self.daemons)
 
     def run(self, *words: str | Path, check: bool = True, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Type a command on the login host."""
@@ -87,6 +107,7 @@ def slurm(
     environ: Mapping[str, str] = os.environ,
     cpus: int = 8,
     proctrack: str = "linuxproc",
+    memory: str = "",
 ) -> Iterator[Slurm]:
     """Start a cluster with a node per interface, and end it with all that runs on it.
 
@@ -96,6 +117,8 @@ def slurm(
         environ: of the commands, and so of the jobs.
         cpus: cores that each node claims to have.
         proctrack: how Slurm finds a job's processes: ``cgroup`` as most clusters do, which signals a step's tasks only.
+        memory: how a job is held to the memory that it asked for: ``cgroup``, by the kernel, or ``polled``, by a check
+            every second; empty for not at all.
     """
     with ExitStack() as stack:
         # Names as administrators configure them: a node's own leads to the address that the others know.
@@ -109,11 +132,15 @@ def slurm(
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         conf = folder / "slurm.conf"
-        conf.write_text(_configuration(folder, login, nodes, cpus, proctrack))
+        conf.write_text(_configuration(folder, login, nodes, cpus, proctrack, memory))
         (folder / "plugstack.conf").write_text("")
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")
+        constrained = "yes" if memory == "cgroup" else "no"
+        (folder / "cgroup.conf").write_text(
+            f"CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace={constrained}\n"
+        )
         cluster = Slurm(login, nodes, folder, dict(environ) | {"SLURM_CONF": str(conf)})
-        stack.callback(_end, cluster.daemons)
+        stack.callback(_remove_cgroups, nodes if "cgroup" in (proctrack, memory) else [])
+        stack.callback(lambda: _end(cluster.daemons))
         socket = folder / "run" / "munge"
         words = [DAEMONS["munged"], "--foreground", "--force", "-S", socket, "--key-file", key]
         words += ["--pid-file", folder / "run" / "munged.pid", "--seed-file", folder / "run" / "munged.seed"]
@@ -123,12 +150,12 @@ def slurm(
         _daemon(cluster, login, DAEMONS["slurmctld"], "-D", "-c", "-f", conf)
         for node in nodes:
             (folder / "spool" / node.name).mkdir()
-            _daemon(cluster, node, DAEMONS["slurmd"], "-D", "-N", node.name, "-f", conf)
-        wait_until(lambda: _idle(cluster) == len(nodes), "all nodes are idle", cluster.daemons)
+            cluster.start_node(node)
+        cluster.wait_idle()
         yield cluster
 
 
-def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, proctrack: str) -> str:
+def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, proctrack: str, memory: str) -> str:
     settings = {
         "ClusterName": "lab",
         "SlurmctldHost": f"{login.name}({login.address})",
@@ -165,6 +192,16 @@ def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, 
         "PreemptMode": "REQUEUE",  # of a cluster that has partitions which differ; the modes of these are their own
         "PlugStackConfig": f"{folder}/plugstack.conf",
     }
+    if memory:
+        settings["SelectTypeParameters"] = "CR_CPU_Memory"
+    if memory == "cgroup":
+        settings["TaskPlugin"] = "task/cgroup"
+    if memory == "polled":
+        settings |= {
+            "JobAcctGatherType": "jobacct_gather/linux",
+            "JobAcctGatherFrequency": "task=1",
+            "JobAcctGatherParams": "OverMemoryKill",
+        }
     lines = [f"{name}={value}" for name, value in settings.items()]
     lines += [
         f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory=1000"
@@ -188,6 +225,14 @@ def _daemon(cluster: Slurm, host: Host, *words: str | Path | None) -> None:
 def _idle(cluster: Slurm) -> int:
     answer = cluster.run("sinfo", "--noheader", "--partition=main", "--Node", "--format=%t", check=False)
     return answer.stdout.split().count("idle")
+
+
+def _remove_cgroups(nodes: Sequence[Host]) -> None:
+    """Remove the empty groups that Slurm leaves of each node."""
+    for node in nodes:
+        for top in CGROUPS.glob(f"*/slurm_{node.name}"):
+            for folder, _, _ in os.walk(top, topdown=False):
+                Path(folder).rmdir()
 
 
 def _end(daemons: Sequence[subprocess.Popen[str]]) -> None:

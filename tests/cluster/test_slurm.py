@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from network_namespaces import LIMIT_S, Host, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 
 INTERFACES = {"n1": "eth0", "n2": "ens3", "n3": "enp1s0f1"}
+IN_CGROUPS = {f"p{os.getpid()}n{number}": name for number, name in enumerate(INTERFACES.values(), 1)}
+"""Nodes of a cluster whose jobs have cgroups: these bear the node's name, and the machine has them for all clusters."""
 RECORD = ("--run-dir", "record")
 
 
@@ -267,6 +270,12 @@ class Typed:
         (found,) = (self.folder / "home" / "runs").glob("2*")
         return found
 
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Type a command and leave it running until its run has a folder."""
+        process = self.cluster.start(*self.words(*words), cwd=self.folder)
+        wait_until(lambda: list((self.folder / "home" / "runs").glob("2*")), "there is a run", [process])
+        return process
+
     def status(self) -> dict[str, Any]:
         return dict(json.loads((self.record() / "status.json").read_text()))
 
@@ -300,7 +309,10 @@ def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(typed: T
     assert job["number"] > 0
 
 
-def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_with_its_work_saved(typed: Typed) -> None:
+@pytest.mark.timing
+def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_seconds_with_its_work_saved(
+    typed: Typed,
+) -> None:
     cluster, folder = typed.cluster, typed.folder
     (folder / "other.sh").write_text("#!/bin/bash\nsleep 600\n")
     other = cluster.submit(folder / "other.sh", "--nodes=3", "--exclusive")
@@ -315,9 +327,11 @@ def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_with_its_work
     asked = time.time()
     cluster.run("scancel", str(typed.job()))
     assert process.wait(LIMIT_S) == 130
+    seen_s = time.time() - asked
     status = typed.status()
     assert "it was cancelled in Slurm at update " in status["message"]
-    assert (status["status"], status["ended"] - asked < 10) == ("stopped", True)
+    assert status["status"] == "stopped"
+    assert seen_s < 3
     assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
     assert f"queued as job {typed.job()} in main: Resources" in shown.read_text()
     assert "it was cancelled in Slurm at update " in shown.read_text()
@@ -399,31 +413,148 @@ def test_a_run_that_slurm_pre_empts_for_another_job_is_told_as_such_and_has_save
     cluster.run("scancel", str(urgent))
 
 
-def test_a_node_that_slurm_loses_is_told_as_such(typed: Typed) -> None:
-    cluster = typed.cluster
-    words = typed.words("run", "endless.toml", "--set", 'slurm.extra=["--no-requeue"]')
-    process = cluster.start(*words, cwd=typed.folder)
-    wait_until(lambda: list((typed.folder / "home" / "runs").glob("2*")), "there is a run", [process])
-    typed.await_steps()
-    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+NO_REQUEUE = ("--set", 'slurm.extra=["--no-requeue"]')
+LOST_N2 = "Slurm lost n2 with rank 2"
+
+
+@contextmanager
+def down(cluster: Slurm, node: str) -> Iterator[None]:
+    """Declare a node lost, as its administrator does or Slurm when it does not answer; at the end it is back."""
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
     try:
-        assert process.wait(LIMIT_S) != 0
-        assert "Slurm lost one of its nodes" in typed.status()["message"]
-        assert "Slurm lost one of its nodes" in (typed.folder / "output").read_text()
+        yield
     finally:
-        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)  # it may be back already
-        wait_until(lambda: "idle" in cluster.run("sinfo", "-hNn", "n2", "-p", "main", "-o", "%t").stdout, "n2 is back")
+        cluster.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)  # it may be back already
+        cluster.run("scancel", "--user=root")
+        cluster.wait_idle()
+
+
+def test_a_run_whose_node_slurm_loses_has_failed_as_nobody_wished_it(typed: Typed) -> None:
+    process = typed.start("run", "endless.toml", *NO_REQUEUE)
+    typed.await_steps()
+    with down(typed.cluster, "n2"):
+        assert process.wait(LIMIT_S) == 1
+        status = typed.status()
+        assert (status["status"], status["exit_code"]) == ("failed", 1)
+        assert status["message"].startswith(LOST_N2)
+        failure = events(typed.record(), "run")[-2]
+        assert (failure["type"], failure["kind"], failure["host"]) == ("failure", "node_lost", "n2")
+        assert f"the run failed on n2: node lost\n  {LOST_N2}" in (typed.folder / "output").read_text()
+
+
+def test_a_run_that_slurm_requeues_as_it_loses_a_node_is_stopped_until_it_goes_on(typed: Typed) -> None:
+    process = typed.start("run", "endless.toml")
+    typed.await_steps()
+    with down(typed.cluster, "n2"):
+        assert process.wait(LIMIT_S) == 130
+        status = typed.status()
+        assert (status["status"], status["exit_code"]) == ("stopped", 130)
+        assert status["message"].startswith(f"{LOST_N2}, and put the run back into its queue")
+        typed.run("stop", "last")
+
+
+def check_killed_node(typed: Typed, node: Host, ranks: str) -> None:
+    """Kill Slurm on a node while a run trains there; the run has failed within ten seconds, and nothing is left."""
+    cluster, lost = typed.cluster, f"Slurm lost {node.name} {ranks}"
+    process = typed.start("run", "endless.toml", *NO_REQUEUE)
+    typed.await_steps()
+    killed = time.time()
+    cluster.kill_node(node)
+    try:
+        wait_until(lambda: not cluster.processes(), "no process of the run is left on any node")
+        freed_s = time.time() - killed
+        assert process.wait(LIMIT_S) == 1
+        status = typed.status()
+        assert (status["status"], status["exit_code"]) == ("failed", 1)
+        assert status["message"].startswith(lost)
+        assert f"the run failed on {node.name}: node lost\n  {lost}" in (typed.folder / "output").read_text()
+        assert max(status["ended"] - killed, freed_s) < 10, (status["ended"] - killed, freed_s)
+    finally:
+        cluster.start_node(node)
+        cluster.run("scancel", "--user=root")
+        cluster.wait_idle()
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("node", "ranks"), [(0, "with ranks 0, 1"), (1, "with rank 2")], ids=["the supervisor's", "another"]
+)
+def test_a_node_whose_slurmd_and_steps_are_killed_is_named_within_ten_seconds_and_nothing_is_left(
+    typed: Typed, node: int, ranks: str
+) -> None:
+    check_killed_node(typed, typed.cluster.nodes[node], ranks)
+
+
+HOG = """\
+import os, time
+held = []
+while True:
+    if os.environ["RANK"] == os.environ["HOG"]:
+        held.append(bytearray(b"x" * (20 << 20)))
+    time.sleep(0.2)
+"""
+"""One rank takes 100 MiB a second."""
+
+
+@pytest.mark.parametrize(
+    ("memory", "hog", "who", "node"),
+    [
+        ("cgroup", 2, "rank 2", 1),
+        ("cgroup", 1, "rank 1", 0),
+        ("polled", 2, "rank 2", 1),
+        ("polled", 1, "ranks 0, 1 (rank 1 used most)", 0),
+    ],
+)
+def test_a_job_that_needs_more_memory_than_it_asked_for_is_told_with_rank_host_limit_and_key(
+    tmp_path: Path, memory: str, hog: int, who: str, node: int
+) -> None:
+    require_slurm()
+    if memory == "cgroup" and not Path("/sys/fs/cgroup/memory/memory.oom_control").exists():
+        pytest.skip("needs the memory controller of cgroups of version 1")
+    (tmp_path / "hog.py").write_text(HOG)
+    nodes = "[[cluster.nodes]]\ncpu_ranks = 2\n[[cluster.nodes]]\ncpu_ranks = 1\n"
+    (tmp_path / "hog.toml").write_text(f'[train]\nscript = "hog.py"\n{nodes}[slurm]\nmem = "400M"\n')
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    proctrack = "cgroup" if memory == "cgroup" else "linuxproc"
+    try:
+        environ = ENVIRON | {"HOG": str(hog)}
+        with slurm(folder, IN_CGROUPS, environ=environ, proctrack=proctrack, memory=memory) as running:
+            typed = Typed(running, tmp_path)
+            done = typed.run("run", "hog.toml", "--json", check=False)
+            running.wait(typed.job())
+            (entry,) = json.loads(typed.run("runs", "--json").stdout)
+            table = typed.run("runs").stdout
+    finally:
+        shutil.rmtree(folder)
+    host = list(IN_CGROUPS)[node]
+    cause = f"{who} on {host} ran out of memory: Slurm held the job to its limit of 400 MiB on a node; raise slurm.mem"
+    assert (done.returncode, entry["state"], entry["exit_code"], entry["message"]) == (1, "failed", 1, cause)
+    assert f"failed on {host}: out of memory" in done.stderr
+    assert cause in done.stderr
+    assert table.rstrip().endswith(cause)
+    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(event["kind"], event["host"]) for event in seen if event["type"] == "failure"} == {("out_of_memory", host)}
+    assert seen[-1] == {
+        "type": "run_ended",
+        "time": seen[-1]["time"],
+        "status": "failed",
+        "exit_code": 1,
+        "message": cause,
+    }
 
 
 @pytest.mark.slow
-def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well(tmp_path: Path) -> None:
+@pytest.mark.timing
+def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well_and_a_killed_node_is_named(
+    tmp_path: Path,
+) -> None:
     """As most clusters do, by ``proctrack/cgroup``."""
     require_slurm()
     if not Path("/sys/fs/cgroup/freezer").is_dir():
         pytest.skip("needs cgroups of version 1")
     folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     try:
-        with slurm(folder, INTERFACES, environ=ENVIRON, proctrack="cgroup") as running:
+        with slurm(folder, IN_CGROUPS, environ=ENVIRON, proctrack="cgroup") as running:
             (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS) + "[slurm]\n")
             typed = Typed(running, tmp_path)
             typed.run("run", "endless.toml", "--detach")
@@ -432,6 +563,8 @@ def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well(tmp
             running.wait(typed.job())
             assert "it was cancelled in Slurm at update " in typed.status()["message"]
             assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+            shutil.rmtree(typed.record())
+            check_killed_node(typed, running.nodes[1], "with rank 2")
     finally:
         shutil.rmtree(folder)
 

@@ -18,6 +18,7 @@ from trainer.contract.outcome import NodeOutcome, RankOutcome, is_lost_peer, roo
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, Step, decode_events
 from trainer.host.ports import free_port
 from trainer.host.processes import descendants
+from trainer.host.stop_request import LEASE_LOST, LEASE_RETURNED
 
 HERE = Path(__file__).parent
 
@@ -325,13 +326,20 @@ def test_ranks_that_ignore_the_polite_signal_are_killed(start: Start) -> None:
     assert parent.outcome().ranks[0] == RankOutcome(signal="SIGKILL")
 
 
-def test_the_end_of_the_lease_stops_everything(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("word", "reason"), [(b"", LEASE_LOST), (LEASE_RETURNED, "stopped by the command that started it")]
+)
+def test_the_end_of_the_lease_stops_everything_and_it_is_known_whether_its_holder_ended_it(
+    start: Start, word: bytes, reason: str
+) -> None:
     parent = start("all_hang", lease=True)
     parent.marks()
     assert parent.process.stdin is not None
+    os.write(parent.process.stdin.fileno(), word)
     parent.process.stdin.close()
     assert parent.wait() == 130
     assert still_alive(parent.family) == set()
+    assert parent.outcome().stop_reason == reason
 
 
 @pytest.mark.parametrize("target", ["all_hang", "all_hang_with_the_gil"])

@@ -118,3 +118,56 @@ def test_people_see_the_runs_newest_first(home: Path) -> None:
         ["20261121-120000-mnist", "finished", "mnist", "2", "100", "1.2500", "2026-11-21", "12:00:00", "1:05"],
         ["20261121-120000-lm", "failed", "lm", "2", "2026-11-21", "12:00:00", "1:01:40"],
     ]
+
+
+CAUSE = "rank 2 on n2 ran out of memory: Slurm held the job to its limit of 400 MiB on a node; raise slurm.mem"
+
+
+@pytest.mark.parametrize(
+    ("cells", "rows"),
+    [
+        (
+            200,
+            [
+                "run                    state     recipe  ranks  step    loss  started               took  cause",
+                "20261121-120000-mnist  finished  mnist       2   100  1.2500  2026-11-21 12:00:00   1:05",
+                "20261121-120000-lm     failed    lm          2                2026-11-21 12:00:00  12:00  " + CAUSE,
+            ],
+        ),
+        (
+            100,
+            [
+                "run                    state     recipe  ranks  step    loss   took  cause",
+                "20261121-120000-mnist  finished  mnist       2   100  1.2500   1:05",
+                "20261121-120000-lm     failed    lm          2                12:00  rank 2 on n2 ran out of memory…",
+            ],
+        ),
+        (
+            60,
+            [
+                "run                    state     step  cause",
+                "20261121-120000-mnist  finished   100",
+                "20261121-120000-lm     failed          rank 2 on n2 ran out…",
+            ],
+        ),
+        (
+            40,
+            [
+                "run                    state",
+                "20261121-120000-mnist  finished",
+                "20261121-120000-lm     failed",
+            ],
+        ),
+    ],
+)
+def test_the_cause_of_a_failure_stands_in_the_table_as_far_as_the_terminal_is_wide(
+    home: Path, cells: int, rows: list[str]
+) -> None:
+    entries = [
+        summarize(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
+        summarize(make(home, "lm", status="failed", ended=NOON + 720, message=CAUSE), now=NOON),
+    ]
+    shown = report(entries, cells=cells).splitlines()
+    assert shown == rows
+    assert max(map(len, shown)) <= cells
+    assert report(entries).splitlines()[2].endswith(CAUSE), "whole where no terminal reads it"

@@ -10,7 +10,7 @@ import pytest
 from trainer.agent.node_sampler import Gpus, NodeSampler, rank_sample
 from trainer.contract.record import EventWriter, NodeSample, decode_events
 from trainer.host.cores import CoreTimes, parse_core_times, usable_cores
-from trainer.host.memory import memory_from, read_container_memory
+from trainer.host.memory import memory_from, read_container_memory, read_memory_group
 from trainer.host.nvml import Nvml
 from trainer.host.processes import ProcessUsage, parse_usage
 
@@ -136,6 +136,33 @@ def test_the_memory_of_a_container_is_what_it_may_use_less_what_it_cannot_give_b
     memory = read_container_memory(tmp_path)
     assert memory is not None
     assert (memory.total_bytes, memory.used_bytes) == (1000, 350)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "unlimited"),
+    [
+        ("4:memory:/job_2/step_0", "memory", ("memory.limit_in_bytes", "memory.oom_control"), "9223372036854771712"),
+        ("0::/job_2/step_0", "", ("memory.max", "memory.events"), "max"),
+    ],
+    ids=["version 1", "version 2"],
+)
+def test_the_memory_group_of_a_process_has_the_least_limit_around_it_and_its_own_kills(
+    tmp_path: Path, line: str, folder: str, names: tuple[str, str], unlimited: str
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"7:pids:/other\n{line}\n")
+    root = tmp_path / "cgroup"
+    assert read_memory_group(tmp_path, root) is None, "it cannot be seen from here"
+    step = root / folder / "job_2" / "step_0"
+    step.mkdir(parents=True)
+    (step.parent / names[0]).write_text("419430400\n")
+    (step / names[0]).write_text(f"{unlimited}\n")
+    (step / names[1]).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    group = read_memory_group(tmp_path, root)
+    assert group is not None
+    assert (group.limit_bytes(), group.oom_kills()) == (400 << 20, 3)
+    (step.parent / names[0]).write_text(f"{unlimited}\n")
+    assert group.limit_bytes() is None
 
 
 def test_the_size_of_a_ranks_log_is_sampled(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ def entry(name: str, **values: Any) -> dict[str, Any]:
 
 RUNS = [
     entry("c", loss=3.0, step=10, tags=["baseline"], note="Good one", started=3.0),
-    entry("b", loss=None, state="failed", recipe="mnist", started=2.0, tokens=5_000_000),
+    entry(
+        "b", loss=None, state="failed", message="rank 1: out of memory", recipe="mnist", started=2.0, tokens=5_000_000
+    ),
     entry("a", loss=1.5, step=90, valid=1.7, tags=["lr-sweep"], started=1.0, lr=0.01),
     entry("broken", state=UNREADABLE, recipe=None, world_size=None, tags=None, message="damaged", started=None),
 ]
@@ -27,6 +29,7 @@ RUNS = [
     [
         ("", "c b a broken"),
         ("state:failed", "b"),
+        ("cause:memory", "b"),
         ("loss<2", "a"),
         ("loss<4 !tags:lr", "c"),
         ("tokens>1e6", "b"),

@@ -10,13 +10,15 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.slurm import parse_job
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm import placed
-from gputrain_tui.lifecycle.slurm_jobs import explained
+from gputrain_tui.lifecycle.slurm_jobs import explained, log_sizes
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.model import Recipe, SlurmOptions, build
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
+from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import Failure, RunDir
+from trainer.host.stop_request import LEASE_LOST
 
 TRAIN = '[train]\ntask = "mnist"\nmax_updates = 1\n[task]\ndata = "/d"\n'
 LOGIN = LocalFacts(names=frozenset({"login"}), free_port=20123, python="/venv/python")
@@ -109,8 +111,15 @@ def test_a_job_is_read_from_the_lines_of_its_components() -> None:
     assert (found.reason, found.nodes, found.exit_code, found.is_over) == ("", "a1,b[1-2]", 3, True)
 
 
+BY_NODE = AttemptResult(status="stopped", reason="node 0 was stopped on node-0")
 STEP = "slurmstepd-n2: error: *** STEP 5.1 ON n2 CANCELLED AT 2026-11-23T06:27:18"
 BY_SIGNAL = AttemptResult(status="stopped", reason="stopped by SIGTERM")
+BY_USER = AttemptResult(status="stopped", reason="stopped by SIGUSR1")
+FAULTY = AttemptResult(status="failed", failure=Failure(time=1.0, kind="exception", message="division by zero", rank=0))
+HOST = "node-1.slurm.invalid"
+LOST_NODE = f"Slurm lost {HOST} with rank 1; `scontrol show node {HOST}` says more"
+OVER_LIMIT = "slurmstepd-n2: error: StepId=2.1 exceeded memory limit (521363456 > 314572800), being killed"
+NO_MEMORY = "ran out of memory: Slurm held the job to its limit of"
 LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer", message="Connection closed by peer"))
 
 
@@ -122,14 +131,20 @@ LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer"
         (BY_SIGNAL, f"{STEP} DUE TO PREEMPTION ***", None, "Slurm pre-empted it for another job"),
         (BY_SIGNAL, f"{STEP} DUE TO JOB REQUEUE ***\n{STEP} ***", None, "it was cancelled in Slurm"),
         (BY_SIGNAL, "a rank printed CANCELLED AT", None, "stopped by SIGTERM"),
-        (AttemptResult(status="stopped", reason="stopped by SIGUSR1"), f"{STEP} ***", None, "stopped by SIGUSR1"),
-        (LOST, f"{STEP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***", "slurm", "Slurm lost one of its nodes"),
+        (BY_USER, f"{STEP} ***", None, "stopped by SIGUSR1"),
+        (LOST, f"{STEP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***", "node_lost", "Slurm lost one of its nodes"),
         (LOST, f"{STEP} ***", "lost_peer", "Connection closed by peer"),
+        (LOST, "srun: error: Node failure on node-1", "node_lost", LOST_NODE),
+        (BY_SIGNAL, "srun: error: Node failure on node-1", "node_lost", LOST_NODE),
+        (BY_USER, "srun: error: Node failure on node-1", None, "stopped by SIGUSR1"),
+        (FAULTY, "srun: error: Node failure on node-1", "exception", "division by zero"),
+        (FAULTY, OVER_LIMIT, "exception", "division by zero"),
+        (LOST, OVER_LIMIT, "out_of_memory", f"rank 1 on {HOST} {NO_MEMORY} 300 MiB on a node; raise slurm.mem"),
         (
             LOST,
             "slurmstepd-n2: error: Detected 1 oom_kill event in StepId=5.1. Some tasks have been OOM Killed.",
             "out_of_memory",
-            "node 1 on node-1.slurm.invalid needed more memory than Slurm gave it (slurm.mem)",
+            f"rank 1 on {HOST} {NO_MEMORY} 400 MiB on a node; raise slurm.mem",
         ),
     ],
 )
@@ -139,9 +154,36 @@ def test_why_slurm_ended_a_run_is_read_from_what_it_prints(
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     run_dir.node_log(1).write_text(said + "\n")
-    found = explained(ended, planned(1, 1), run_dir)
+    environ = {"SLURM_MEM_PER_NODE": "400"}
+    found = explained(ended, planned(1, 1), run_dir, environ=environ, requeues=lambda _: False)
     assert (found.failure and found.failure.kind) == kind
     assert (found.failure.message if found.failure else found.reason) == words
+
+
+def test_a_node_whose_step_broke_off_is_lost_and_a_run_that_is_requeued_is_stopped_only(tmp_path: Path) -> None:
+    run_dir, there = RunDir(tmp_path), planned(1, 1)
+    for node, reason in ((0, "stopped by the command that started it"), (1, LEASE_LOST)):
+        outcome = NodeOutcome(node=node, host=f"node-{node}", exit_code=130, stop_reason=reason)
+        run_dir.node_result(node).parent.mkdir(exist_ok=True)
+        outcome.write(run_dir.node_result(node))
+    found = explained(BY_NODE, there, run_dir, requeues=lambda _: True)
+    assert (found.failure and found.failure.message) == LOST_NODE, "Slurm has not noticed, and requeues nothing"
+    run_dir.logs.mkdir()
+    run_dir.node_log(0).write_text(f"{STEP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n")
+    found = explained(BY_NODE, there, run_dir, requeues=lambda _: True)
+    assert (found.status, found.reason) == (
+        "stopped",
+        f"Slurm lost {HOST} with rank 1, and put the run back into its queue",
+    )
+
+
+def test_what_slurm_printed_in_the_attempt_before_explains_nothing(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.logs.mkdir()
+    run_dir.node_log(1).write_text(f"srun: error: Node failure on node-1\n{OVER_LIMIT}\n")
+    since = log_sizes(run_dir)
+    assert explained(LOST, planned(1, 1), run_dir, since=since) == LOST
+    assert explained(LOST, planned(1, 1), run_dir) != LOST
 
 
 def test_a_path_is_a_word_of_the_jobs_script_whatever_it_holds() -> None:

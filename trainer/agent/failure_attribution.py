@@ -16,7 +16,7 @@ from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, root_cause, signal_name
 from trainer.contract.record import EventWriter, Failure, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import read_tail
-from trainer.host.memory import oom_kills
+from trainer.host.memory import oom_kills, read_memory_group
 
 LAST_BYTES = 4096
 """Read of a record's end: a state with its line, and no more of a long record."""
@@ -32,6 +32,8 @@ class FailureAttribution:
         """Why the end of a rank's record is not on disk."""
         self._writer = writer
         self._oom_kills = oom_kills()
+        self._group = read_memory_group()
+        self._group_oom_kills = 0 if self._group is None else self._group.oom_kills()
 
     def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
         """Take a rank's report that it failed."""
@@ -88,37 +90,49 @@ class FailureAttribution:
             self.fail(rank.assignment, kind, f"{message}: {words}" if words else message)
             return
         message = f"the process was ended by {signal_name(-rank.exit_code)}"
-        message += self._why(-rank.exit_code) or (words and f": {words}")
+        kind, why = self._why(-rank.exit_code)
+        message += why or (words and f": {words}")
         # NCCL's watchdog ends a process whose collective took too long.
         if rank.assignment.run_dir is not None:
             collectives = RunDir(rank.assignment.run_dir).rank_collectives(rank.assignment.rank)
             if collectives.is_file():
                 message += f"; its last collectives are in {collectives}"
-        self.fail(rank.assignment, "lost_peer" if is_lost_peer(words) else "signal", message)
+        self.fail(rank.assignment, "lost_peer" if is_lost_peer(words) else kind, message)
 
     def server_ended(self, host: str, number: int | None) -> None:
         """Record that the fork server has ended, and all ranks with it."""
         now_ns = time.time_ns()
         how = "ended" if number is None else f"was ended by {signal_name(number)}"
+        kind, why = self._why(number)
         failure = Failure(
             time=now_ns / 1e9,
-            kind="signal",
-            message=f"the fork server, from which the ranks of this node come, {how}{self._why(number)}",
+            kind=kind,
+            message=f"the fork server, from which the ranks of this node come, {how}{why}",
             host=host,
         )
         self.failures.append((now_ns, failure))
         self._writer.write(failure)
 
-    def _why(self, number: int | None) -> str:
-        """Describe what killed a process, as far as that is known; empty for other signals than SIGKILL."""
+    def _why(self, number: int | None) -> tuple[str, str]:
+        """Return the kind of failure and what killed a process; no words for other signals than SIGKILL."""
         if number != signal.SIGKILL:
-            return ""
+            return "signal", ""
+        if self._group is not None and self._group.oom_kills() > self._group_oom_kills:
+            limit = self._group.limit_bytes()
+            allowed = "" if limit is None else f", as the processes of this node may use {limit >> 20} MiB"
+            return "out_of_memory", f" by the kernel's out-of-memory killer{allowed}"
         if oom_kills() > self._oom_kills:
-            return ": the kernel's out-of-memory killer ended a process at that time"
-        return ": by hand, by a scheduler, or by a memory limit"
+            return "signal", ": the kernel's out-of-memory killer ended a process at that time"
+        return "signal", ": by hand, by a scheduler, or by a memory limit"
 
     def outcome(
-        self, first: RankAssignment, ranks: Sequence[WorkerProcess], *, stopped: bool, unanswered: list[int]
+        self,
+        first: RankAssignment,
+        ranks: Sequence[WorkerProcess],
+        *,
+        stopped: bool,
+        unanswered: list[int],
+        stop_reason: str = "",
     ) -> NodeOutcome:
         """Describe how the node ended.
 
@@ -127,6 +141,7 @@ class FailureAttribution:
             ranks: those that were started.
             stopped: whether there was a stop request before anything failed.
             unanswered: ranks that did not answer it.
+            stop_reason: what asked this node to stop.
         """
         failure = root_cause(self.failures)
         if failure is not None and failure.kind == "lost_peer" and len(ranks) == first.world_size:
@@ -152,6 +167,7 @@ class FailureAttribution:
             saved=next((report.saved for report in orderly if report.saved is not None), None),
             not_kept=next((report.not_kept for report in orderly if report.not_kept), self._not_kept()),
             unanswered=unanswered,
+            stop_reason=stop_reason,
             not_recorded=self.not_recorded,
         )
 

@@ -211,10 +211,13 @@ class _InProcessAgent:
                 stopped_at=None if stopped is None else stopped.step,
                 saved=None if stopped is None else stopped.saved,
                 not_kept="" if stopped is None else stopped.not_kept,
+                stop_reason=self._stop_request.reason or "",
                 not_recorded=self._not_recorded,
             )
             with contextlib.suppress(OSError):  # on a full disk the exit code alone has how the rank ended
                 node.write(self._run_dir.node_result(assignment.node))
 
     def _narrate(self, line: str) -> None:
-        os.write(self._terminal, (narration_line(line, program="trainer") + "\n").encode(errors="backslashreplace"))
+        text = narration_line(line, program="trainer") + "\n"
+        with contextlib.suppress(OSError):  # who read it may be gone, which is why the rank ends
+            os.write(self._terminal, text.encode(errors="backslashreplace"))

@@ -240,7 +240,13 @@ class _NodeAgent:
     def outcome(self, first: RankAssignment) -> NodeOutcome:
         """Describe how the node ended."""
         shutdown = self._shutdown
-        return self._attribution.outcome(first, self._ranks, stopped=shutdown.stopped, unanswered=shutdown.unanswered)
+        return self._attribution.outcome(
+            first,
+            self._ranks,
+            stopped=shutdown.stopped,
+            unanswered=shutdown.unanswered,
+            stop_reason=self._stop_request.reason or "",
+        )
 
 
 def _torch_context() -> BaseContext:

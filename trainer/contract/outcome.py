@@ -97,6 +97,8 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     """Unsaved work of a rank of this node, in one line."""
     unanswered: list[Rank] = []
     """Ranks that were asked to stop and did not answer in time."""
+    stop_reason: str = ""
+    """What asked this node to stop; empty where nothing did, as where the ranks of other nodes were asked."""
     not_recorded: str = ""
     """Reason why the end of a rank's record is not on disk; empty when all are."""
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from trainer.host.proc_files import CGROUP, PROC, read_number, read_text
 
+NO_LIMIT_BYTES = 1 << 60
+"""Cgroups of version 1 show a number near 2^63 where there is no limit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -63,8 +66,47 @@ def memory_from(meminfo: str) -> Memory:
 
 def oom_kills() -> int:
     """Return how many processes the kernel has killed for want of memory, on the machine and in this container."""
-    lines = f"{read_text(PROC / 'vmstat')}\n{read_text(CGROUP / 'memory.events')}".splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return _oom_kills(PROC / "vmstat") + _oom_kills(CGROUP / "memory.events")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryGroup:
+    """The control group that holds this process to a memory limit, such as a job's."""
+
+    folder: Path
+    """Where the kernel shows it."""
+    root: Path
+    """Where the kernel shows the outermost group that can be seen from here."""
+
+    def oom_kills(self) -> int:
+        """Return how many processes of this very group the kernel has killed for want of memory."""
+        return max(_oom_kills(self.folder / name) for name in ("memory.oom_control", "memory.events"))
+
+    def limit_bytes(self) -> int | None:
+        """Return the least limit of the group and those around it; None without one."""
+        limits = []
+        folder = self.folder
+        while folder.is_relative_to(self.root):
+            limits += [read_number(folder / name) for name in ("memory.limit_in_bytes", "memory.max")]
+            folder = folder.parent
+        return min((limit for limit in limits if limit is not None and limit < NO_LIMIT_BYTES), default=None)
+
+
+def read_memory_group(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryGroup | None:
+    """Return the memory group of this process, of version 1 or 2; None where it cannot be seen from here."""
+    for line in read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("memory", ""):
+            continue
+        for root in (cgroup / "memory",) if controllers else (cgroup, cgroup / "unified"):
+            folder = root / path.lstrip("/")
+            if (folder / "memory.oom_control").exists() or (folder / "memory.events").exists():
+                return MemoryGroup(folder=folder, root=root)
+    return None
+
+
+def _oom_kills(file: Path) -> int:
+    return sum(int(line.split()[1]) for line in read_text(file).splitlines() if line.startswith("oom_kill "))
 
 
 def _bytes_of(meminfo: str, name: str) -> int | None:

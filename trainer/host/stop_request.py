@@ -18,6 +18,10 @@ from trainer.contract.stop_level import StopLevel
 
 LEASE = "GPUTRAIN_LEASE"
 """Environment variable: ``stdin`` means that the end of standard input ends the run."""
+LEASE_RETURNED = b"stop\n"
+"""Written by a holder that wants a stop before it ends the lease, where the connection to it may break by itself."""
+LEASE_LOST = "the command that started it is gone"
+"""Reason of a stop at the end of a lease without such a word."""
 STACK_SIGNAL = signal.SIGQUIT
 """Has a rank print its Python stacks; SIGUSR1 and SIGUSR2 are what schedulers send before a time limit."""
 SAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -186,8 +190,9 @@ class StopRequest:
                 signal.pidfd_send_signal(self._forward_to, signal.SIGCONT)  # a stopped process runs no handler
 
     def _follow_lease(self) -> None:
+        returned = False
         while os.read(0, 4096):
-            pass
+            returned = True
         if not self._released:
-            self.reason = self.reason or "the command that started it is gone"
+            self.reason = self.reason or ("stopped by the command that started it" if returned else LEASE_LOST)
             signal.pthread_kill(threading.main_thread().ident or 0, NOW_SIGNAL)

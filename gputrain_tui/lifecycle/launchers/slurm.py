@@ -20,6 +20,7 @@ from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
 from trainer.contract.stop_level import StopLevel
+from trainer.host.stop_request import LEASE_RETURNED
 
 SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Which GPUs a step gets is Slurm's to say."""
@@ -86,8 +87,17 @@ class StepProcess(LocalProcess):
     def kill(self) -> None:
         """Kill the step and its srun."""
         with suppress(RequestError, ValueError):
-            slurm.signal_steps(int(os.environ.get("SLURM_JOB_ID", "")), self._step_name, "KILL")
+            slurm.kill_step(int(os.environ.get("SLURM_JOB_ID", "")), self._step_name, address_of(self.host))
         super().kill()
+
+    def _end_lease(self) -> None:
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.closed:
+            with suppress(OSError):  # srun has ended
+                stdin.write(LEASE_RETURNED)
+                stdin.flush()
+        with suppress(OSError):
+            super()._end_lease()
 
 
 class AdoptedStep(AdoptedProcess):
