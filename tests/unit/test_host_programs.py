@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.hosts import agent_connection, inventory_program
+from gputrain_tui.hosts import agent_connection, host_dialog, inventory_program
 from gputrain_tui.lifecycle import push
-from gputrain_tui.preflight import collect_hosts
 
 
 def imports_of(module: str) -> set[str]:
@@ -31,7 +30,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "modules", [inventory_program.MODULES, agent_connection.MODULES, push.MODULES, collect_hosts.MODULES], ids=len
+    "modules", [inventory_program.MODULES, agent_connection.MODULES, push.MODULES, host_dialog.MODULES], ids=len
 )
 def test_a_program_for_other_hosts_brings_what_it_imports_in_order(modules: tuple[str, ...]) -> None:
     for index, module in enumerate(modules):
