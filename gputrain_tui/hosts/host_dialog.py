@@ -83,15 +83,17 @@ class HostDialog:
         self._unsent += json.dumps({"ask": question, **fields}).encode() + b"\n"
         self._send()
 
-    def answer(self, kind: type[T], timeout_s: float) -> T:
+    def answer(self, decoder: msgspec.json.Decoder[T], timeout_s: float) -> T:
         """Return the next answer.
+
+        The decoder is made before any thread: msgspec crashes where several threads decode a type for the first time.
 
         Raises:
             HostError: there is none, or it is something else.
         """
         line = self._line(time.monotonic() + timeout_s, timeout_s)
         try:
-            value = msgspec.json.decode(line, type=kind)
+            value = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise HostError("what it answered are no facts of a host") from None
         if not is_bounded(msgspec.to_builtins(value)):

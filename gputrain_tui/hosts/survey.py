@@ -28,6 +28,9 @@ MAX_TEXT_CHARS = 1000
 MAX_INT_BITS = 63
 """Of one integer in an inventory: byte counts fit, and arithmetic stays fast."""
 
+INVENTORY = msgspec.json.Decoder(Inventory)
+"""Made before any thread is: msgspec crashes where several threads decode a type for the first time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
@@ -69,7 +72,7 @@ def extract_inventory(stdout: bytes, marker: str) -> Inventory | None:
     if not found:
         return None
     try:
-        inventory = msgspec.json.decode(rest.partition(b"\n")[0], type=Inventory)
+        inventory = INVENTORY.decode(rest.partition(b"\n")[0])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return inventory if is_bounded(asdict(inventory)) else None

@@ -59,6 +59,11 @@ class _Route(msgspec.Struct):
     token: bool
 
 
+FACTS, CLOCK, ROUTE = msgspec.json.Decoder(HostFacts), msgspec.json.Decoder(_Clock), msgspec.json.Decoder(_Route)
+WRITTEN, UNREACHABLE = msgspec.json.Decoder(dict[str, bool]), msgspec.json.Decoder(dict[int, str])
+"""Of the answers of hosts, which threads read."""
+
+
 def collect_hosts(
     recipe: Recipe,
     plan: Plan,
@@ -240,7 +245,7 @@ class _Collection:
                 "options": dict(self._recipe.task_options),
             },
         )
-        facts = dialog.answer(HostFacts, HOST_TIMEOUT_S)
+        facts = dialog.answer(FACTS, HOST_TIMEOUT_S)
         _require_addresses(facts.addresses, facts.probe_port)
         with self._lock:
             self._found[node.node] = HostAnswer(node=node.node, host=node.host, here=here, facts=facts)
@@ -248,7 +253,7 @@ class _Collection:
     def _leave_token(self, node: PlannedNode) -> None:
         dialog = self._dialogs[node.node]
         dialog.ask("token", token=self._token)
-        if not dialog.answer(dict[str, bool], QUESTION_TIMEOUT_S).get("written"):
+        if not dialog.answer(WRITTEN, QUESTION_TIMEOUT_S).get("written"):
             self._token = ""
 
     def _route(self, node: PlannedNode) -> None:
@@ -266,9 +271,9 @@ class _Collection:
                 "port": root.probe_port if root is not None else 0,
             },
         )
-        there = dialog.answer(_Clock, QUESTION_TIMEOUT_S).time
+        there = dialog.answer(CLOCK, QUESTION_TIMEOUT_S).time
         answered = time.time()
-        route = dialog.answer(_Route, QUESTION_TIMEOUT_S)
+        route = dialog.answer(ROUTE, QUESTION_TIMEOUT_S)
         _require_addresses([text for text in (route.address, route.root) if text], 1)
         with self._lock:
             self._routes[node.node] = route
@@ -289,7 +294,7 @@ class _Collection:
         }
         dialog = self._dialogs[node.node]
         dialog.ask("reach", endpoints=endpoints, timeout_s=REACH_TIMEOUT_S)
-        failed = dialog.answer(dict[int, str], QUESTION_TIMEOUT_S)
+        failed = dialog.answer(UNREACHABLE, QUESTION_TIMEOUT_S)
         unreachable = {other: f"{endpoints[other][0]} ({why})" for other, why in failed.items() if other in endpoints}
         interface = self._found[node.node].interface
         if not interface and node.node in self._routes:  # of the first node: that of the address that others have

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gputrain_tui.hosts import environment_facts
@@ -338,7 +339,7 @@ def test_a_host_that_never_reads_or_never_ends_is_given_up_in_time() -> None:
         dialog = HostDialog("h1", lambda command, script=script: ["sh", "-c", script, *command])
         dialog.ask("facts")
         with pytest.raises(HostError, match=words):
-            dialog.answer(dict, 0.2 if "sleep" in script else 60)
+            dialog.answer(msgspec.json.Decoder(dict), 0.2 if "sleep" in script else 60)
         dialog.kill()
         dialog.close()
 

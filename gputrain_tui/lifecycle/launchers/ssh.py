@@ -52,6 +52,10 @@ KILLED_S = 5.0
 """How long a node that is to be killed is waited for on a host that cannot be reached."""
 
 
+IDENTITY = msgspec.json.Decoder(ProcessIdentity)
+"""Made before any thread is: msgspec crashes where several threads decode a type for the first time."""
+
+
 class SshLauncher:
     """Starts nodes on their hosts over ssh, and those that are this machine here."""
 
@@ -245,7 +249,7 @@ class SshProcess:
                 return None
 
     def _said_hello(self, frame: Mapping[str, Any]) -> None:
-        self.identity = msgspec.convert(frame["agent"], ProcessIdentity)
+        self.identity = IDENTITY.decode(msgspec.json.encode(frame["agent"]))
         if not frame["shared"]:
             write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=str(frame["run_dir"])))
         os.eventfd_write(self._changed, 1)
