@@ -207,7 +207,8 @@ def test_a_node_whose_ranks_cannot_start_ends_the_others_that_wait_for_them(clus
     job = plan(cluster, tmp_path, ["n1", "n2"], [1, 1])
     lines = job.read_text().splitlines()
     lines = [
-        line.replace("python -m trainer", "python-of-nowhere -m trainer") if "=n2" in line else line for line in lines
+        re.sub(r"\S*python\S* -m trainer", "python-of-nowhere -m trainer", line) if "=n2" in line else line
+        for line in lines
     ]
     job.write_text("\n".join(lines) + "\n")
     found = cluster.wait(cluster.submit(job))
