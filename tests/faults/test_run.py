@@ -86,7 +86,9 @@ def test_a_finished_run_leaves_its_record_and_nothing_else(shown: Told) -> None:
 
 @pytest.mark.parametrize("hanging", [False, True], ids=["training", "a rank hangs in a collective"])
 def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> None:
-    process = bench.start("run", bench.recipe(FOR_EVER), "--set", "train.stop_grace=1" if hanging else "train.lr=0.1")
+    options = ["train.save_every_epochs=0", "train.stop_grace=1" if hanging else "train.lr=0.1"]
+    words = [word for option in options for word in ("--set", option)]
+    process = bench.start("run", bench.recipe(FOR_EVER), *words)
     run = bench.training()
     if hanging:
         os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
