@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -385,3 +386,27 @@ def test_a_host_that_lies_is_blamed_itself(
         ("h1", "what it answered are no facts of a host"),
         ("h2", "what it answered are no facts of a host"),
     ]
+
+
+@pytest.mark.parametrize("package", ["gputrain", "typing-extensions", "pytest", "no-such-package", "Its.Own", "old"])
+def test_the_version_of_a_package_is_the_one_that_importlib_finds(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, file, version in (("its_own-2.dist-info", "METADATA", "2+cu1"), ("old.egg-info", "PKG-INFO", "0.3")):
+        (tmp_path / folder).mkdir()
+        text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n\nVersion: of the description\n"
+        (tmp_path / folder / file).write_text(text)
+    (tmp_path / "pytest-999").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        expected = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        expected = None
+    assert environment_facts._version(package) == expected
+
+
+def test_versions_are_read_without_the_imports_of_importlib_metadata() -> None:
+    request = {"task": "own:Task", "script": "", "options": {}}
+    words = f"import sys; from gputrain_tui.hosts import environment_facts as e; e.read_environment(**{request})"
+    source = f"{words}; assert not {{'importlib.metadata', 'email', 'platform'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", source], check=True)
