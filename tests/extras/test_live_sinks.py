@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import append
+from made_runs import append_events
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
@@ -31,7 +31,7 @@ def more_steps(run: Run, first: int, last: int) -> None:
             Step(time=2e9 + n, rank=rank, step=n, epoch=1, steps=1, samples=4, loss=n + rank / 2, step_ms=5.0)
             for n in range(first, last + 1)
         ]
-        append(run.dir, rank, *steps)
+        append_events(run.dir, rank, *steps)
 
 
 def sink_of(run: Run, name: str) -> int | None:

@@ -11,7 +11,7 @@ import pytest
 import synthetic
 from commands import Command, command
 from long_record import single
-from made_runs import append
+from made_runs import append_events
 
 from gputrain_tui.history.runs import Run
 from trainer.contract.record import RankState
@@ -52,7 +52,7 @@ def test_every_step_of_each_rank_and_over_ranks_validation_and_hyper_parameters_
 ) -> None:
     fast = {rank: [single(rank, number) for number in range(STEPS + 1, STEPS + 9)] for rank in range(2)}
     for rank, steps in fast.items():
-        append(made.dir, rank, merge(steps))
+        append_events(made.dir, rank, merge(steps))
     done = call(made.id, "--to", "tensorboard", "-o", "out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("out: 96 steps of 2 ranks, 1 to 48, ")
@@ -87,7 +87,7 @@ def test_every_step_of_each_rank_and_over_ranks_validation_and_hyper_parameters_
 def test_after_a_restart_the_reader_has_the_steps_of_the_last_attempt(call: Command, made: Run) -> None:
     for rank in range(2):
         again = [single(rank, number) for number in range(31, 36)]
-        append(made.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
+        append_events(made.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
     assert call(made.id, "--to", "tensorboard", "-o", "out").returncode == 0
     for folder in ("out", "out/rank_1"):
         losses = scalars(read(Path(folder)), "train/loss")

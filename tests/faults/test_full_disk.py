@@ -49,7 +49,7 @@ def words(recipe: Path, *settings: str) -> list[str | Path]:
 
 def saved_once(bench: Bench) -> Run:
     """The run, once it has trained up to its gate and its first checkpoint is on the disk."""
-    run = bench.training()
+    run = bench.await_training()
     until(lambda: recorded_checkpoints(run.dir))
     return run
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_
     everything = whose == "record and checkpoints"
     bench = Bench(small_disk if everything else tmp_path)
     settings = [] if everything else [f"train.save_dir={small_disk}/kept"]
-    process = bench.start(*words(bench.gated(KEPT, UPDATES), *settings))
+    process = bench.start(*words(bench.gated_recipe(KEPT, UPDATES), *settings))
     run = saved_once(bench)
     folder = run.dir.checkpoints if everything else small_disk / "kept"
     held(run, lambda: fill(small_disk))
@@ -98,7 +98,7 @@ def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_
 
 def test_a_full_disk_of_the_record_costs_the_record_and_is_told(small_disk: Path, tmp_path: Path) -> None:
     bench = Bench(small_disk)
-    process = bench.start(*words(bench.gated(KEPT, UPDATES), f"train.save_dir={tmp_path}/kept"))
+    process = bench.start(*words(bench.gated_recipe(KEPT, UPDATES), f"train.save_dir={tmp_path}/kept"))
     run = saved_once(bench)
     held(run, lambda: fill(small_disk))
     bench.gate.touch()
@@ -136,7 +136,7 @@ def test_a_run_stopped_on_a_full_disk_says_that_nothing_was_saved(small_disk: Pa
 @pytest.mark.parametrize("parent", [False, True], ids=["the folder", "its parent"])
 def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: bool) -> None:
     folder = bench.folder / "parent" / "kept"
-    process = bench.start(*words(bench.gated(KEPT, UPDATES), f"train.save_dir={folder}"))
+    process = bench.start(*words(bench.gated_recipe(KEPT, UPDATES), f"train.save_dir={folder}"))
     run = saved_once(bench)
     held(run, lambda: shutil.rmtree(folder.parent if parent else folder))
     bench.gate.touch()

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, supervisor_of, until
+from bench import FOR_EVER, LIMIT_S, Bench, supervisor_pid, until
 
 from gputrain_tui.history.runs import Run, open_run, read_status, write_status
 from gputrain_tui.lifecycle import leftovers
@@ -39,8 +39,8 @@ def successors(command: int) -> list[int]:
 
 def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_command(bench: Bench) -> None:
     command = bench.start("run", bench.recipe(FOR_EVER), "--json")
-    run = bench.training()
-    os.kill(supervisor_of(run), signal.SIGKILL)
+    run = bench.await_training()
+    os.kill(supervisor_pid(run), signal.SIGKILL)
     until(lambda: successors(command.pid))
     for pid in successors(command.pid):  # it has modules to import before it can do anything
         os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_parent, pid_of_rank, supervisor_of, until
+from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_agent_pid, rank_pid, supervisor_pid, until
 from commands import command
 
 from gputrain_tui.history.runs import Run, last_step
@@ -89,9 +89,9 @@ def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> 
     options = ["train.save_every_epochs=0", "train.stop_grace=1" if hanging else "train.lr=0.1"]
     words = [word for option in options for word in ("--set", option)]
     process = bench.start("run", bench.recipe(FOR_EVER), *words)
-    run = bench.training()
+    run = bench.await_training()
     if hanging:
-        os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
+        os.kill(rank_pid(run, 1), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
@@ -105,8 +105,8 @@ def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> 
 
 def test_a_second_ctrl_c_does_not_wait(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--set", "train.stop_grace=3600")
-    run = bench.training()
-    os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
+    run = bench.await_training()
+    os.kill(rank_pid(run, 1), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     until(lambda: bench.runs()[0].state == "stopping")
     process.send_signal(signal.SIGINT)
@@ -118,7 +118,7 @@ def test_a_second_ctrl_c_does_not_wait(bench: Bench) -> None:
 
 def test_killing_the_foreground_leaves_nothing(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
+    run = bench.await_training()
     process.kill()
     process.communicate()
     until(lambda: not leftovers.processes_of(run.dir.path))
@@ -128,7 +128,7 @@ def test_killing_the_foreground_leaves_nothing(bench: Bench) -> None:
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["shown", "json"])
 def test_a_run_whose_directory_is_deleted_ends_and_says_why(bench: Bench, words: list[str]) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), *words)
-    run = bench.training()
+    run = bench.await_training()
     run.dir.path.rename(bench.folder / "deleted")
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1, err
@@ -141,15 +141,15 @@ def test_a_run_whose_directory_is_deleted_ends_and_says_why(bench: Bench, words:
 @pytest.mark.parametrize(
     ("victim", "words"),
     [
-        (supervisor_of, "supervisor was killed"),
-        (node_parent, "SIGKILL"),
-        (lambda run: pid_of_rank(run, 1), "SIGKILL"),
+        (supervisor_pid, "supervisor was killed"),
+        (node_agent_pid, "SIGKILL"),
+        (lambda run: rank_pid(run, 1), "SIGKILL"),
     ],
     ids=["supervisor", "node parent", "rank"],
 )
 def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable[[Run], int], words: str) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
+    run = bench.await_training()
     os.kill(victim(run), signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
@@ -161,12 +161,12 @@ def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable
 def restarted(bench: Bench, *settings: str) -> Run:
     """Run to update 40; at update 20, which is saved where anything is, a rank is killed, and all start again."""
     words = [word for text in ("cluster.max_restarts=1", *settings) for word in ("--set", text)]
-    process = bench.start("run", bench.gated(20, updates=40), *words)
-    run = bench.training()
+    process = bench.start("run", bench.gated_recipe(20, updates=40), *words)
+    run = bench.await_training()
     nothing_saved = "train.save_every_epochs=0" in settings
     # The record names what was saved; a file that is there may not have been recorded yet.
     until(lambda: step_of(run, 1) == 20 and (nothing_saved or recorded_checkpoints(run.dir)))
-    os.kill(pid_of_rank(run, 1), signal.SIGKILL)
+    os.kill(rank_pid(run, 1), signal.SIGKILL)
     bench.gate.touch()  # no rank goes on alone
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -205,7 +205,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(bench: Bench) 
 def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
     done = bench.call("run", bench.recipe(FOR_EVER), "--detach")
     assert done.returncode == 0
-    run = bench.training()
+    run = bench.await_training()
     assert done.stdout == f"{run.id}\n"
     assert run.state == "running"
     stopped = bench.call("stop", "last")

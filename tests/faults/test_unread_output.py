@@ -55,7 +55,7 @@ SIGNALS = [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for nu
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
-    bench.training()
+    bench.await_training()
     until(lambda: is_full(pipe[1]))
     process.send_signal(number)
     assert_stopped_in_order(bench, process, number)
@@ -65,7 +65,7 @@ def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe,
 def test_a_stop_is_heard_while_nobody_reads_the_narration(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     os.write(pipe[1], b"." * SMALL)
     process = bench.start("run", bench.recipe(FOR_EVER), stdout=subprocess.DEVNULL, stderr=pipe[1])
-    bench.training()
+    bench.await_training()
     process.send_signal(number)
     assert_stopped_in_order(bench, process, number)
 
@@ -74,7 +74,7 @@ def test_a_stop_is_heard_on_a_terminal_that_is_held_by_ctrl_s(bench: Bench) -> N
     main, terminal = pty.openpty()
     words = ["run", bench.recipe(FOR_EVER)]
     process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
-    bench.training()
+    bench.await_training()
     termios.tcflow(terminal, termios.TCOOFF)
     process.send_signal(signal.SIGINT)
     assert_stopped_in_order(bench, process, signal.SIGINT)
@@ -86,7 +86,7 @@ def test_a_terminal_that_is_let_go_again_shows_how_the_run_ended(bench: Bench) -
     main, terminal = pty.openpty()
     words = ["run", bench.recipe(300)]
     process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
-    bench.training()
+    bench.await_training()
     termios.tcflow(terminal, termios.TCOOFF)
     until(lambda: bench.runs()[0].state == "finished")
     termios.tcflow(terminal, termios.TCOON)

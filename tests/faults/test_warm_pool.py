@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench import pid_of_rank
+from bench import rank_pid
 
 from gputrain_tui.history.runs import Run, last_step, open_run
 from gputrain_tui.lifecycle import leftovers, start
@@ -205,7 +205,7 @@ def test_the_processes_of_a_warm_run_are_found_and_stopped(home: Path, warm: War
     until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
     # The fork server and what tracks its resources were there before the run; they end with the node's parent.
     (parent,) = psutil.Process(supervisor.pid).children()
-    ranks = {pid_of_rank(run, rank) for rank in (0, 1)}
+    ranks = {rank_pid(run, rank) for rank in (0, 1)}
     assert set(leftovers.processes_of(run.dir.path)) == {parent.pid, *ranks}
     assert leftovers.supervisors_of(run.dir.path) == [supervisor.pid]
     supervisor.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ from examples import examples
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from tiny_task import TinyOptions, TinyTask
 from torch import Tensor
-from trained import TASK, Trained, train
+from trained import TASK, TrainingResult, train
 
 from trainer.checkpoint import copy_to_cpu, load, newest, write_file
 from trainer.checkpoint.file import place_of
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
 ) -> None:
     good, bad = first / "step_00000002.pt", Path("step_00000003.pt")
 
-    def resume(name: str) -> Trained:
+    def resume(name: str) -> TrainingResult:
         folder = tmp_path / name
         folder.mkdir()
         os.link(good, folder / good.name)
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
             assert f"{folder / bad.name}: {ALTERED[name][1]}" in line
             offered = folder / good.name
             assert f"{offered} is good: --resume {offered} (in a recipe train.resume) goes on from update 2" in line
-            assert done.of("step") == []
+            assert done.events_of("step") == []
 
 
 def test_why_no_checkpoint_of_a_folder_is_good_is_said_in_the_one_line(first: Path, tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_why_no_checkpoint_of_a_folder_is_good_is_said_in_the_one_line(first: Pa
     assert done.code == 2, done.output
     (line,) = (line for line in done.output.splitlines() if "no good checkpoint" in line)
     assert f"{folder / 'step_00000003.pt'}: is torn" in line
-    (failure,) = done.of("failure")
+    (failure,) = done.events_of("failure")
     assert f"{folder / 'step_00000003.pt'}: is torn" in failure["message"]
 
 
@@ -296,7 +296,7 @@ def test_a_torn_file_that_is_passed_over_is_on_the_record(first: Path, tmp_path:
     torn.write_bytes(whole[:-100])
     done = train(tmp_path / "run", "--batch-size", 10, "--max-updates", 4, "--resume", folder)
     assert done.code == 0, done.output
-    (finding,) = done.of("finding")
+    (finding,) = done.events_of("finding")
     assert finding["kind"] == "checkpoint_passed_over"
     assert str(torn) in finding["message"]
 
@@ -313,7 +313,7 @@ def test_another_seed_and_other_data_on_resume_are_told(first: Path, tmp_path: P
     flags = ("--task", task, "--batch-size", 10, "--max-updates", 6, "--resume", folder, "--seed", 99)
     done = train(tmp_path / "run", *flags)
     assert done.code == 0, done.output
-    found = {finding["kind"]: finding for finding in done.of("finding")}
+    found = {finding["kind"]: finding for finding in done.events_of("finding")}
     seed = found["seed_on_resume"]["message"]
     assert "seed 99 orders the data from epoch 2 on, epoch 1 ends in the order of seed 1" in seed
     data = found["data_changed"]
@@ -323,4 +323,4 @@ def test_another_seed_and_other_data_on_resume_are_told(first: Path, tmp_path: P
     assert data["message"] in log
     same = train(tmp_path / "same", "--batch-size", 10, "--max-updates", 6, "--resume", first, "--num-workers", 2)
     assert same.code == 0, same.output
-    assert same.of("finding") == [], "the same data under the same seed"
+    assert same.events_of("finding") == [], "the same data under the same seed"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from machines import gpu, machine
 from run_dirs import run_dir
-from screens_at_rest import in_loop, quiet_app, seen, settle, show
+from screens_at_rest import in_loop, quiet_app, screen_text, settle, open_screen
 
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.host_choice import (
@@ -211,8 +211,8 @@ async def test_choosing_gpus_puts_them_on_the_desk_for_the_launch() -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         screen = ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1), gpu(2)), runs=list, clocked=False)
-        await show(pilot, screen)
-        assert "2 of 3 free" in seen(app)
+        await open_screen(pilot, screen)
+        assert "2 of 3 free" in screen_text(app)
         await pilot.press("down", "space", "down", "space", "enter")
         await settle(pilot)
         assert app.place == "launch"
@@ -223,7 +223,9 @@ async def test_choosing_gpus_puts_them_on_the_desk_for_the_launch() -> None:
 async def test_all_free_gpus_are_chosen_and_unchosen_at_once() -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1)), runs=list, clocked=False))
+        await open_screen(
+            pilot, ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1)), runs=list, clocked=False)
+        )
         await pilot.press("f")
         assert app.screen.query_one(GpuTable).chosen == {("localhost", 1)}
         await pilot.press("f")
@@ -234,11 +236,13 @@ async def test_all_free_gpus_are_chosen_and_unchosen_at_once() -> None:
 async def test_the_processes_of_the_gpu_under_the_cursor_are_shown() -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(gpu(0), gpu(1, busy=True)), runs=list, clocked=False))
-        assert "nobody" in seen(app)
+        await open_screen(
+            pilot, ClusterScreen(take=lambda: machine(gpu(0), gpu(1, busy=True)), runs=list, clocked=False)
+        )
+        assert "nobody" in screen_text(app)
         await pilot.press("down")
         await settle(pilot)
-        assert "4001  ada" in seen(app)
+        assert "4001  ada" in screen_text(app)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -247,8 +251,8 @@ async def test_a_machine_without_gpus_is_told_calmly(size: tuple[int, int]) -> N
     app = quiet_app()
     note = "no NVIDIA driver on this machine; CPU ranks work"
     async with app.run_test(size=size) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(note=note), runs=list, clocked=False))
-        text = seen(app)
+        await open_screen(pilot, ClusterScreen(take=lambda: machine(note=note), runs=list, clocked=False))
+        text = screen_text(app)
         assert "No NVIDIA driver on this machine" in text
         assert "cpu_ranks" in text
         assert "No recipe is open" in text
@@ -295,8 +299,8 @@ async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> 
     }
     async with app.run_test(size=(120, 40)) as pilot:
         screen = ClusterScreen(take=machine, ask=answers.__getitem__, runs=list, clocked=False)
-        await show(pilot, screen)
-        text = seen(app)
+        await open_screen(pilot, screen)
+        text = screen_text(app)
         assert "3 of 4 free on 4 machines" in text
         assert "it refuses the key" in text
         # this machine, gpu1, its two GPUs, gpu2: space on a machine takes what is free of it
@@ -324,16 +328,16 @@ async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledg
     async with app.run_test(size=(120, 40)) as pilot:
         screen = ClusterScreen(take=machine, ask=ask, runs=list, clocked=False, now=lambda: clock[0])
         await app.push_screen(screen)
-        while "1 of 1 free on 3 machines" not in seen(app):
+        while "1 of 1 free on 3 machines" not in screen_text(app):
             await pilot.pause()
-        assert "being asked" in seen(app)
+        assert "being asked" in screen_text(app)
         answer.set()
         await settle(pilot)
-        assert "2 of 2 free on 3 machines" in seen(app)
+        assert "2 of 2 free on 3 machines" in screen_text(app)
         clock[0] = 65.0
         await pilot.press("ctrl+r")
         await settle(pilot)
-        text = seen(app)
+        text = screen_text(app)
         assert text.count("it does not answer") == 2
         assert "1:05 ago" in text
         assert "2 of 2 free on 3 machines" in text, "what was known of them stays, with its age"
@@ -364,7 +368,7 @@ async def test_a_console_with_a_hostfile_opens_on_its_machines() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         assert app.place == "cluster"
-        assert "hosts named in hosts" in seen(app)
+        assert "hosts named in hosts" in screen_text(app)
 
 
 def test_a_wrong_hostfile_is_one_line_before_the_console_starts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import synthetic
 from commands import Command, command
 from long_record import long_run, loss_of, single
-from made_runs import append
+from made_runs import append_events
 from trace_rules import threads_of
 from waiting import LIMIT_S
 
@@ -123,7 +123,7 @@ def test_a_terminal_sees_how_far_the_export_is(long: Run, tmp_path: Path) -> Non
 
 def test_single_values_are_each_steps_own_and_means_are_marked(call: Command, made: Run) -> None:
     steps = [single(0, number) for number in range(41, 47)]
-    append(made.dir, 0, merge(steps[:4]), merge(steps[4:5]), merge(steps[5:]))
+    append_events(made.dir, 0, merge(steps[:4]), merge(steps[4:5]), merge(steps[5:]))
     done = call(made.id, "--to", "csv", "-o", "-", "--rank", 0)
     rows = list(csv.DictReader(io.StringIO(done.stdout)))[40:]
     assert [int(row["step"]) for row in rows] == list(range(41, 47))
@@ -146,7 +146,7 @@ def test_single_values_are_each_steps_own_and_means_are_marked(call: Command, ma
 def test_steps_that_a_failed_attempt_lost_stand_in_both_attempts(call: Command, made: Run) -> None:
     for rank in range(2):
         again = [single(rank, number) for number in range(31, 36)]
-        append(made.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
+        append_events(made.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
     rows = list(csv.DictReader(io.StringIO(call(made.id, "--to", "csv", "-o", "-").stdout)))
     found = [(int(row["rank"]), int(row["attempt"]), int(row["step"])) for row in rows]
     assert found == [
@@ -170,22 +170,22 @@ def lose(run: Run) -> None:
 def go_on(run: Run) -> None:
     run.status.status, run.status.supervisor = "running", identify()
     write_status(run.dir, run.status)
-    append(run.dir, 0, torn=b'{"type":"step","ti')  # it is being written
+    append_events(run.dir, 0, torn=b'{"type":"step","ti')  # it is being written
 
 
 def tear(run: Run) -> None:
-    append(run.dir, 0, torn=encode_event(single(0, 41))[:30])
+    append_events(run.dir, 0, torn=encode_event(single(0, 41))[:30])
 
 
 def lose_steps(run: Run) -> None:
-    append(run.dir, 0, Lost(time=2e9, rank=0, events=7, message="disk full"), single(0, 48), single(0, 49))  # type: ignore[arg-type]
-    append(run.dir, 1, torn=b"\x00garbage\n")
+    append_events(run.dir, 0, Lost(time=2e9, rank=0, events=7, message="disk full"), single(0, 48), single(0, 49))  # type: ignore[arg-type]
+    append_events(run.dir, 1, torn=b"\x00garbage\n")
 
 
 def be_older(run: Run) -> None:
     for rank in range(2):
         step = b'{"type":"step","time":1.8e9,"rank":%d,"step":50,"epoch":1,"steps":10,"samples":80,"loss":2.5}\n' % rank
-        append(run.dir, rank, torn=step + b'{"type":"mood","time":1}\n')
+        append_events(run.dir, rank, torn=step + b'{"type":"mood","time":1}\n')
 
 
 def lose_a_rank(run: Run) -> None:
@@ -252,7 +252,7 @@ def test_a_timeline_keeps_the_rules_of_its_format_and_has_ranks_phases_buckets_a
     call: Command, made: Run
 ) -> None:
     for rank in range(2):
-        append(made.dir, rank, merge([single(rank, number) for number in range(41, 65)]))
+        append_events(made.dir, rank, merge([single(rank, number) for number in range(41, 65)]))
     assert call(made.id, "--to", "chrome-trace", "-o", "t.json").returncode == 0
     trace = json.loads(Path("t.json").read_text())
     events = trace["traceEvents"]
@@ -385,7 +385,7 @@ def test_an_interrupted_export_leaves_nothing(made: Run, tmp_path: Path) -> None
 def test_an_export_of_a_run_directory_that_the_trainer_made_alone(call: Command, tmp_path: Path) -> None:
     alone = RunDir(tmp_path / "alone")
     alone.events.mkdir(parents=True)
-    append(alone, 0, single(0, 1), single(0, 2))
+    append_events(alone, 0, single(0, 1), single(0, 2))
     done = call("./alone", "--to", "csv", "-o", "-")
     assert len(done.stdout.splitlines()) == 3
     assert open_run(alone.path) is None

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from commands import Command, command
-from plans import named, planned, remote
+from plans import nodes_by_name, plan_for, nodes_by_address
 from waiting import LIMIT_S
 
 from gputrain_tui.plan.batch_script import script
@@ -25,9 +25,11 @@ ROOT = Path(__file__).parents[2]
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [named(4, 4), named(4, 2, 1), remote(2, 2), ["cpu_ranks = 2"]])
+@pytest.mark.parametrize(
+    "nodes", [nodes_by_name(4, 4), nodes_by_name(4, 2, 1), nodes_by_address(2, 2), ["cpu_ranks = 2"]]
+)
 def test_batch_scripts_are_valid_bash(nodes: list[str]) -> None:
-    text = script(planned(*nodes), name="a b/c")
+    text = script(plan_for(*nodes), name="a b/c")
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
     assert "#SBATCH --job-name=a-b-c" in text
     assert text.count("srun --nodes=1 --ntasks=1") == len(nodes)
@@ -42,7 +44,7 @@ def test_a_batch_script_ends_with_its_steps_and_fails_with_the_first_of_them(
     srun.write_text(f"#!/bin/bash\n{fail}echo started\n" + ("exec sleep 3600\n" if failing else ""))
     srun.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]"}
-    text = script(planned(*named(1, 1, 1)), name="x").replace("tries=50", "tries=3")
+    text = script(plan_for(*nodes_by_name(1, 1, 1)), name="x").replace("tries=50", "tries=3")
     ended = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, timeout=LIMIT_S)
     assert ended.returncode == (3 if failing else 0)
 

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import synthetic
 from commands import Command, command
-from made_runs import say
+from made_runs import append_to_log
 
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.runs import Run, find, read_plan, write_status
@@ -65,8 +65,8 @@ def made(tmp_path: Path) -> Run:
     plan.nodes[0].argv += ["--api-key", "task-secret-1", "--max-tokens", "4096", "--hub-token=task-secret-1"]
     run.dir.plan.write_bytes(msgspec.json.encode(plan))
     for number in range(3000):
-        say(run, 0, b"%d: logged in with %s\n" % (number, TOKEN.encode()))
-    say(run, 1, b"MY_API_TOKEN is from-my-shell-1\n")
+        append_to_log(run, 0, b"%d: logged in with %s\n" % (number, TOKEN.encode()))
+    append_to_log(run, 1, b"MY_API_TOKEN is from-my-shell-1\n")
     failure = Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message=f"401 for {TOKEN}", traceback="…")
     with run.dir.rank_events(0).open("ab") as file:
         file.write(encode_event(failure))
@@ -312,7 +312,7 @@ COMMAND = "curl -H 'Authorization: Bearer abc' -u me:on-end-secret https://me:pw
 def test_the_command_at_the_end_is_left_out_with_what_it_printed(call: Command, made: Run, table: str) -> None:
     made.dir.recipe.write_text(f'name = "demo"  # on_end = "curl -u me:abc"\n{table}')
     made.dir.on_end_log.write_text("+ curl -H 'Authorization: Bearer abc'\n")
-    say(made, 0, b"sent on-end-secret\n")
+    append_to_log(made, 0, b"sent on-end-secret\n")
     done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
     assert done.returncode == 0, done.stderr
     assert "left out: on_end of recipe.toml: " in done.stderr
@@ -329,7 +329,7 @@ def test_passwords_in_addresses_and_settings_that_were_commented_out_are_masked(
         'SENTRY_DSN = "dsn-secret-1"\nGREETING = "# no = comment"\n[train]\nscript = "s.py"\n'
         'args = ["--header", "X-Api-Key: header-key-1", "--data", "s3://bucket/x"]\n'
     )
-    say(made, 0, b"proxy refused me:proxy-pass-1\n")
+    append_to_log(made, 0, b"proxy refused me:proxy-pass-1\n")
     done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
     assert done.returncode == 0, done.stderr
     found = members(Path("x.tar.gz"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_runs import NOON, make_ended as make, say
+from made_runs import NOON, make_ended_run as make_run, append_to_log
 
 from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
@@ -28,21 +28,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_log_of_many_chunks_comes_out_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gputrain_tui.commands.logs.CHUNK_BYTES", 100)
-    run = make(home)
+    run = make_run(home)
     text = b"".join(b"line %d\n" % number for number in range(1_000)) + b"x" * 1_000
-    say(run, 0, text)
+    append_to_log(run, 0, text)
     got: list[bytes] = []
     assert print_logs(run, None, lambda _, lines: got.append(lines))
     assert b"".join(got) == text
 
 
 def test_following_prints_what_comes_until_the_run_has_ended(home: Path) -> None:
-    run = make(home, status="running", supervisor=identify())
+    run = make_run(home, status="running", supervisor=identify())
     got: list[tuple[str, bytes]] = []
     acts: list[Callable[[], object]] = [
-        lambda: say(run, 0, b"one\ntw"),
-        lambda: say(run, 1, b"late\n"),
-        lambda: say(run, 0, b"o\nlast words"),
+        lambda: append_to_log(run, 0, b"one\ntw"),
+        lambda: append_to_log(run, 1, b"late\n"),
+        lambda: append_to_log(run, 0, b"o\nlast words"),
         lambda: write_status(run.dir, msgspec.structs.replace(run.status, status="finished")),
     ]
     assert follow_logs(run, None, lambda name, lines: got.append((name, lines)), sleep=lambda _: acts.pop(0)())
@@ -51,9 +51,9 @@ def test_following_prints_what_comes_until_the_run_has_ended(home: Path) -> None
 
 
 def test_following_one_rank_leaves_the_others_unread(home: Path) -> None:
-    run = make(home)
-    say(run, 0, b"zero\n")
-    say(run, 1, b"one\n")
+    run = make_run(home)
+    append_to_log(run, 0, b"zero\n")
+    append_to_log(run, 1, b"one\n")
     got: list[tuple[str, bytes]] = []
     assert follow_logs(run, {"1"}, lambda name, lines: got.append((name, lines)))
     assert got == [("1", b"one\n")]
@@ -90,13 +90,13 @@ def test_ranks_are_told_apart_by_colour_on_a_terminal_only() -> None:
 
 
 def test_runs_are_described_by_their_status_and_a_running_one_by_its_newest_step(home: Path) -> None:
-    running = make(home, status="running", supervisor=identify())
+    running = make_run(home, status="running", supervisor=identify())
     writer = EventWriter(running.dir.rank_events(0), rank=0)
     writer.write(Step(time=NOON, rank=0, step=41, epoch=1, steps=1, samples=8, loss=2.5))
     writer.close()
     gone = ProcessIdentity(pid=2**22 + 1, start_ticks=1, boot_id=identify().boot_id, host=identify().host)
-    lost = make(home, status="running", supervisor=gone)
-    done = make(home, ended=NOON + 65, step=100, loss=1.25, exit_code=0)
+    lost = make_run(home, status="running", supervisor=gone)
+    done = make_run(home, ended=NOON + 65, step=100, loss=1.25, exit_code=0)
 
     described = {run.id: summarize(run, now=NOON + 3_600) for run in (running, lost, done)}
     keys = ("state", "step", "loss", "duration_s")
@@ -110,8 +110,8 @@ def test_runs_are_described_by_their_status_and_a_running_one_by_its_newest_step
 
 def test_people_see_the_runs_newest_first(home: Path) -> None:
     entries = [
-        summarize(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
-        summarize(make(home, "lm", status="failed", ended=NOON + 3_700), now=NOON),
+        summarize(make_run(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
+        summarize(make_run(home, "lm", status="failed", ended=NOON + 3_700), now=NOON),
     ]
     assert [line.split() for line in report(entries).splitlines()] == [
         ["run", "state", "recipe", "ranks", "step", "loss", "started", "took"],
@@ -164,8 +164,8 @@ def test_the_cause_of_a_failure_stands_in_the_table_as_far_as_the_terminal_is_wi
     home: Path, cells: int, rows: list[str]
 ) -> None:
     entries = [
-        summarize(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
-        summarize(make(home, "lm", status="failed", ended=NOON + 720, message=CAUSE), now=NOON),
+        summarize(make_run(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
+        summarize(make_run(home, "lm", status="failed", ended=NOON + 720, message=CAUSE), now=NOON),
     ]
     shown = report(entries, cells=cells).splitlines()
     assert shown == rows
