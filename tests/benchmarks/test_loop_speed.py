@@ -213,6 +213,6 @@ def test_our_loop_is_as_fast_as_a_bare_one(gang: Gang, tmp_path: Path, task: str
     )
     results = gang.run(compare, training, task_options, block, blocks, str(tmp_path))
     for rank, (step_ms, ratios) in enumerate(results):
-        told = ", ".join(f"{kind} {statistics.median(values):.4f}" for kind, values in ratios.items())
-        print(f"\n{task} rank {rank}: {step_ms:.1f} ms a step by hand; our speed over it, {blocks} blocks: {told}")
+        medians = ", ".join(f"{kind} {statistics.median(values):.4f}" for kind, values in ratios.items())
+        print(f"\n{task} rank {rank}: {step_ms:.1f} ms a step by hand; our speed over it, {blocks} blocks: {medians}")
     assert statistics.median(results[0][1]["wall"]) >= LEAST

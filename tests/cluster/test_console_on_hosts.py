@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from screens_at_rest import in_loop, quiet_app, screen_text, settle, open_screen
+from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 from ssh_server import SshServer, free_port
 from test_other_machines import with_gpus
 

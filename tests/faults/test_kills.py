@@ -80,8 +80,8 @@ def test_a_supervisor_killed_between_its_last_event_and_the_status_has_said_how_
 ) -> None:
     (ended,) = ended_events(run)
     lines = run.dir.run_events.read_bytes().splitlines(keepends=True)[:-1]
-    said = msgspec.json.encode({**json.loads(msgspec.json.encode(ended)), "status": how, "exit_code": code})
-    run.dir.run_events.write_bytes(b"".join(lines) + said + b"\n")
+    run_ended = msgspec.json.encode({**json.loads(msgspec.json.encode(ended)), "status": how, "exit_code": code})
+    run.dir.run_events.write_bytes(b"".join(lines) + run_ended + b"\n")
     status = read_status(run.dir)
     assert status is not None
     dead = subprocess.Popen(["true"])

@@ -21,22 +21,22 @@ from trainer.contract.record import Failure, decode_events, recorded_checkpoints
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
+def json_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
     bench = Bench(tmp_path_factory.mktemp("told"))
     return bench.call("run", bench.recipe(), "--json"), bench
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
     bench = Bench(tmp_path_factory.mktemp("shown"))
     return bench.call("run", "-", stdin=bench.recipe().read_text()), bench
 
 
-Told = tuple[subprocess.CompletedProcess[str], Bench]
+FinishedRun = tuple[subprocess.CompletedProcess[str], Bench]
 
 
-def test_json_is_one_event_per_line_and_nothing_else(told: Told) -> None:
-    done, _ = told
+def test_json_is_one_event_per_line_and_nothing_else(json_run: FinishedRun) -> None:
+    done, _ = json_run
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0]["type"] == "run_started"
@@ -45,14 +45,14 @@ def test_json_is_one_event_per_line_and_nothing_else(told: Told) -> None:
     assert all(isinstance(event["time"], float) for event in events)
 
 
-def test_json_is_the_merged_record_line_for_line(told: Told) -> None:
-    done, bench = told
+def test_json_is_the_merged_record_line_for_line(json_run: FinishedRun) -> None:
+    done, bench = json_run
     written = [line for path in bench.runs()[0].dir.events.glob("*.ndjson") for line in path.read_text().splitlines()]
     assert Counter(done.stdout.splitlines()) == Counter(written)
 
 
-def test_both_ranks_report_every_step_once_and_agree_at_the_end(told: Told) -> None:
-    events = [json.loads(line) for line in told[0].stdout.splitlines()]
+def test_both_ranks_report_every_step_once_and_agree_at_the_end(json_run: FinishedRun) -> None:
+    events = [json.loads(line) for line in json_run[0].stdout.splitlines()]
     for rank in (0, 1):
         covered: list[int] = []
         for event in events:
@@ -64,8 +64,8 @@ def test_both_ranks_report_every_step_once_and_agree_at_the_end(told: Told) -> N
     assert len(set(sums.values())) == 1
 
 
-def test_a_plain_run_narrates_on_stderr_and_closes_with_a_row_per_rank(shown: Told) -> None:
-    done, bench = shown
+def test_a_plain_run_narrates_on_stderr_and_closes_with_a_row_per_rank(plain_run: FinishedRun) -> None:
+    done, bench = plain_run
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[0] == "rank"
@@ -76,8 +76,8 @@ def test_a_plain_run_narrates_on_stderr_and_closes_with_a_row_per_rank(shown: To
     assert str(bench.runs()[0].dir.path) in done.stderr
 
 
-def test_a_finished_run_leaves_its_record_and_nothing_else(shown: Told) -> None:
-    run = shown[1].runs()[0]
+def test_a_finished_run_leaves_its_record_and_nothing_else(plain_run: FinishedRun) -> None:
+    run = plain_run[1].runs()[0]
     assert run.state == "finished"
     assert leftovers.processes_of(run.dir.path) == []
     assert not run.dir.tmp.exists()
@@ -132,9 +132,9 @@ def test_a_run_whose_directory_is_deleted_ends_and_says_why(bench: Bench, words:
     run.dir.path.rename(bench.folder / "deleted")
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1, err
-    told = f"the run directory {run.dir.path} was deleted while the run went on"
-    assert told in err
-    assert not words or (json.loads(out.splitlines()[-1])["status"], told in out) == ("failed", True)
+    json_run = f"the run directory {run.dir.path} was deleted while the run went on"
+    assert json_run in err
+    assert not words or (json.loads(out.splitlines()[-1])["status"], json_run in out) == ("failed", True)
     assert leftovers.processes_of(run.dir.path) == []
 
 
@@ -187,9 +187,11 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint(bench: Bench) -
     assert [(event.rank, event.kind) for event in events if isinstance(event, Failure)] == [(1, "signal")]
 
 
-def test_a_restart_and_a_resume_find_the_checkpoints_in_a_folder_of_ones_own(bench: Bench, told: Told) -> None:
+def test_a_restart_and_a_resume_find_the_checkpoints_in_a_folder_of_ones_own(
+    bench: Bench, json_run: FinishedRun
+) -> None:
     folder = bench.folder / "kept"
-    shutil.copytree(told[1].runs()[0].dir.checkpoints, folder)
+    shutil.copytree(json_run[1].runs()[0].dir.checkpoints, folder)
     assert [path.name for path in folder.glob("step_*.pt")] == ["step_00000005.pt"], "of another training"
     run = restarted(bench, "train.save_every_updates=20", "train.save_dir=kept")
     assert first_updates(run) == [0, 20]
@@ -388,9 +390,9 @@ def test_an_unreadable_recipe_is_one_line(bench: Bench, refused: Refused) -> Non
     assert refused(bench.folder) == (2, "", f"gputrain: {bench.folder} cannot be read: Is a directory\n")
 
 
-def test_a_run_that_has_finished_continues_from_its_checkpoint(told: Told, tmp_path: Path) -> None:
+def test_a_run_that_has_finished_continues_from_its_checkpoint(json_run: FinishedRun, tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    shutil.copytree(told[1].folder / "home", tmp_path / "home")
+    shutil.copytree(json_run[1].folder / "home", tmp_path / "home")
     done = bench.call("run", "--resume", "last", "--set", "train.max_updates=7")
     assert done.returncode == 0, done.stderr
     run = bench.runs()[0]

@@ -39,7 +39,7 @@ def assert_nothing_is_left(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "told"),
+    ("victim", "number", "cause"),
     [
         (FOREGROUND, signal.SIGTERM, "stopped by SIGTERM"),
         (FOREGROUND, signal.SIGHUP, "stopped by SIGHUP"),
@@ -50,7 +50,7 @@ def assert_nothing_is_left(run: Run) -> None:
     ids=["foreground TERM", "foreground HUP", "supervisor HUP", "node TERM", "node HUP"],
 )
 def test_whoever_is_asked_to_stop_the_run_is_saved_and_says_by_what(
-    bench: Bench, victim: Victim, number: signal.Signals, told: str
+    bench: Bench, victim: Victim, number: signal.Signals, cause: str
 ) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
     run = bench.await_training()
@@ -61,7 +61,7 @@ def test_whoever_is_asked_to_stop_the_run_is_saved_and_says_by_what(
     assert (ended.state, ended.status.exit_code) == ("stopped", 130)
     step = saved_step(run)
     path = run.dir.checkpoints / f"step_{step:08}.pt"
-    assert ended.status.message == f"{told} at update {step}, saved {path}"
+    assert ended.status.message == f"{cause} at update {step}, saved {path}"
     assert ended.status.message in err
     assert_nothing_is_left(run)
 

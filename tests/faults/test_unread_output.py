@@ -90,11 +90,11 @@ def test_a_terminal_that_is_let_go_again_shows_how_the_run_ended(bench: Bench) -
     termios.tcflow(terminal, termios.TCOOFF)
     until(lambda: bench.runs()[0].state == "finished")
     termios.tcflow(terminal, termios.TCOON)
-    shown = bytearray()
-    while b"record " not in shown:
-        shown += os.read(main, 1 << 16)
+    terminal_output = bytearray()
+    while b"record " not in terminal_output:
+        terminal_output += os.read(main, 1 << 16)
     assert process.wait(LIMIT_S) == 0
-    assert shown.count(b"finished") == 1
+    assert terminal_output.count(b"finished") == 1
     os.close(terminal)
     os.close(main)
 

@@ -36,8 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     found = torch_here()
     program = "import torch; print(torch.__version__, torch.version.cuda)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert f"{found.version} {found.cuda}" == said.strip()
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert f"{found.version} {found.cuda}" == printed.strip()
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def test_the_command_tells_every_check_and_refuses_with_3(folder: Path, check: C
     at = next(index for index, line in enumerate(lines) if line.startswith("✗ data"))
     assert lines[at].endswith("qqq does not exist")
     assert lines[at + 1].strip() == "→ set task.data to where it lies  (--set task.data)"
-    told = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
-    assert (told["recipe"], told["ready"]) == ("one", False)
-    assert [result["key"] for result in told["results"] if result["status"] == "error"] == ["task.data"]
+    report = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
+    assert (report["recipe"], report["ready"]) == ("one", False)
+    assert [result["key"] for result in report["results"] if result["status"] == "error"] == ["task.data"]
     assert json.loads(check("one.toml", "--json").stdout)["ready"] is True
 
 

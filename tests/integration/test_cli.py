@@ -158,9 +158,9 @@ def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
     (run.dir.checkpoints / "step_00000006.pt").write_bytes(b"")
     write_status(run.dir, msgspec.structs.replace(run.status, status="finished", supervisor=None))
     assert cli.main(["run", "--resume", "last"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"gputrain: --resume last: {run.id} has finished, nothing is left to train; ")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"gputrain: --resume last: {run.id} has finished, nothing is left to train; ")
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

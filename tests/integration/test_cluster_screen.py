@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from machines import gpu, machine
 from run_dirs import run_dir
-from screens_at_rest import in_loop, quiet_app, screen_text, settle, open_screen
+from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.host_choice import (

@@ -241,8 +241,8 @@ def test_a_difference_that_stays_is_told_once_and_that_it_is_over_too(gang: Gang
     assert [[event.step for event in each if isinstance(event, Checksum)] for each in events] == 3 * [
         [100, 200, 300, 400]
     ]
-    told = [[(e.state, e.step, e.rank) for e in each if isinstance(e, Finding)] for each in events]
-    assert told == [[("raised", 200, 1), ("cleared", 400, 1)], [], []]
+    findings = [[(e.state, e.step, e.rank) for e in each if isinstance(e, Finding)] for each in events]
+    assert findings == [[("raised", 200, 1), ("cleared", 400, 1)], [], []]
 
 
 DRIFTING = """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from run_dirs import run_dir
-from screens_at_rest import in_loop, quiet_app, screen_text, settle, open_screen
+from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 
 from gputrain_tui import paths
 from gputrain_tui.console.screens.compare import CompareScreen
@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def three(root: Path) -> list[Run]:
+def three_runs(root: Path) -> list[Run]:
     return [
         run_dir(root, "slow", started=T0, lr=0.01),
         run_dir(root, "fast", started=T0 + 100, lr=0.2, steps=80),
@@ -60,7 +60,7 @@ async def test_no_run_offers_the_demo(size: tuple[int, int]) -> None:
 
 
 @in_loop
-async def test_runs_are_listed_newest_first_with_what_became_of_them(three: list[Run]) -> None:
+async def test_runs_are_listed_newest_first_with_what_became_of_them(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())
@@ -72,11 +72,11 @@ async def test_runs_are_listed_newest_first_with_what_became_of_them(three: list
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None
-        assert app.live.id == three[2].id
+        assert app.live.id == three_runs[2].id
 
 
 @in_loop
-async def test_a_run_is_deleted_only_after_a_yes(three: list[Run]) -> None:
+async def test_a_run_is_deleted_only_after_a_yes(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())
@@ -87,8 +87,8 @@ async def test_a_run_is_deleted_only_after_a_yes(three: list[Run]) -> None:
         await pilot.pause(LEAST_KEY_GAP_S)
         await pilot.press("y")
         await settle(pilot)
-        assert [run.id for run in list_runs()] == [three[1].id, three[0].id]
-        assert three[2].id not in screen_text(app)
+        assert [run.id for run in list_runs()] == [three_runs[1].id, three_runs[0].id]
+        assert three_runs[2].id not in screen_text(app)
 
 
 def test_a_run_that_goes_on_is_not_deleted(root: Path) -> None:
@@ -110,7 +110,7 @@ async def test_the_screen_refuses_to_delete_a_running_run(root: Path) -> None:
 
 
 @in_loop
-async def test_marking_two_runs_compares_their_curves_and_recipes(three: list[Run]) -> None:
+async def test_marking_two_runs_compares_their_curves_and_recipes(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())
@@ -160,29 +160,29 @@ async def test_six_runs_can_be_marked_and_not_a_seventh(root: Path) -> None:
 
 
 @in_loop
-async def test_a_run_without_a_checkpoint_cannot_be_resumed(three: list[Run]) -> None:
+async def test_a_run_without_a_checkpoint_cannot_be_resumed(three_runs: list[Run]) -> None:
     app = quiet_app()
-    said: list[str] = []
+    notices: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
-        app.report = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
+        app.report = lambda text, alarm=False: notices.append(text)  # type: ignore[method-assign]
         await open_screen(pilot, history())
         await pilot.press("r")
         await settle(pilot)
         assert "broken goes on from its newest checkpoint" in screen_text(app)
-        assert said == []
+        assert notices == []
         await pilot.pause(LEAST_KEY_GAP_S)
         await pilot.press("y")
         await settle(pilot)
-        assert "has no checkpoint" in said[-1]
+        assert "has no checkpoint" in notices[-1]
         assert len(list_runs()) == 3
 
 
 @in_loop
-async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three: list[Run]) -> None:
+async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())
-        names = [run.id.rpartition("-")[2] for run in reversed(three)]
+        names = [run.id.rpartition("-")[2] for run in reversed(three_runs)]
 
         def listed() -> list[str]:
             return [entry["id"].rpartition("-")[2] for entry in app.screen.query_one(RunList).entries or ()]
@@ -205,19 +205,19 @@ async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three
 
 
 @in_loop
-async def test_a_filter_that_is_not_understood_stays_in_the_line(three: list[Run]) -> None:
+async def test_a_filter_that_is_not_understood_stays_in_the_line(three_runs: list[Run]) -> None:
     app = quiet_app()
-    said: list[str] = []
+    notices: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
-        app.report = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
+        app.report = lambda text, alarm=False: notices.append(text)  # type: ignore[method-assign]
         await open_screen(pilot, history())
         await pilot.press("slash", *"lss<2", "enter")
-        assert said == ["filter 'lss<2': no column 'lss'; did you mean 'loss'?"]
+        assert notices == ["filter 'lss<2': no column 'lss'; did you mean 'loss'?"]
         assert app.focused is app.screen.query_one("#editor")
 
 
 @in_loop
-async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three: list[Run]) -> None:
+async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())
@@ -225,22 +225,22 @@ async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three: li
         await settle(pilot)
         await pilot.press("t", *"lr-sweep bad", "enter")
         await settle(pilot)
-        assert read_notes(three[2].dir) == Notes(note="quits at once", tags=("bad", "lr-sweep"))
+        assert read_notes(three_runs[2].dir) == Notes(note="quits at once", tags=("bad", "lr-sweep"))
         assert "[bad] [lr-sweep] quits at once" in screen_text(app)
         await pilot.press("n", *" never", "escape")
         await settle(pilot)
-        assert read_notes(three[2].dir).note == "quits at once"
+        assert read_notes(three_runs[2].dir).note == "quits at once"
 
 
 @in_loop
-async def test_a_recipe_is_launched_again_with_edits_and_the_runs_own_stays(three: list[Run]) -> None:
+async def test_a_recipe_is_launched_again_with_edits_and_the_runs_own_stays(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())
         await pilot.press("e")
         await settle(pilot)
         assert app.place == "launch"
-        assert three[2].id in screen_text(app)
+        assert three_runs[2].id in screen_text(app)
         await pilot.press("s")
         await settle(pilot)
         assert app.screen.has_class("-editing"), "it is saved under another name"

@@ -36,16 +36,16 @@ def rows(results: Sequence[CheckResult], *, problem: str = "", width: int = 60, 
 
 
 @pytest.mark.parametrize(
-    ("statuses", "said"),
+    ("statuses", "headline"),
     [
         (["ok", "note"], "✓ ready"),
         (["ok", "warning"], "! ready, 1 warning"),
         (["error", "warning", "warning"], "✗ 1 error, 2 warnings"),
     ],
 )
-def test_the_headline_says_whether_it_could_start(statuses: list[str], said: str) -> None:
+def test_the_headline_says_whether_it_could_start(statuses: list[str], headline: str) -> None:
     head = rows([result(status) for status in statuses])[0]
-    assert head.startswith(f"preflight  {said} ")
+    assert head.startswith(f"preflight  {headline} ")
     assert head.endswith(f"{len(statuses)} checks")
 
 

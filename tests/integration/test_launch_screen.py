@@ -172,7 +172,7 @@ async def test_what_is_typed_ahead_goes_into_the_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "key"),
+    ("query", "key"),
     [
         ("lr", "train.lr"),
         ("cpu", "cluster.nodes[0].cpu_ranks"),
@@ -183,21 +183,21 @@ async def test_what_is_typed_ahead_goes_into_the_value() -> None:
     ],
 )
 @in_loop
-async def test_a_search_goes_to_the_field_that_is_meant_and_escape_restores(typed: str, key: str) -> None:
+async def test_a_search_goes_to_the_field_that_is_meant_and_escape_restores(query: str, key: str) -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.seed")
         await pilot.press("slash")
-        screen.query_one("#editor", Input).value = typed
+        screen.query_one("#editor", Input).value = query
         await pilot.pause()
         assert screen.form.field.key == key
         assert any(row.lstrip().startswith("find ") or " find " in row for row in screen_text(app).splitlines())
         await pilot.press("escape")
         assert (screen.form.wanted, screen.form.field.key) == ("", "train.seed")
         await pilot.press("slash")
-        screen.query_one("#editor", Input).value = typed
+        screen.query_one("#editor", Input).value = query
         await pilot.press("enter")
-        assert (screen.form.wanted, screen.form.field.key) == (typed, key)
+        assert (screen.form.wanted, screen.form.field.key) == (query, key)
 
 
 @in_loop

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_runs import make_ended_run as make_run, append_to_log
+from made_runs import append_to_log, make_ended_run as make_run
 
 from gputrain_tui.history.runs import find
 

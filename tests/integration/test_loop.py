@@ -229,8 +229,7 @@ def refused(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_request_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(refused: Begun, line: str) -> None:
     done = refused[line].result()
     assert done.code == 2, done.output
-    told = [text for text in done.output.splitlines() if line in text]
-    assert len(told) == 1
+    assert len([text for text in done.output.splitlines() if line in text]) == 1
     assert "Traceback" not in done.output
 
 
@@ -346,13 +345,13 @@ def test_a_training_whose_last_checkpoint_cannot_be_written_fails_in_one_line(tm
         env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    told = "trained, but there is no checkpoint of it; that of step 3 was not kept: File too large"
+    message = "trained, but there is no checkpoint of it; that of step 3 was not kept: File too large"
     last = done.stderr.splitlines()[-1]
-    assert (done.returncode, last) == (1, f"trainer: rank 0 on {socket.gethostname()}: {told}")
+    assert (done.returncode, last) == (1, f"trainer: rank 0 on {socket.gethostname()}: {message}")
     (failure,) = TrainingResult(tmp_path, done).events_of("failure")
-    assert (failure["kind"], failure["message"], failure["step"]) == ("checkpoint_lost", told, 3)
+    assert (failure["kind"], failure["message"], failure["step"]) == ("checkpoint_lost", message, 3)
     result = json.loads((tmp_path / "nodes" / "0.json").read_bytes())
-    assert (result["exit_code"], result["failure"]["message"]) == (1, told)
+    assert (result["exit_code"], result["failure"]["message"]) == (1, message)
     assert not list((tmp_path / "checkpoints").glob("*.pt"))
 
 

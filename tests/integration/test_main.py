@@ -130,10 +130,10 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_starts(
     arguments: list[str], says: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words(data, *arguments), {}) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert told.startswith("trainer: ")
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert says in stderr
+    assert stderr.startswith("trainer: ")
+    assert stderr.count("\n") == 1
 
 
 def test_several_ranks_without_gpus_need_the_cpu_to_be_asked_for(

@@ -28,7 +28,7 @@ from trainer.host.processes import descendants
 HERE = Path(__file__).parent
 
 
-class Ran:
+class ScriptRun:
     """What the node of a script left behind."""
 
     def __init__(self, folder: Path, code: int, stderr: str) -> None:
@@ -80,10 +80,10 @@ def begin(
     )
 
 
-def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more: Sequence[str] = ()) -> Ran:
+def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more: Sequence[str] = ()) -> ScriptRun:
     process = begin(folder, script, *arguments, ranks=ranks, more=more)
     _, stderr = process.communicate(timeout=LIMIT_S)
-    return Ran(folder, process.returncode, stderr)
+    return ScriptRun(folder, process.returncode, stderr)
 
 
 # --- success --------------------------------------------------------------------------------------------------------
@@ -199,8 +199,8 @@ list(DataLoader(Broken(), num_workers=1))
 """
     done = run(tmp_path, script, ranks=1)
     assert done.code == 1
-    told = "OSError: [Errno 5] Input/output error: 'shard-7.bin' (in DataLoader worker process 0)"
-    assert done.failure.message == told
+    message = "OSError: [Errno 5] Input/output error: 'shard-7.bin' (in DataLoader worker process 0)"
+    assert done.failure.message == message
 
 
 def test_the_script_finds_what_an_interpreter_of_its_own_would_give_it(tmp_path: Path) -> None:
@@ -436,9 +436,9 @@ def test_a_wrong_request_is_refused_in_one_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments, {}) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1
 
 
 def assignment(device_id: int | None = None, local_world_size: int = 2) -> RankAssignment:

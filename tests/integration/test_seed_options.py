@@ -113,19 +113,19 @@ def test_the_average_is_what_is_validated_and_saved_and_the_plain_weights_train_
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "said"),
+    ("there", "here", "warning"),
     [
         (0.0, 0.5, "the average of the weights begins with these weights"),
         (0.5, 0.0, "the average of the weights ends, and the weights beside it go on"),
     ],
 )
 def test_an_average_that_begins_or_ends_on_resuming_is_told(
-    two_ranks: Gang, tmp_path: Path, there: float, here: float, said: str
+    two_ranks: Gang, tmp_path: Path, there: float, here: float, warning: str
 ) -> None:
     straight = trained(two_ranks, None, max_updates=8)
     trained(two_ranks, tmp_path, max_updates=4, ema_decay=there)
     resumed = trained(two_ranks, tmp_path, max_updates=8, ema_decay=here, resume=str(tmp_path))
-    assert said in resumed["said"]
+    assert warning in resumed["said"]
     assert same(resumed["model"], straight["model"])
 
 

@@ -33,7 +33,7 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
     from trainer.engine.worker_context import WorkerContext
 
     os.environ["GPUTRAIN_CACHE"] = cache
-    said: list[str] = []
+    narration: list[str] = []
     kind = load_task(task_name)
     loop = Loop(
         kind(kind.Options(**task_options)),
@@ -44,14 +44,14 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
             device=torch.device("cpu"),
             writer=EventWriter(None),
             set_state=lambda state: None,
-            say=said.append,
+            say=narration.append,
             checkpoints=None,
         ),
     )
     outcome = loop.run()
     parameters = torch.cat([p.detach().flatten() for p in loop.raw_model.parameters()])
     return {
-        "said": said,
+        "said": narration,
         "updates": outcome.updates,
         "best": outcome.best.value,
         "parameters": parameters.double().sum().item(),

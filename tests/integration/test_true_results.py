@@ -61,8 +61,8 @@ def test_only_steps_that_were_taken_count(tmp_path: Path) -> None:
     assert [event["step"] for event in done.events_of("step")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [event["step"] for event in done.events_of("validation")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert done.events_of("step")[-1]["lr"] == pytest.approx(1e-3 * 0.3)
-    told = "step 4 was left out: a gradient overflowed; the loss scale is now 32768"
-    assert told in (tmp_path / "logs" / "0.log").read_text()
+    expected = "step 4 was left out: a gradient overflowed; the loss scale is now 32768"
+    assert expected in (tmp_path / "logs" / "0.log").read_text()
     found = newest(tmp_path / "checkpoints")
     assert found is not None
     assert (found[1]["updates"], found[1]["position"]["consumed"]) == (8, 45)
@@ -233,7 +233,7 @@ def test_what_is_validated_is_what_is_saved_where_ranks_have_other_statistics(tm
     flags = ("--task", f"{ODD}NormTask", "--batch-size", 5, "--max-updates", 5, "--lr", 0.1)
     done = train(tmp_path, *flags, "--valid-samples", 300, ranks=2)
     assert done.code == 0, done.output
-    (told,) = (event["loss"] for event in done.events_of("validation"))
+    (expected,) = (event["loss"] for event in done.events_of("validation"))
     task = NormTask(TinyOptions(valid_samples=300))
     model = task.model()
     found = newest(tmp_path / "checkpoints")
@@ -243,7 +243,7 @@ def test_what_is_validated_is_what_is_saved_where_ranks_have_other_statistics(tm
     valid = task.datasets()["valid"]
     with torch.no_grad():
         loss, count, _ = task.loss(model, task.collate([valid[index] for index in range(len(valid))]))
-    assert told == pytest.approx(float(loss / count), rel=1e-6)
+    assert expected == pytest.approx(float(loss / count), rel=1e-6)
     assert {event["message"] for event in done.events_of("finding") if event["kind"] == "desync"} == set()
 
 

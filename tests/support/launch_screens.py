@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from screens_at_rest import quiet_app, settle, open_screen
+from screens_at_rest import open_screen, quiet_app, settle
 from textual.pilot import Pilot
 from textual.widgets import Input
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from run_dirs import run_dir
-from screens_at_rest import settle, open_screen
+from screens_at_rest import open_screen, settle
 from textual.pilot import Pilot
 
 from gputrain_tui.console.app import GputrainApp

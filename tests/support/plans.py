@@ -22,12 +22,12 @@ def recipe(*nodes: str, cluster: str = "", train: str = "") -> Any:
     )
 
 
-def nodes_by_address(*gpus: int) -> list[str]:
+def remote_nodes(*gpus: int) -> list[str]:
     """Nodes by address."""
     return [f'host = "10.0.123.{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 
-def nodes_by_name(*gpus: int) -> list[str]:
+def named_nodes(*gpus: int) -> list[str]:
     """Nodes by name."""
     return [f'host = "n{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 

@@ -17,7 +17,7 @@ from launch_screens import NOT_READY, TEXT, two_recipes, validate_on_fixed_machi
 from machines import ANSWERS, NO_DRIVER, TWO_NODES, gpu, machine, open_several_hosts
 from run_dirs import run_dir
 from screen_frames import NOW, console, press, settle
-from screens_at_rest import settle as rest, open_screen
+from screens_at_rest import open_screen, settle as rest
 from textual.pilot import Pilot
 
 from gputrain_tui import paths

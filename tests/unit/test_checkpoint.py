@@ -427,20 +427,20 @@ def test_a_deleted_run_directory_stays_deleted(tmp_path: Path, log: CheckpointLo
 
 
 def test_a_fault_in_telling_of_one_checkpoint_does_not_cost_the_next(tmp_path: Path) -> None:
-    told: list[int] = []
+    saved_steps: list[int] = []
     failed: list[int] = []
 
-    def tell(saved: Saved) -> None:
-        told.append(saved.step)
+    def on_saved(saved: Saved) -> None:
+        saved_steps.append(saved.step)
         if saved.step == 1:
             raise ValueError("surrogates not allowed")
 
-    writer = CheckpointWriter(tmp_path, keep_last=2, on_saved=tell, on_failed=lambda step, _: failed.append(step))
+    writer = CheckpointWriter(tmp_path, keep_last=2, on_saved=on_saved, on_failed=lambda step, _: failed.append(step))
     for step in (1, 2):
         writer.save({"step": step}, step=step)
         writer.wait()
     writer.close()
-    assert (told, failed) == ([1, 2], [1])
+    assert (saved_steps, failed) == ([1, 2], [1])
     assert checkpoint_names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
 
 

@@ -45,7 +45,7 @@ def grow(
             sample.memory_used_bytes = int((host[second] if host else size + 20.0) * GIB)
             sample.memory_total_bytes = total_bytes
         run.state.apply(sample)
-        found += run.look()
+        found += run.diagnose()
     return [finding for finding in found if finding.kind == "memory_creep"]
 
 

@@ -200,15 +200,15 @@ def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agre
     assert plain(closing_lines(state, 80)).splitlines()[3] == "all ranks  1,280 samples/s  128,000 tokens/s  MFU 0.4%"
     assert paint(progress_line(state, 80, now=1007.0), colour=False) == LINES[80]
     head = RunHeading(status="running", name="n", id="i", world_size=2, hosts=1, summary=state.figures)
-    shown = " ".join(row_text(draw_header(head, 200, 2)[1]).split())
-    assert "1,280 samples/s 128,000 tokens/s MFU 0.4%" in shown
+    header = " ".join(row_text(draw_header(head, 200, 2)[1]).split())
+    assert "1,280 samples/s 128,000 tokens/s MFU 0.4%" in header
 
 
 def test_without_tokens_and_a_known_peak_there_are_samples_only() -> None:
     state = trained()
     head = RunHeading(status="running", name="n", id="i", world_size=2, hosts=1, summary=state.figures)
-    shown = [plain_line(state, now=1007.0), plain(closing_lines(state, 80)), row_text(draw_header(head, 200, 2)[1])]
-    assert all("samples/s" in text and "tokens" not in text and "MFU" not in text for text in shown)
+    texts = [plain_line(state, now=1007.0), plain(closing_lines(state, 80)), row_text(draw_header(head, 200, 2)[1])]
+    assert all("samples/s" in text and "tokens" not in text and "MFU" not in text for text in texts)
 
 
 def test_a_run_that_only_evaluates_ends_with_what_it_found_and_no_steps() -> None:
@@ -359,28 +359,30 @@ def test_a_log_gets_a_line_every_few_seconds_and_per_validation() -> None:
     assert "\r" not in stream.getvalue()
 
 
-@pytest.mark.parametrize(("state", "shown"), [("joining", []), ("ready", []), ("training", ["run 1"])])
+@pytest.mark.parametrize(("state", "lines"), [("joining", []), ("ready", []), ("training", ["run 1"])])
 def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
-    state: RankStateName, shown: list[str]
+    state: RankStateName, lines: list[str]
 ) -> None:
     run = RunState(world_size=1)
     screen, stream = view(run, Clock(), live=False)
     screen.introduce([("run 1", "")])
     run.apply(RankState(time=1.0, rank=0, state=state))
     screen.update([])
-    assert stream.getvalue().splitlines() == shown
+    assert stream.getvalue().splitlines() == lines
     screen.say([("said", "")])
     assert stream.getvalue().splitlines() == ["run 1", "said"]
 
 
 def test_a_log_tells_of_a_start_only_when_it_takes_long() -> None:
     clock = [1000.0]
-    told = io.StringIO()
-    view = ProgressView(RunState(world_size=2), told, live=False, colour=False, width=lambda: 80, now=lambda: clock[0])
+    stream = io.StringIO()
+    view = ProgressView(
+        RunState(world_size=2), stream, live=False, colour=False, width=lambda: 80, now=lambda: clock[0]
+    )
     view.introduce([("run one", "")])
     clock[0] += 14.0  # torch loads on a slow machine; a rank may still refuse
     view.update([])
-    assert told.getvalue() == ""
+    assert stream.getvalue() == ""
     clock[0] += 2.0
     view.update([])
-    assert told.getvalue().splitlines() == ["run one", "starting 2 ranks"]
+    assert stream.getvalue().splitlines() == ["run one", "starting 2 ranks"]

@@ -23,8 +23,8 @@ and more'
 
 
 def test_an_error_of_a_data_loading_process_is_told_as_that_process_had_it() -> None:
-    told = "OSError: [Errno 5] Input/output error: 'shard-7.bin (in DataLoader worker process 0)"
-    assert error_line(OSError(CARRIED)) == told
+    message = "OSError: [Errno 5] Input/output error: 'shard-7.bin (in DataLoader worker process 0)"
+    assert error_line(OSError(CARRIED)) == message
 
 
 def test_a_log_that_ends_with_such_an_error_names_it_too(tmp_path: Path) -> None:

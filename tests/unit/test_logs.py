@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_runs import NOON, make_ended_run as make_run, append_to_log
+from made_runs import NOON, append_to_log, make_ended_run as make_run
 
 from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
@@ -60,7 +60,7 @@ def test_following_one_rank_leaves_the_others_unread(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "shown"),
+    ("line", "printed"),
     [
         (b"plain", b"plain"),
         ("naïve 訓練\t✓".encode(), "naïve 訓練\t✓".encode()),
@@ -74,8 +74,8 @@ def test_following_one_rank_leaves_the_others_unread(home: Path) -> None:
         (b"\x1b", "␛".encode()),
     ],
 )
-def test_nothing_that_a_rank_prints_commands_the_terminal(line: bytes, shown: bytes) -> None:
-    assert format_line(line, b"", True) == shown + b"\n"
+def test_nothing_that_a_rank_prints_commands_the_terminal(line: bytes, printed: bytes) -> None:
+    assert format_line(line, b"", True) == printed + b"\n"
     assert format_line(line, b"[rank 0] ", False) == b"[rank 0] " + line + b"\n"
 
 
@@ -167,7 +167,7 @@ def test_the_cause_of_a_failure_stands_in_the_table_as_far_as_the_terminal_is_wi
         summarize(make_run(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
         summarize(make_run(home, "lm", status="failed", ended=NOON + 720, message=CAUSE), now=NOON),
     ]
-    shown = report(entries, cells=cells).splitlines()
-    assert shown == rows
-    assert max(map(len, shown)) <= cells
+    printed = report(entries, cells=cells).splitlines()
+    assert printed == rows
+    assert max(map(len, printed)) <= cells
     assert report(entries).splitlines()[2].endswith(CAUSE), "whole where no terminal reads it"

@@ -39,15 +39,15 @@ def test_a_run_id_carries_time_and_recipe_as_one_plain_word(recipe: str, expecte
 
 
 def test_a_new_run_is_complete_and_only_its_owner_can_look_into_it(tmp_path: Path) -> None:
-    told: list[Path] = []
+    planned_for: list[Path] = []
 
     def plan(final: RunDir) -> bytes:
-        told.append(final.path)
+        planned_for.append(final.path)
         return b'{"world_size":2}'
 
     run = create("demo", world_size=2, recipe_toml="[train]\n", plan=plan, root=tmp_path / "runs", now=lambda: NOON)
 
-    assert told == [run.dir.path]
+    assert planned_for == [run.dir.path]
     assert stat.S_IMODE(run.dir.path.stat().st_mode) == 0o700
     assert run.dir.recipe.read_text() == "[train]\n"
     assert run.dir.plan.read_bytes() == b'{"world_size":2}'

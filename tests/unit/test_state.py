@@ -291,8 +291,8 @@ def test_ranks_agree_when_their_checksums_of_one_step_are_equal(
     assert fold(*events).desync.equal is agree
 
 
-def checksums(*told: tuple[int, int, str, str]) -> list[Checksum]:
-    return [Checksum(time=1.0, rank=r, step=step, parameters=p, buffers=b) for r, step, p, b in told]
+def checksums(*values: tuple[int, int, str, str]) -> list[Checksum]:
+    return [Checksum(time=1.0, rank=r, step=step, parameters=p, buffers=b) for r, step, p, b in values]
 
 
 def test_checksums_are_compared_step_by_step_however_far_the_ranks_are_apart() -> None:
@@ -307,10 +307,10 @@ def test_checksums_are_compared_step_by_step_however_far_the_ranks_are_apart() -
 
 
 def test_those_that_hold_something_else_than_the_most_stand_apart() -> None:
-    told = [(0, 9, "b", "x"), (1, 9, "a", "x"), (2, 9, "a", "x"), (3, 9, "c", "y")]
-    assert fold(*checksums(*told), world_size=4).desync.difference == (9, "parameters", (0, 3))
-    told = [(0, 9, "a", "x"), (1, 9, "a", "y")]
-    assert fold(*checksums(*told), world_size=2).desync.difference == (9, "buffers", (1,))
+    values = [(0, 9, "b", "x"), (1, 9, "a", "x"), (2, 9, "a", "x"), (3, 9, "c", "y")]
+    assert fold(*checksums(*values), world_size=4).desync.difference == (9, "parameters", (0, 3))
+    values = [(0, 9, "a", "x"), (1, 9, "a", "y")]
+    assert fold(*checksums(*values), world_size=2).desync.difference == (9, "buffers", (1,))
 
 
 def test_what_a_rank_held_before_it_was_started_again_is_not_compared() -> None:
