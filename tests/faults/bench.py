@@ -23,10 +23,10 @@ RECIPE = """\
 name = "tiny"
 
 [[cluster.nodes]]
-cpu_ranks = 2
+cpu_ranks = {ranks}
 
 [train]
-task = "lm"
+task = "{task}"
 batch_size = 4
 max_updates = {updates}
 threads = 1
@@ -52,7 +52,7 @@ class Bench:
         data = self.folder / "text.txt"
         data.write_text(TEXT)
         path = self.folder / f"tiny-{updates}.toml"
-        path.write_text(RECIPE.format(updates=updates, data=data))
+        path.write_text(RECIPE.format(ranks=2, task="lm", updates=updates, data=data))
         return path
 
     @property

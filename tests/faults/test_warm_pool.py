@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from bench import rank_pid
+from bench import FOR_EVER, RECIPE, TEXT, rank_pid
+from waiting import until
 
 from gputrain_tui.history.runs import Run, last_step, open_run
 from gputrain_tui.lifecycle import leftovers, start
@@ -23,26 +23,6 @@ from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
 from gputrain_tui.recipe import model
 from trainer.contract.record import RunDir, Step, decode_events
 
-RECIPE = """\
-name = "tiny"
-
-[[cluster.nodes]]
-cpu_ranks = {ranks}
-
-[train]
-task = "{task}"
-batch_size = 4
-max_updates = {updates}
-threads = 1
-
-[task]
-data = "{data}"
-context = 16
-dim = 8
-layers = 1
-heads = 1
-"""
-FOR_EVER = 1_000_000
 OWN_TASK = """\
 import json
 import os
@@ -73,13 +53,6 @@ time.sleep(60)
 """A console that opens the form, and launches if it is given a recipe."""
 
 
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(
@@ -100,7 +73,7 @@ def warm() -> Iterator[WarmPool]:
 
 def write(folder: Path, *, updates: int = 3, ranks: int = 2, task: str = "lm") -> Path:
     data = folder / "text.txt"
-    data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    data.write_text(TEXT)
     path = folder / "tiny.toml"
     path.write_text(RECIPE.format(updates=updates, ranks=ranks, task=task, data=data))
     return path
@@ -262,7 +235,7 @@ def test_closing_ends_what_waits_at_once_also_while_torch_is_loading(home: Path,
     until(lambda: len(descendants(warm.pid or 0)) >= 2)
     all_of_it = [psutil.Process(warm.pid), *descendants(warm.pid)]
     warm.close()
-    until(lambda: not any(process.is_running() for process in all_of_it), 2)
+    until(lambda: not any(process.is_running() for process in all_of_it), limit_s=2)
     assert folders(home) == []
 
 
@@ -273,7 +246,7 @@ def test_a_killed_console_takes_what_waits_with_it(home: Path) -> None:
         all_of_it = [psutil.Process(pid), *descendants(pid)]
         assert len(all_of_it) >= 3
         console.kill()
-    until(lambda: not any(process.is_running() for process in all_of_it), 3)
+    until(lambda: not any(process.is_running() for process in all_of_it), limit_s=3)
     assert folders(home) == []
 
 
@@ -301,7 +274,7 @@ def test_a_killed_waiting_supervisor_takes_the_fork_server_with_it(warm: WarmPoo
     assert warm.pid is not None
     all_of_it = descendants(warm.pid)
     os.kill(warm.pid, signal.SIGKILL)
-    until(lambda: not any(process.is_running() for process in all_of_it), 3)
+    until(lambda: not any(process.is_running() for process in all_of_it), limit_s=3)
 
 
 def test_what_waits_too_long_goes_and_the_launch_is_a_cold_one(home: Path) -> None:
@@ -309,7 +282,7 @@ def test_what_waits_too_long_goes_and_the_launch_is_a_cold_one(home: Path) -> No
     warm.open()
     pid = warm.pid
     assert pid is not None
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10)
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, limit_s=10)
     assert folders(home) == []
     _, supervisor = launch(write(home), warm)
     assert supervisor.pid != pid

@@ -16,15 +16,14 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from tiny_task import TinyOptions, TinyTask
 from torch import Tensor
 from trained import TASK, TrainingResult, train
+from worker_contexts import worker_context
 
 from trainer.checkpoint import copy_to_cpu, load, newest, write_file
 from trainer.checkpoint.file import place_of
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.contract.record import EventWriter
 from trainer.distributed.encoding import encode
 from trainer.engine.loop import Loop
-from trainer.engine.worker_context import WorkerContext
 
 Keys = tuple[Any, ...]
 SAVED_AT, END = 3, 6
@@ -41,15 +40,7 @@ def make_loop(
     return Loop(
         TinyTask(TinyOptions(samples=10, valid_samples=3, dropout=0.2, width=4)),
         Training(task="tiny", batch_size=(5,), max_updates=updates, valid_every_updates=2, **options),
-        WorkerContext(
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=0),
-            set_state=lambda state: None,
-            say=lambda line: None if narration is None else narration.append(line),
-            checkpoints=folder,
-        ),
+        worker_context(say=lambda line: None if narration is None else narration.append(line), checkpoints=folder),
     )
 
 

@@ -40,7 +40,7 @@ def on_ranks(
     rank: int, world_size: int, folder: str, options: dict[str, Any], body: Callable[..., Any], *arguments: Any
 ) -> dict[str, Any]:
     """Do something with the tested task as one rank of a group; return what came into the record."""
-    from trainer.engine.worker_context import WorkerContext
+    from worker_contexts import worker_context
 
     url = f"file://{folder}/rendezvous"
     distributed.distributed_init(
@@ -59,12 +59,10 @@ def on_ranks(
     narration: list[str] = []
     try:
         kept = options.get("kept", True)
-        ctx = WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
+        ctx = worker_context(
+            rank,
+            world_size,
             writer=writer,
-            set_state=lambda state: None,
             say=narration.append,
             checkpoints=Path(folder, "checkpoints") if kept else None,
             stop_requested=stop,

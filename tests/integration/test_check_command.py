@@ -10,19 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from commands import Command, command
+from recipe_texts import recipe
 
 from gputrain_tui.hosts.environment_facts import torch_here
-from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.model import Recipe
-
-CPUS = "cpu_ranks = 2"
-TRAIN = 'task = "lm"\nmax_updates = 2'
-
-
-def recipe(*nodes: str, train: str = TRAIN, task: str = 'data = "books.txt"', cluster: str = "") -> Recipe:
-    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or (CPUS,))
-    own = f"[task]\n{task}\n" if task else ""
-    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n[train]\n{train}\n{own}", name="one.toml")
 
 
 @pytest.fixture(autouse=True)

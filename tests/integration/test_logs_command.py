@@ -3,27 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from made_runs import append_to_log, make_ended_run as make_run
+from utc_home import utc_home  # noqa: F401 - a fixture
 
 from gputrain_tui.history.runs import find
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with monkeypatch.context() as patch:
-        patch.setenv("GPUTRAIN_HOME", str(tmp_path))
-        patch.setenv("TZ", "UTC")
-        time.tzset()
-        yield tmp_path
-    time.tzset()
 
 
 def gputrain(*words: str) -> subprocess.CompletedProcess[bytes]:

@@ -64,6 +64,11 @@ class RunningNodeAgent:
     def outcome(self) -> NodeOutcome:
         return msgspec.json.decode(self.run_dir.node_result(0).read_bytes(), type=NodeOutcome)
 
+    def failure(self) -> Failure:
+        failure = self.outcome().failure
+        assert failure is not None
+        return failure
+
     def events(self) -> list[AnyEvent]:
         return list(decode_events(self.run_dir.node_events(0).read_bytes()))
 
@@ -183,16 +188,14 @@ def test_a_rank_that_is_ended_because_of_another_has_its_last_steps_on_disk(kind
 def test_a_request_that_only_a_rank_can_refuse_ends_as_a_bad_request(start: Start) -> None:
     agent = start("one_finds_the_request_wrong")
     assert agent.wait() == 2
-    reported = agent.outcome().failure
-    assert reported is not None
+    reported = agent.failure()
     assert (reported.kind, reported.message, reported.traceback) == ("request", "/data is missing", None)
 
 
 def test_the_cause_is_the_killed_rank_not_the_one_that_lost_it_first(start: Start) -> None:
     agent = start("one_is_killed_and_the_other_loses_its_peer")
     assert agent.wait() == 1
-    reported = agent.outcome().failure
-    assert reported is not None
+    reported = agent.failure()
     assert (reported.kind, reported.rank) == ("signal", 1)
     assert "SIGKILL" in reported.message
     # The killed rank could not write it, so the parent's own events hold it.
@@ -203,16 +206,14 @@ def test_the_cause_is_the_killed_rank_not_the_one_that_lost_it_first(start: Star
 def test_a_lost_peer_is_the_cause_only_when_nothing_else_failed_here(start: Start) -> None:
     agent = start("all_lose_a_peer")
     assert agent.wait() == 1
-    reported = agent.outcome().failure
-    assert reported is not None
+    reported = agent.failure()
     assert reported.kind == "lost_peer"
 
 
 def test_leaving_without_having_trained_is_a_failure_whatever_the_exit_code(start: Start) -> None:
     agent = start("leaves_early")
     assert agent.wait() == 1
-    reported = agent.outcome().failure
-    assert reported is not None
+    reported = agent.failure()
     assert (reported.kind, reported.rank) == ("exit", 1)
     assert "exit code 0 before its training was complete" in reported.message
 
@@ -224,8 +225,7 @@ def test_ranks_that_end_with_a_killed_fork_server_are_not_blamed(start: Start) -
     assert server != agent.process.pid
     os.kill(server, signal.SIGKILL)
     assert agent.wait() == 1
-    reported = agent.outcome().failure
-    assert reported is not None
+    reported = agent.failure()
     assert (reported.kind, reported.rank, reported.host) == ("signal", None, "here")
     assert reported.message.startswith("the fork server, from which the ranks of this node come, was ended by SIGKILL")
     assert [event for event in agent.events() if isinstance(event, Failure)] == [reported]
@@ -235,8 +235,7 @@ def test_ranks_that_end_with_a_killed_fork_server_are_not_blamed(start: Start) -
 def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(start: Start) -> None:
     agent = start("leaves_with_255")
     assert agent.wait() == 1
-    reported = agent.outcome().failure
-    assert reported is not None
+    reported = agent.failure()
     assert (reported.kind, reported.rank) == ("exit", 1)
     assert "exit code 255" in reported.message
 
@@ -273,8 +272,7 @@ def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(sta
 def test_a_rank_that_another_has_lost_is_the_cause(start: Start, target: str, kind: str, words: str) -> None:
     agent = start(target)
     assert agent.wait() == 1
-    reported = agent.outcome().failure
-    assert reported is not None
+    reported = agent.failure()
     assert (reported.kind, reported.rank, reported.message) == (kind, 1, words)
 
 

@@ -5,24 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipe_texts import recipe_of, refusal
 
-from gputrain_tui.recipe.model import Recipe, RecipeError, build
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
-
-
-def recipe_of(text: str, *settings: str) -> Recipe:
-    return build(text, name="r.toml", overrides=settings)
-
-
-def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
-    with pytest.raises(RecipeError) as caught:
-        build(text, name=name, overrides=settings)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 USER_TASK = """

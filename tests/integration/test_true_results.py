@@ -130,11 +130,10 @@ def train_queued(
     """Train on the CPU as on a GPU: numbers are on their way to the host until an event has been reached."""
     from host_waits import HostWaits
     from tiny_task import TinyTask
+    from worker_contexts import worker_context
 
-    from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
     from trainer.engine.non_finite import NonFiniteError
-    from trainer.engine.worker_context import WorkerContext
 
     Queue.waited, Queue.prompt = 0, prompt
     waited_in_steps: list[int] = []
@@ -149,16 +148,7 @@ def train_queued(
     loop = Loop(
         Task(TinyOptions(**task)),
         Training(task="tiny", batch_size=(5,), **({"optimizer": "adam"} | options)),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=rank),
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=Path(folder),
-            copies=HostWaits(QueuedEvent).copies,
-        ),
+        worker_context(rank, world_size, checkpoints=Path(folder), copies=HostWaits(QueuedEvent).copies),
     )
     message = ""
     try:
@@ -255,24 +245,15 @@ def splits(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, lis
     import random
 
     from odd_tasks import SplitTask
+    from worker_contexts import worker_context
 
-    from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
-    from trainer.engine.worker_context import WorkerContext
 
     random.seed(1000 + rank)  # whatever a process has drawn before
     loop = Loop(
         SplitTask(TinyOptions()),
         Training(task="split", batch_size=(5,), max_updates=1, **options),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=rank),
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=None,
-        ),
+        worker_context(rank, world_size),
     )
     return {
         "after": [random.getrandbits(30)],
@@ -384,10 +365,9 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
     """Train with every wait for a device refused, from the first step to the last; return the steps."""
     from host_waits import HostWaits
     from tiny_task import TinyTask
+    from worker_contexts import worker_context
 
-    from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
-    from trainer.engine.worker_context import WorkerContext
 
     waits = HostWaits()
 
@@ -411,14 +391,9 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
             valid_every_epochs=0,
             shuffle=False,  # the order is on the host, and is not told from what is on a device
         ),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=rank),
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=None,
+        worker_context(
+            rank,
+            world_size,
             waits=waits.stop,  # before the last evaluation and the save, which may wait
             copies=waits.copies,
         ),

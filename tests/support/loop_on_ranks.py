@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from worker_contexts import worker_context
 
 from trainer.checkpoint import load, newest
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.contract.options import Training
-from trainer.contract.record import EventWriter
 from trainer.engine.loop import Loop
-from trainer.engine.worker_context import WorkerContext
 
 
 def train_on(rank: int, world_size: int, task: str, folder: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,14 +35,8 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     own = kind.Options(**given.pop("task_options", {}))
     training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
     narration: list[str] = []
-    context = WorkerContext(
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        writer=EventWriter(None, rank=rank),
-        set_state=lambda state: None,
-        say=narration.append,
-        checkpoints=None if folder is None else Path(folder),
+    context = worker_context(
+        rank, world_size, say=narration.append, checkpoints=None if folder is None else Path(folder)
     )
     seen: list[Any] = []
     weights: list[dict[str, torch.Tensor]] = []

@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from manual_clock import ManualClock
 
 from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
@@ -317,41 +318,33 @@ def test_colour_is_left_out_where_it_is_not_wanted() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", paint(line, colour=True)) == paint(line, colour=False)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1007.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def view(state: RunState, clock: Clock, *, live: bool) -> tuple[ProgressView, io.StringIO]:
+def view(state: RunState, clock: ManualClock, *, live: bool) -> tuple[ProgressView, io.StringIO]:
     stream = io.StringIO()
     return ProgressView(state, stream, live=live, colour=False, width=lambda: 80, now=clock), stream
 
 
 def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_only_when_something_changed() -> None:
-    clock = Clock()
+    clock = ManualClock(1007.0)
     screen, stream = view(trained(), clock, live=True)
     for _ in range(50):
         screen.update([])
-        clock.now += 0.02
+        clock.seconds += 0.02
     assert stream.getvalue().count("\r") == 1
 
 
 def test_a_line_that_stays_takes_the_progress_line_away_first() -> None:
-    screen, stream = view(trained(), Clock(), live=True)
+    screen, stream = view(trained(), ManualClock(1007.0), live=True)
     screen.update([])
     screen.say([("hello", "")])
     assert stream.getvalue().endswith("\r\x1b[Khello\n")
 
 
 def test_a_log_gets_a_line_every_few_seconds_and_per_validation() -> None:
-    clock = Clock()
+    clock = ManualClock(1007.0)
     screen, stream = view(trained(), clock, live=False)
     for _ in range(101):
         screen.update([])
-        clock.now += 0.1
+        clock.seconds += 0.1
     screen.update([Validation(time=1.0, step=5, epoch=1, split="valid", loss=0.5)])
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
@@ -364,7 +357,7 @@ def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
     state: RankStateName, lines: list[str]
 ) -> None:
     run = RunState(world_size=1)
-    screen, stream = view(run, Clock(), live=False)
+    screen, stream = view(run, ManualClock(1007.0), live=False)
     screen.introduce([("run 1", "")])
     run.apply(RankState(time=1.0, rank=0, state=state))
     screen.update([])

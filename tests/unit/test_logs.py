@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from made_runs import NOON, append_to_log, make_ended_run as make_run
+from utc_home import utc_home  # noqa: F401 - a fixture
 
 from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
@@ -14,16 +14,6 @@ from gputrain_tui.history.runs import write_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.record import EventWriter, Step
 from trainer.host.process_identity import ProcessIdentity, identify
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with monkeypatch.context() as patch:
-        patch.setenv("GPUTRAIN_HOME", str(tmp_path))
-        patch.setenv("TZ", "UTC")
-        time.tzset()
-        yield tmp_path
-    time.tzset()
 
 
 def test_a_log_of_many_chunks_comes_out_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from recipe_texts import TRAIN, recipe
 
 from gputrain_tui.hosts.environment_facts import Torch
 from gputrain_tui.hosts.host_names import LocalFacts
@@ -28,7 +29,6 @@ from gputrain_tui.preflight import (
     warnings,
 )
 from gputrain_tui.preflight.facts import MissingInput
-from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.host.cores import Cpus
 from trainer.host.memory import Memory
@@ -36,14 +36,6 @@ from trainer.host.resource_limits import ResourceLimits
 
 GIB = 1 << 30
 HERE = LocalFacts(names=frozenset({"here"}), free_port=21000, python="python")
-CPUS = "cpu_ranks = 2"
-TRAIN = 'task = "lm"\nmax_updates = 2'
-
-
-def recipe(*nodes: str, train: str = TRAIN, task: str = 'data = "books.txt"', cluster: str = "") -> Recipe:
-    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or (CPUS,))
-    own = f"[task]\n{task}\n" if task else ""
-    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n[train]\n{train}\n{own}", name="one.toml")
 
 
 def gpu(index: int, **more: object) -> Gpu:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from recipe_texts import recipe_of, refusal
 
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
@@ -63,18 +64,6 @@ PYTEXT = {
     }
 }
 """The seed's own ``distributed_docnn.json``."""
-
-
-def recipe_of(text: str, *settings: str) -> Recipe:
-    return build(text, name="r.toml", overrides=settings)
-
-
-def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
-    with pytest.raises(RecipeError) as caught:
-        build(text, name=name, overrides=settings)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def values_of(found: Recipe) -> tuple[Any, ...]:

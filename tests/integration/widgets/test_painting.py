@@ -20,7 +20,7 @@ from gputrain_tui.console.widgets.rank_grid import HIGHLIGHT_S, RankGrid
 from gputrain_tui.console.widgets.step_bars import StepBars
 from trainer.contract.record import Step
 
-Scenario = Callable[["Stage", Pilot[None]], Awaitable[None]]
+Scenario = Callable[["WidgetsApp", Pilot[None]], Awaitable[None]]
 
 
 class WidgetsApp(App[None]):
