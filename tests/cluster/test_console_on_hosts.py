@@ -51,7 +51,7 @@ async def test_gpus_chosen_on_another_host_become_the_nodes_of_the_launch(server
 
 @pytest.mark.timing
 @in_loop
-async def test_the_console_is_left_at_once_while_a_host_says_nothing() -> None:
+async def test_the_console_quits_at_once_while_a_host_does_not_answer() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

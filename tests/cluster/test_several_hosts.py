@@ -180,7 +180,7 @@ def test_hosts_that_may_not_reach_each_other_are_named_before_training(cluster: 
 
 
 @pytest.mark.slow
-def test_a_host_without_a_way_to_the_first_one_says_so_before_the_others_give_up(cluster: Cluster) -> None:
+def test_a_host_that_cannot_reach_the_first_one_fails_before_the_others_time_out(cluster: Cluster) -> None:
     h2 = cluster.hosts[1]
     # Long enough for the other two to join on a loaded machine; the way is gone before anybody starts.
     shell = cluster.plan([1, 1, 1], "--shell", join_timeout=15)
@@ -218,7 +218,7 @@ def test_a_rank_that_is_killed_is_named_by_its_own_host_and_its_machine_by_the_o
 
 
 @pytest.mark.slow
-def test_what_a_rank_failed_of_is_told_on_every_host(cluster: Cluster) -> None:
+def test_the_error_of_a_rank_is_reported_on_every_host(cluster: Cluster) -> None:
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", task={"fault": "raise", "fault_rank": 3, "fault_step": 3}))
     assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
     for host in cluster.hosts:

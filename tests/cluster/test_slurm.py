@@ -157,7 +157,7 @@ def test_nodes_with_unequal_gpus_count_their_ranks_whoever_else_connects(
     assert log_lines == ["0 0 5", "1 1 5", "2 0 5", "3 0 5", "4 1 5"]
 
 
-def test_a_rank_that_fails_fails_the_job_and_its_cause_is_told_by_every_node(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_failed_rank_fails_the_job_and_every_node_reports_the_cause(cluster: Slurm, tmp_path: Path) -> None:
     fault = {"fault": "raise", "fault_rank": 2, "fault_step": 3}
     job = plan(cluster, tmp_path, ["n1", "n2"], [1, 2], task=fault)
     found = cluster.wait(cluster.submit(job))  # and until no process is left
@@ -186,7 +186,7 @@ def test_scancel_ends_every_process_and_no_rank_says_that_it_has_finished(cluste
 
 
 @pytest.mark.slow
-def test_a_wish_to_stop_that_reaches_the_nodes_saves_and_is_told(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_stop_request_that_reaches_the_nodes_saves_and_is_reported(cluster: Slurm, tmp_path: Path) -> None:
     """As scancel and a time limit reach them where Slurm tracks processes by cgroups: the tasks, not their children."""
     job = plan(cluster, tmp_path, ["n1", "n2"], [2, 1], **ENDLESS)
     number = cluster.submit(job)
@@ -368,7 +368,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
         ("slurm.setup=echo no such module >&2; false", 1, "no such module; slurm.setup ended with exit code 1"),
     ],
 )
-def test_what_slurm_or_a_node_refuses_is_told_in_its_words(user: SlurmUser, setting: str, code: int, line: str) -> None:
+def test_a_refusal_of_slurm_or_a_node_is_reported_verbatim(user: SlurmUser, setting: str, code: int, line: str) -> None:
     ended = user.run("run", "recipe.toml", "--set", setting, check=False)
     assert ended.returncode == code
     assert line in ended.stderr
@@ -400,7 +400,7 @@ def test_a_run_whose_time_limit_is_over_has_saved(user: SlurmUser) -> None:
 
 
 @pytest.mark.parametrize("mode", ["cancel", "requeue"])
-def test_a_run_that_slurm_pre_empts_for_another_job_is_told_as_such_and_has_saved(user: SlurmUser, mode: str) -> None:
+def test_a_preempted_run_is_reported_as_such_and_has_saved(user: SlurmUser, mode: str) -> None:
     cluster = user.cluster
     (user.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")
     user.run("run", "endless.toml", "--detach", "--set", f"slurm.partition={mode}")
@@ -430,7 +430,7 @@ def down(cluster: Slurm, node: str) -> Iterator[None]:
         cluster.wait_idle()
 
 
-def test_a_run_whose_node_slurm_loses_has_failed_as_nobody_wished_it(user: SlurmUser) -> None:
+def test_a_run_whose_node_slurm_loses_has_failed(user: SlurmUser) -> None:
     process = user.start("run", "endless.toml", *NO_REQUEUE)
     user.await_steps()
     with down(user.cluster, "n2"):

@@ -118,7 +118,7 @@ def test_tensorboard_has_every_step_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", ["tensorboard = true"], indirect=True)
-def test_nobody_waits_for_a_sink_that_hangs_who_asks_again(run: Run) -> None:
+def test_a_signal_ends_the_wait_for_a_hanging_sink(run: Run) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
     supervisor = start_supervisor(run.dir, leased=False)
     until(lambda: written(run, "tensorboard") == STEPS)

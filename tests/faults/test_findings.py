@@ -160,7 +160,7 @@ def test_nothing_is_found_but_what_is_wrong(held_up: Record) -> None:
 
 
 @pytest.mark.slow
-def test_findings_are_told_as_they_come_and_go_and_the_machine_is_sampled(held_up: Record) -> None:
+def test_findings_are_reported_when_raised_and_cleared_and_the_machine_is_sampled(held_up: Record) -> None:
     assert "ms late in each step" in held_up.stderr
     assert "cleared at step" in held_up.stderr
     samples = [event for event in held_up.events if isinstance(event, NodeSample)]

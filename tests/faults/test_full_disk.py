@@ -96,7 +96,7 @@ def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_
         assert "Traceback" not in err + run.dir.rank_log(0).read_text()
 
 
-def test_a_full_disk_of_the_record_costs_the_record_and_is_told(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_loses_the_record_only_and_is_reported(small_disk: Path, tmp_path: Path) -> None:
     bench = Bench(small_disk)
     process = bench.start(*run_arguments(bench.gated_recipe(KEPT, UPDATES), f"train.save_dir={tmp_path}/kept"))
     run = saved_once(bench)

@@ -68,7 +68,7 @@ def run(ended: Bench, bench: Bench) -> Run:
     return bench.runs()[0]
 
 
-def test_a_run_that_has_ended_is_left_as_it_is_by_who_comes_too_late(run: Run) -> None:
+def test_an_ended_run_is_not_changed_by_a_late_supervisor(run: Run) -> None:
     before = run.dir.status.read_bytes(), run.dir.run_events.read_bytes()
     assert start_supervisor(run.dir, leased=False, adopting=True).wait(LIMIT_S) == 0
     assert (run.dir.status.read_bytes(), run.dir.run_events.read_bytes()) == before

@@ -85,7 +85,7 @@ def test_a_finished_run_leaves_its_record_and_nothing_else(plain_run: FinishedRu
 
 
 @pytest.mark.parametrize("hanging", [False, True], ids=["training", "a rank hangs in a collective"])
-def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> None:
+def test_ctrl_c_stops_all_processes_and_reports_it(bench: Bench, hanging: bool) -> None:
     options = ["train.save_every_epochs=0", "train.stop_grace=1" if hanging else "train.lr=0.1"]
     words = [word for option in options for word in ("--set", option)]
     process = bench.start("run", bench.recipe(FOR_EVER), *words)
@@ -126,7 +126,7 @@ def test_killing_the_foreground_leaves_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["shown", "json"])
-def test_a_run_whose_directory_is_deleted_ends_and_says_why(bench: Bench, words: list[str]) -> None:
+def test_a_run_whose_directory_is_deleted_ends_with_the_reason(bench: Bench, words: list[str]) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), *words)
     run = bench.await_training()
     run.dir.path.rename(bench.folder / "deleted")

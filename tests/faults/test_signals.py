@@ -49,7 +49,7 @@ def assert_nothing_is_left(run: Run) -> None:
     ],
     ids=["foreground TERM", "foreground HUP", "supervisor HUP", "node TERM", "node HUP"],
 )
-def test_whoever_is_asked_to_stop_the_run_is_saved_and_says_by_what(
+def test_a_signal_to_any_process_saves_the_run_and_names_the_signal(
     bench: Bench, victim: Victim, number: signal.Signals, cause: str
 ) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
@@ -174,7 +174,7 @@ def test_ctrl_c_that_also_ends_the_reader_of_the_output_still_saves(bench: Bench
     assert_nothing_is_left(run)
 
 
-def test_output_that_nobody_reads_any_more_does_not_end_a_run(bench: Bench) -> None:
+def test_a_closed_output_pipe_does_not_end_a_run(bench: Bench) -> None:
     reader, writer = os.pipe()
     process = bench.start("run", bench.recipe(200), "--set", "train.save_every_updates=20", stderr=writer)
     os.close(writer)

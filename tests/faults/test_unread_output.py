@@ -53,7 +53,7 @@ SIGNALS = [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for nu
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
+def test_a_stop_works_while_the_events_are_not_read(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
     bench.await_training()
     until(lambda: is_full(pipe[1]))
@@ -62,7 +62,7 @@ def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe,
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_stop_is_heard_while_nobody_reads_the_narration(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
+def test_a_stop_works_while_the_narration_is_not_read(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     os.write(pipe[1], b"." * SMALL)
     process = bench.start("run", bench.recipe(FOR_EVER), stdout=subprocess.DEVNULL, stderr=pipe[1])
     bench.await_training()
@@ -114,7 +114,7 @@ def test_a_reader_that_is_slow_still_gets_every_event(bench: Bench, pipe: Pipe) 
         assert sum(event["steps"] for event in steps) == 200
 
 
-def test_a_run_that_is_over_waits_for_its_reader_only_until_somebody_interrupts(bench: Bench, pipe: Pipe) -> None:
+def test_an_ended_run_waits_for_its_reader_until_interrupted(bench: Bench, pipe: Pipe) -> None:
     process = bench.start("run", bench.recipe(200), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
     until(lambda: bench.runs() and bench.runs()[0].state == "finished")
     assert is_full(pipe[1])

@@ -268,7 +268,7 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
             assert done.events_of("step") == []
 
 
-def test_why_no_checkpoint_of_a_folder_is_good_is_said_in_the_one_line(first_checkpoints: Path, tmp_path: Path) -> None:
+def test_the_reason_why_no_checkpoint_is_usable_is_one_line(first_checkpoints: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     whole = (first_checkpoints / "step_00000002.pt").read_bytes()
@@ -296,7 +296,7 @@ def test_a_torn_file_that_is_passed_over_is_on_the_record(first_checkpoints: Pat
     assert str(torn) in finding["message"]
 
 
-def test_another_seed_and_other_data_on_resume_are_told(first_checkpoints: Path, tmp_path: Path) -> None:
+def test_another_seed_and_other_data_on_resume_are_reported(first_checkpoints: Path, tmp_path: Path) -> None:
     other = tmp_path / "other_data.py"
     source = Path(TASK.partition(":")[0]).read_text()
     other.write_text(source.replace("_Points(self.options.samples, 7)", "_Points(self.options.samples, 9)"))

@@ -447,7 +447,7 @@ def test_odd_surroundings_are_one_line(folder: Path, line: str, code: int, messa
     ],
     ids=" ".join,
 )
-def test_a_reader_that_has_left_hears_of_no_error(folder: Path, words: list[str]) -> None:
+def test_a_closed_pipe_of_a_reader_is_no_error(folder: Path, words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:

@@ -35,7 +35,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Command:
     return command(capsys, "check")
 
 
-def test_the_command_tells_every_check_and_refuses_with_3(folder: Path, check: Command) -> None:
+def test_check_lists_every_check_and_exits_with_3(folder: Path, check: Command) -> None:
     wanted = recipe()
     (folder / "one.toml").write_text(wanted.text)
     ready = check("one.toml")

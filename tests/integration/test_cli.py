@@ -37,13 +37,13 @@ def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str])
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"gputrain {VERSION}\n"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_says_of_itself_what_the_help_says_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_agrees_with_the_list_of_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module, help_line = cli.COMMANDS[name]
     command = importlib.import_module(module)
     assert name == command.NAME

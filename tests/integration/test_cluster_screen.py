@@ -119,7 +119,7 @@ def test_a_node_says_what_it_asks_for(node: Node, text: str) -> None:
     assert wanted_devices(node) == text
 
 
-def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
+def test_each_remote_host_is_queried_once_and_this_machine_is_not_among_them() -> None:
     facts = LocalFacts(names=frozenset({"here"}))
     nodes = [Node(host="here"), Node(), Node(host="b"), Node(host="a"), Node(host="b"), Node(host="127.0.0.1")]
     assert remote_hosts(nodes, lambda host: is_local(host, facts)) == ("b", "a")
@@ -136,7 +136,7 @@ def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
         (Host(name="busy", asking=True), False),
     ],
 )
-def test_hosts_are_asked_when_their_time_has_come(host: Host, due: bool) -> None:
+def test_hosts_are_queried_when_due(host: Host, due: bool) -> None:
     assert host.is_due(100.0, again_s=4.0, failed_s=20.0) is due
 
 
@@ -152,12 +152,12 @@ def test_hosts_are_asked_when_their_time_has_come(host: Host, due: bool) -> None
         (("GPU-1",), ("free", "good")),
     ],
 )
-def test_a_node_is_told_what_its_host_can_give(gpus: Gpus, text: tuple[str, str]) -> None:
+def test_a_node_is_compared_with_the_free_gpus_of_its_host(gpus: Gpus, text: tuple[str, str]) -> None:
     host = Host(name="far", inventory=machine(gpu(0, busy=True), gpu(1)))
     assert availability(Node(host="far", gpus=gpus), host) == text
 
 
-def test_a_node_of_a_host_that_is_not_known_says_so() -> None:
+def test_a_node_shows_why_its_host_cannot_take_it() -> None:
     node = Node(host="far", gpus=1)
     assert availability(node, None) == ("being asked", "dim")
     assert availability(node, Host(name="far", asking=True)) == ("being asked", "dim")
@@ -247,7 +247,7 @@ async def test_the_processes_of_the_gpu_under_the_cursor_are_shown() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @in_loop
-async def test_a_machine_without_gpus_is_told_calmly(size: tuple[int, int]) -> None:
+async def test_a_machine_without_gpus_is_shown_with_its_driver_note(size: tuple[int, int]) -> None:
     app = quiet_app()
     note = "no NVIDIA driver on this machine; CPU ranks work"
     async with app.run_test(size=size) as pilot:
@@ -261,7 +261,7 @@ async def test_a_machine_without_gpus_is_told_calmly(size: tuple[int, int]) -> N
 
 
 @in_loop
-async def test_looking_again_waits_for_the_look_that_is_going_on() -> None:
+async def test_a_refresh_waits_for_the_query_in_progress() -> None:
     looks = []
 
     def take() -> Inventory:

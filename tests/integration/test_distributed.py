@@ -175,7 +175,7 @@ def test_one_meeting_place_serves_one_run_after_another(processes: Processes, ur
 
 
 @pytest.mark.parametrize(("first", "missing"), [(0, [1]), (1, [0])])
-def test_a_rank_waits_for_another_that_comes_later_and_says_so(
+def test_a_rank_waits_for_a_later_one_and_reports_the_wait(
     processes: Processes, url: str, tmp_path: Path, first: int, missing: list[int]
 ) -> None:
     early, late = processes.take(2)
@@ -219,7 +219,7 @@ def test_two_processes_that_claim_one_rank_are_named_to_all(processes: Processes
         assert f"pid {pids[2]} on {socket.gethostname()}" in outcome.message
 
 
-def test_a_refusal_reaches_who_reads_it_late_also_before_rank_0_has_come(
+def test_a_refusal_reaches_late_ranks_also_before_rank_0_has_joined(
     processes: Processes, tcp: str, tmp_path: Path
 ) -> None:
     serving, late, double = processes.take(3)
@@ -460,7 +460,7 @@ def disagree(rank: int) -> list[str]:
     return [*found, raised_by(distributed.all_gather_list, "the next one")]
 
 
-def test_ranks_that_differ_are_told_so_and_named(processes: Processes, tcp: str) -> None:
+def test_ranks_that_differ_are_refused_and_named(processes: Processes, tcp: str) -> None:
     for rank, found in enumerate(processes.results(call, requests(tcp, 3, body=disagree))):
         names = "loss" if rank else "accuracy"
         assert found[0].startswith(f"ranks reduce unlike values: rank {rank} has {names}")

@@ -26,7 +26,7 @@ def record_spawned(run_dir: RunDir, rank: int, pid: int, *, at: float, host: str
         file.write(encode_event(event))
 
 
-def test_ranks_are_known_once_they_have_said_so(tmp_path: Path) -> None:
+def test_ranks_are_found_once_they_are_recorded(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     neighbours = LocalRanks(run_dir, 0, "here", 2)
     assert neighbours.read() == {}

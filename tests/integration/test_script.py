@@ -309,7 +309,9 @@ HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)
         ("open(", "exception", "SyntaxError: '(' was never closed"),
     ],
 )
-def test_how_a_script_failed_is_told_and_its_peers_end(tmp_path: Path, end: str, kind: str, message: str) -> None:
+def test_the_failure_of_a_script_is_reported_and_its_peers_end(
+    tmp_path: Path, end: str, kind: str, message: str
+) -> None:
     whole = end if end == "open(" else HANG + end
     done = run(tmp_path, whole, ranks=1 if end == "open(" else 2)
     rank = 0 if end == "open(" else 1
@@ -462,7 +464,7 @@ def assignment(device_id: int | None = None, local_world_size: int = 2) -> RankA
     )
 
 
-def test_a_rank_is_told_its_place_as_torchrun_tells_it() -> None:
+def test_a_rank_has_the_environment_variables_of_torchrun() -> None:
     found = launcher_environment(assignment(), ("10.0.0.1", 29600), {})
     assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
         "RANK": "5",

@@ -192,7 +192,7 @@ def test_a_number_that_has_arrived_ends_training_on_all_ranks_without_waiting_fo
     assert all("non-finite gradient at step 4: first in gradient of 3.bias" in each["message"] for each in results)
 
 
-def test_no_step_waits_for_a_device_to_be_looked_at(two_ranks: Gang, tmp_path: Path) -> None:
+def test_no_step_synchronises_with_the_device(two_ranks: Gang, tmp_path: Path) -> None:
     options = {"max_updates": 9, "valid_every_epochs": 0, "save_every_epochs": 0}
     for result in two_ranks.run(train_queued, str(tmp_path), options, {"samples": 1000}, False):
         assert (result["message"], result["updates"]) == ("", 9)

@@ -506,7 +506,7 @@ def test_ranks_that_only_tell_their_checksums_and_hold_another_model_are_named_o
     assert summaries(holding(run, 400, "dddd")) == [("desync", "cleared", 2, "parameters")]
 
 
-def test_a_desync_that_the_ranks_found_themselves_is_not_told_again() -> None:
+def test_a_desync_found_by_the_ranks_is_not_raised_again() -> None:
     run = Run(2)
     run.state.apply(Finding(time=run.now, kind="desync", rank=1, cause="parameters", message="first in parameter w"))
     assert holding(run, 100, "ab") == []
@@ -532,7 +532,7 @@ def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
         assert run.diagnose() == []
 
 
-def test_one_rank_alone_is_nobody_s_straggler() -> None:
+def test_a_single_rank_is_no_straggler() -> None:
     assert Run(1).steps(200, late(0, forward=50.0)) == []
 
 
@@ -627,7 +627,7 @@ def test_a_step_that_a_loss_scaler_leaves_out_is_no_finding_and_gradients_that_s
     assert summaries(norms(run, None, None, None, None)) == [("non_finite", "raised", 0, "grad_norm")]
 
 
-def test_a_loss_that_is_told_now_and_then_is_no_finding() -> None:
+def test_a_loss_reported_only_at_some_steps_is_no_finding() -> None:
     run = Run(2)
     found = []
     for _ in range(40):

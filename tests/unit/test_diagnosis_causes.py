@@ -84,7 +84,7 @@ def test_throttling_that_ends_clears_the_finding_and_comes_again_with_its_cause(
     assert summaries(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_clock")]
 
 
-def test_all_gpus_throttled_alike_make_nobody_late() -> None:
+def test_gpus_throttled_alike_are_no_stragglers() -> None:
     run = Run(device="cuda:0")
     sample_gpus(run, [960] * 4, {rank: ["power_cap"] for rank in range(4)})
     assert run.steps(200) == []
@@ -221,7 +221,7 @@ def unmeasured(run: Run, count: int, slow: Slow, *, backward: bool = False, ever
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no sync", "neither sync nor backward"])
-def test_who_is_late_is_not_said_where_the_synchronisation_is_not_measured(backward: bool) -> None:
+def test_no_straggler_is_raised_where_the_synchronisation_is_not_measured(backward: bool) -> None:
     """What a rank waited is in the rest of its step then: the fast ones would look slow."""
     run = Run(3)
     assert unmeasured(run, 200, late(1, first=1, forward=40.0), backward=backward) == []

@@ -67,7 +67,7 @@ def test_memory_that_goes_on_growing_is_a_finding(sizes: list[float], kinds: lis
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["host", "GPU"])
-def test_memory_that_will_soon_be_used_up_is_told_in_time(gpu: bool) -> None:
+def test_memory_that_will_soon_run_out_is_raised_in_time(gpu: bool) -> None:
     """16 GiB are free and 3 GiB go in a minute."""
     run = Run(2)
     total = 20.0 if gpu else 40.0

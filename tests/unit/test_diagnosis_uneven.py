@@ -94,7 +94,7 @@ def test_what_uneven_work_costs_is_what_evenly_spread_work_would_save() -> None:
     assert "sort" in found.advice
 
 
-def test_sizes_that_explain_the_work_are_told() -> None:
+def test_uneven_batch_sizes_are_named_with_their_range() -> None:
     (found,) = Run(4, noise=0.0).steps(80, Lengths())
     assert "as they get from 40 to 320 tokens in a step" in found.message
     assert "equally many tokens" in found.advice

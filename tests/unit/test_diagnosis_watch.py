@@ -43,7 +43,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def test_a_record_is_looked_at_while_it_grows(run_dir: RunDir) -> None:
+def test_a_growing_record_is_diagnosed(run_dir: RunDir) -> None:
     clock, cost = ManualClock(), ManualClock()
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
     record(run_dir, 1, 60)
@@ -70,12 +70,12 @@ def pauses_after(run_dir: RunDir, costs_s: Sequence[float]) -> list[float]:
     return found
 
 
-def test_looks_become_rarer_when_they_cost_much(run_dir: RunDir) -> None:
+def test_costly_diagnoses_become_rarer(run_dir: RunDir) -> None:
     assert pauses_after(run_dir, [0.6]) == [pytest.approx(0.6 / DUTY)]
     assert pauses_after(run_dir, [0.0] + 30 * [0.6])[-1] == pytest.approx(0.6 / DUTY, rel=0.1)
 
 
-def test_one_look_that_cost_much_does_not_blind_for_long(run_dir: RunDir) -> None:
+def test_one_costly_diagnosis_does_not_delay_the_next_for_long(run_dir: RunDir) -> None:
     usual_s = 0.9 * DUTY * INTERVAL_S
     pauses = pauses_after(run_dir, [usual_s, usual_s, 20 * usual_s, usual_s, usual_s, usual_s])
     assert pauses[:2] == pytest.approx([INTERVAL_S] * 2)
@@ -83,7 +83,7 @@ def test_one_look_that_cost_much_does_not_blind_for_long(run_dir: RunDir) -> Non
     assert pauses[-1] < 1.5 * INTERVAL_S
 
 
-def test_a_long_record_is_read_before_anything_is_said_of_it(run_dir: RunDir) -> None:
+def test_a_long_record_is_read_whole_before_it_is_diagnosed(run_dir: RunDir) -> None:
     """A supervisor that takes over reads the whole history; what was true in the middle of it is no news."""
     record(run_dir, 1, 60)
     record(run_dir, 61, 400, late_ms=30.0)

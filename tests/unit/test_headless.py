@@ -125,7 +125,7 @@ def test_one_rank_alone_has_no_slowest_rank_and_no_sync_share() -> None:
     assert "sync" not in line
 
 
-def test_the_start_tells_for_whom_the_others_wait() -> None:
+def test_the_progress_line_names_the_ranks_that_are_waited_for() -> None:
     state = started(3)
     assert paint(progress_line(state, 80, now=1003.0), colour=False) == "starting 3 ranks  3 s"
     state.apply(Joining(time=1002.0, joined=[0], missing=[1, 2], waited_ms=2000.0))
@@ -308,7 +308,7 @@ def test_many_ranks_are_named_shortly(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
 
 
-def test_a_cut_line_says_so() -> None:
+def test_a_cut_line_is_marked() -> None:
     assert paint(clip([("abc", "bold"), ("defg", "")], 5), colour=False) == "abcd…"
 
 
@@ -366,7 +366,7 @@ def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
     assert stream.getvalue().splitlines() == ["run 1", "said"]
 
 
-def test_a_log_tells_of_a_start_only_when_it_takes_long() -> None:
+def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     clock = [1000.0]
     stream = io.StringIO()
     view = ProgressView(

@@ -69,7 +69,7 @@ def test_nothing_that_a_rank_prints_commands_the_terminal(line: bytes, printed: 
     assert format_line(line, b"[rank 0] ", False) == b"[rank 0] " + line + b"\n"
 
 
-def test_ranks_are_told_apart_by_colour_on_a_terminal_only() -> None:
+def test_ranks_have_different_colours_on_a_terminal_only() -> None:
     assert line_prefix("3", colour=False) == b"[rank 3] "
     assert line_prefix("node-1", colour=False) == b"[node 1] "
     assert line_prefix("0", colour=True) == b"\x1b[36m[rank 0]\x1b[0m "

@@ -72,7 +72,7 @@ def test_standard_input_is_utf_8_whatever_the_locale_is() -> None:
         load("-", stdin=io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="ascii"))
 
 
-def test_a_pipe_is_never_looked_into_for_a_list(tmp_path: Path) -> None:
+def test_a_pipe_is_never_read_for_a_list_of_recipes(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
     assert recipe_name(pipe) is None  # nobody writes into it: opening it would wait for ever

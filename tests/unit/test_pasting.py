@@ -48,5 +48,5 @@ def test_a_paste_is_one_text_without_escapes_and_keys_around_it_stay_keys(trap: 
         assert pasted.startswith("[")
 
 
-def test_keys_that_begin_with_an_escape_are_told_as_ever() -> None:
+def test_keys_that_begin_with_an_escape_are_still_parsed() -> None:
     assert parse_portions("\x1b[A\x1b[3~q\x1bOP", []) == ["up", "delete", "q", "f1"]

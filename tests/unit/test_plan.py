@@ -442,7 +442,7 @@ def test_task_options_come_back_from_their_flags() -> None:
     )
 
 
-def test_switches_of_a_task_are_said_either_way() -> None:
+def test_boolean_task_options_are_passed_when_true_and_when_false() -> None:
     assert task_flags({"deep": True, "wide_net": False, "n": None})[:2] == ["--deep", "--no-wide-net"]
 
 

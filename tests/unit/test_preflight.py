@@ -244,7 +244,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
         ),
     ],
 )
-def test_what_would_go_wrong_is_said_with_its_key_and_its_weight(
+def test_a_problem_is_reported_with_its_key_and_severity(
     facts: PreflightFacts, wanted: Recipe | None, status: str, key: str, words: str
 ) -> None:
     (found,) = [result for result in check_results(facts, wanted) if words in result.what]
@@ -391,7 +391,7 @@ def test_the_limits_of_this_machine_are_read() -> None:
     assert facts.torch is None, "ranks on CPUs take any torch"
 
 
-def test_looking_takes_no_time_to_speak_of() -> None:
+def test_collecting_the_facts_is_fast() -> None:
     wanted = recipe()
     took = []
     for _ in range(5):

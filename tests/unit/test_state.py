@@ -195,7 +195,7 @@ def test_memory_does_not_grow_with_the_number_of_steps() -> None:
     assert held[1] <= 1.1 * held[0]
 
 
-def test_a_run_tells_who_is_here_and_who_is_missing() -> None:
+def test_a_run_lists_ranks_that_have_joined_and_those_missing() -> None:
     state = RunState()
     state.apply(RunStarted(time=1.0, run="r", recipe="demo", world_size=3, run_dir="/r"))
     assert (state.status, state.joined, state.missing) == ("starting", [], [0, 1, 2])
@@ -230,7 +230,7 @@ def test_the_root_cause_is_the_earliest_failure_that_is_no_consequence(order: tu
     assert state.root_cause is failures[1]
 
 
-def test_a_lost_peer_is_the_cause_when_nobody_says_more() -> None:
+def test_a_lost_peer_is_the_cause_without_a_better_one() -> None:
     failure = Failure(time=5.0, kind="lost_peer", rank=0, message="connection closed")
     assert fold(failure).root_cause is failure
 

@@ -299,7 +299,7 @@ def test_closing_the_writer_writes_steps_of_a_meter_that_was_not_closed(tmp_path
     meter.close()
 
 
-def test_a_step_that_does_not_go_on_tells_once_what_it_is_at(tmp_path: Path) -> None:
+def test_a_stuck_step_reports_its_phase_once(tmp_path: Path) -> None:
     clock = ManualClock(0.0)
     meter, writer = _meter(tmp_path, clock)
     meter.start()
@@ -363,7 +363,7 @@ def test_a_wait_shorter_than_50_us_is_read_with_the_next_one() -> None:
     assert clock.waits_ms(marks) == pytest.approx([0.0, 1.03])
 
 
-def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:
+def test_waits_for_a_core_are_absent_where_the_system_does_not_count_them() -> None:
     clock = HostClock()
     assert clock.waits_ms([clock.mark(), clock.mark()]) is None
     assert _event(_reading(1)).core_wait_ms is None

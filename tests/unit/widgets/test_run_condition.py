@@ -46,7 +46,7 @@ def test_what_is_critical_comes_first() -> None:
     ].startswith("✗ rank 1")
 
 
-def test_what_was_cleared_is_not_told() -> None:
+def test_cleared_findings_are_not_shown() -> None:
     over = Finding(time=3.0, kind="straggler", rank=1, state="cleared")
     assert condition_rows(late(1, 20.0), over) == ["✓ no findings"]
 
