@@ -288,7 +288,8 @@ def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
         yield CheckResult(
             status="warning",
             check="memory",
-            what=f"{ranks_text} need{'s' * (ranks == 1)} {size(need)} or more, but {size(available)} of {size(total)} are available",
+            what=f"{ranks_text} need{'s' * (ranks == 1)} {size(need)} or more, "
+            f"but {size(available)} of {size(total)} are available",
             fix="use fewer ranks, or end what holds the memory",
             key=key,
         )
