@@ -163,6 +163,15 @@ def give_up(supervisor: subprocess.Popen[bytes]) -> None:
     supervisor.send_signal(signal.SIGCONT)
 
 
+def _other_host(state: RunState) -> str:
+    """Return the host on which the run failed; empty where that is this machine, or not known."""
+    from gputrain_tui.hosts.host_names import is_local  # a healthy run does not wait for it
+    from gputrain_tui.hosts.local_facts import local_facts
+
+    host = (state.root_cause.host if state.root_cause is not None else None) or ""
+    return "" if not host or is_local(host, local_facts((host,))) else host
+
+
 def conclude(
     run: Run,
     returncode: int,
@@ -186,10 +195,13 @@ def conclude(
     code = returncode if returncode >= 0 else ExitCode.FAILED
     refused = code in (ExitCode.BAD_REQUEST, ExitCode.REFUSED)
     if refused and not status.restarts and not attempt_outcome.holds_work(run.dir):
-        shutil.rmtree(run.dir.path, ignore_errors=True)
+        from gputrain_tui.lifecycle.delete import delete_refused  # a healthy run does not wait for it
+
+        delete_refused(run)
         err.settle(hurried=hurried)  # before what follows it
         if code == ExitCode.REFUSED:
-            raise NotReadyError([CheckResult(status="error", check="host", what=status.message or "a host refused it")])
+            what = status.message or "a host refused it"
+            raise NotReadyError([CheckResult(status="error", check="host", what=what, host=_other_host(state))])
         raise RequestError(status.message or "the request was wrong")
     if state.ended is None and status.status in ENDED:  # a full disk did not take the event
         ended = status.ended or state.time

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,6 +48,10 @@ class Environment:
     """Version of the installed package; None where it is imported from a folder."""
     code: str = ""
     """Digest of the package ``trainer``; empty where it cannot be imported."""
+    missing: str = ""
+    """A package that ``trainer`` imports and this interpreter cannot; empty where there is none."""
+    open_files: int | None = None
+    """That one process may have open, behind the line of setup; None without a limit."""
     own_code: str = ""
     """Digest of the file of the user's task or script; empty for a built-in task, and where it is missing."""
     own_file: str = ""
@@ -68,6 +73,7 @@ def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Envi
     own = _own_file(task, script)
     trainer = _folder_of("trainer")
     torch = torch_here()
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Environment(
         python=sys.version.split()[0],
         executable=sys.executable,
@@ -75,6 +81,8 @@ def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Envi
         nccl=_version(f"nvidia-nccl-cu{torch.cuda.partition('.')[0]}") if torch.cuda else None,
         gputrain=_version("gputrain"),
         code=digest(*sorted(trainer.rglob("*.py"))) if trainer is not None else "",
+        missing=_missing_package(),
+        open_files=None if open_files == resource.RLIM_INFINITY else open_files,
         own_code=digest(own) if own is not None and own.is_file() else "",
         own_file="" if own is None else str(own),
         data={name: size for name, value in options.items() if (size := _size(value)) is not None},
@@ -143,6 +151,15 @@ def _version_by_importlib(package: str) -> str | None:
         return None
 
 
+def _missing_package() -> str:
+    try:
+        import msgspec  # noqa: F401 - compiled: one that was built for another Python is there and cannot be imported
+        import psutil  # noqa: F401 - likewise
+    except ImportError as error:
+        return error.name or str(error)
+    return ""
+
+
 def _own_file(task: str, script: str) -> Path | None:
     """Return the file of a user's own task or script, which is not imported; None for a built-in task."""
     module, colon, _ = task.rpartition(":")
@@ -192,8 +209,8 @@ def _data_problem(task: str, options: Mapping[str, Any]) -> str:
 
         from trainer.contract.builtin_tasks import check_data, options_schema
         from trainer.contract.errors import RequestError
-    except ImportError as error:
-        return f"{sys.executable} lacks {error.name}"
+    except ImportError:  # a package is missing, which is told as such
+        return ""
     schema: Any = options_schema(task)
     try:
         check_data(msgspec.convert(dict(options), schema))

@@ -20,7 +20,7 @@ from trainer.host.addresses import Network, networks
 from trainer.host.boot import uptime_s
 from trainer.host.cores import Cpus, load_average, read_cpus
 from trainer.host.gpu_claims import GpuClaim, claims
-from trainer.host.memory import Memory, read_memory
+from trainer.host.memory import Memory, read_usable_memory
 from trainer.host.nvml import RawGpu, ask_driver, throttle_reasons
 from trainer.host.processes import owner_and_name
 
@@ -108,7 +108,7 @@ def take_inventory() -> Inventory:
         time=time.time(),
         system=f"{platform.system()} {platform.release()}",
         cpus=read_cpus(),
-        memory=read_memory(),
+        memory=read_usable_memory(),
         load=load_average(),
         uptime_s=uptime_s(),
         networks=networks(),

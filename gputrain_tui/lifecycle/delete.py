@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import PurePosixPath
 
 from gputrain_tui.history.runs import ENDED, Run, open_run
+from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.leftovers import processes_of, supervisors_of
+from gputrain_tui.lifecycle.remote_nodes import remote_nodes
 from trainer.contract.errors import RequestError
+
+REMOTE_TIMEOUT_S = 15.0
+"""For a small folder on all hosts together, over connections of their own; a host that does not answer keeps it."""
+
+
+def delete_refused(run: Run) -> None:
+    """Delete everything of a run that was refused before it trained, on the hosts as well."""
+    found = {(remote.host, remote.run_dir) for remote in remote_nodes(run.dir)}
+    # A host that answers anything else than its folder of this run is not asked to delete it.
+    found = {(host, path) for host, path in found if PurePosixPath(path).parts[-2:] == ("runs", run.id)}
+    processes = []
+    with suppress(RequestError, OSError):
+        ssh = Ssh()
+        for host, path in sorted(found):
+            words = ssh.command_line(host, "rm", "-rf", "--", shlex.quote(path), own=True)
+            nowhere = subprocess.DEVNULL
+            processes.append(subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere))
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(REMOTE_TIMEOUT_S)
+    finally:  # also at Ctrl-C
+        for process in processes:
+            process.kill()
+            process.wait()
+    shutil.rmtree(run.dir.path, ignore_errors=True)
 
 
 def delete_run(run: Run) -> None:

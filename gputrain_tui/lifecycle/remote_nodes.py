@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,15 @@ def shown(run_dir: RunDir, node: int, path: str) -> str:
     """Return a path of a node's as people read it: with its host where that has a run directory of its own."""
     remote = remote_node(run_dir, node)
     return path if remote is None else f"{remote.host}:{path}"
+
+
+def remote_nodes(run_dir: RunDir) -> list[RemoteNode]:
+    """Return where the nodes with a run directory of their own host keep it, all attempts of all nodes."""
+    found = []
+    for path in run_dir.agents.glob(f"*/{FILE}"):
+        with suppress(RecordError):
+            found.append(read_json(path, _decode))
+    return found
 
 
 def remote_node(run_dir: RunDir, node: int) -> RemoteNode | None:

@@ -288,7 +288,8 @@ def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
         yield CheckResult(
             status="warning",
             check="memory",
-            what=f"{ranks_text} need {size(need)} or more, but {size(available)} of {size(total)} are available",
+            what=f"{ranks_text} need{'s' * (ranks == 1)} {size(need)} or more, "
+            f"but {size(available)} of {size(total)} are available",
             fix="use fewer ranks, or end what holds the memory",
             key=key,
         )
@@ -335,7 +336,8 @@ def _open_files(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
     yield CheckResult(
         status="warning",
         check="open files",
-        what=f"a process may have {facts.open_files} files open, but {ranks} ranks on a node may need {need}",
+        what=f"a process may have {facts.open_files} files open, but {ranks} rank{'s' * (ranks != 1)} on a node "
+        f"may need {need}",
         fix=f"ulimit -n {max(need, 4096)}",
     )
 

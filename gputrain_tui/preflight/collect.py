@@ -33,7 +33,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
 from trainer.host.cores import usable_cores
-from trainer.host.memory import read_memory
+from trainer.host.memory import read_usable_memory
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
@@ -55,7 +55,7 @@ def collect_facts(
         home = folder_facts(paths.runs_folder())
         return PreflightFacts(report=_report(recipe), home=home, inventories=inventories)
     rendezvous, port = rendezvous_facts(plan, local)
-    memory, limits = read_memory(), resource_limits.read_limits()
+    memory, limits = read_usable_memory(), resource_limits.read_limits()
     first = plan.nodes[0] is here[0]
     save_dir = recipe.train.save_dir
     return PreflightFacts(

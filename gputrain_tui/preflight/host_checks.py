@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import msgspec
@@ -121,6 +122,8 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
         yield _error(answer, "python", what, _push(recipe), python)
     elif not found.torch.version and recipe.script is None:
         yield _error(answer, "torch", f"{found.executable} has no torch", _push(recipe), python)
+    if found.code and found.missing:
+        yield _error(answer, "python", f"{found.executable} cannot import {found.missing}", _push(recipe), python)
     if found.data_problem and not answer.here:
         yield _error(answer, "data", found.data_problem, f"{_push(recipe)} leaves data out: copy it there", "task")
     if found.own_file and not found.own_code:
@@ -148,21 +151,28 @@ def _machine(
     recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostFacts, nodes: Sequence[PlannedNode]
 ) -> Iterator[CheckResult]:
     """Check what one machine must have, as for this one."""
+    limits = facts.limits
+    if facts.environment is not None:  # the line of setup may have raised it
+        limits = replace(limits, files=facts.environment.open_files)
     known = PreflightFacts(
         port=facts.port,
         rendezvous=facts.rendezvous,
-        limits=facts.limits,
+        limits=limits,
         shm_free_bytes=facts.shm_free_bytes,
         memory_total_bytes=facts.inventory.memory.total_bytes,
         memory_available_bytes=facts.inventory.memory.available_bytes,
         cores=facts.inventory.cpus.usable,
-        open_files=facts.limits.files,
+        open_files=limits.files,
         torch=facts.environment.torch if facts.environment is not None else None,
         inventories={THIS_MACHINE: facts.inventory},
     )
     for result in machine_checks(recipe, plan, known, nodes):
-        if result.status != "ok":  # lines about what is in order would be dozens
-            yield msgspec.structs.replace(result, host=answer.host)
+        if result.status == "ok":  # lines about what is in order would be dozens
+            continue
+        if result.check == "open files":  # the shell in which the command is typed is another one
+            setup = "cluster.setup" if recipe.cluster.setup else dotted(("cluster", "nodes", answer.node, "setup"))
+            result = msgspec.structs.replace(result, key=setup, fix=f"put `{result.fix}` into {setup}")
+        yield msgspec.structs.replace(result, host=answer.host)
     for node in nodes:
         yield from _missing_gpus(recipe, answer, node, facts.inventory)
     if nodes:

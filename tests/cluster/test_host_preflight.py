@@ -11,16 +11,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from fake_driver import fake_driver
 from host_recipe import recipe
-from network_namespaces import wait_until
+from network_namespaces import LIMIT_S, Host, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 
-from trainer.host.gpu_claims import FOLDER, claim_gpus
+import gputrain_tui
+from trainer.host.gpu_claims import FOLDER, claim_gpus, claims
 
+GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
 INTERFACES = {f"h{number}": f"eth{number}" for number in range(1, 11)}
 FAKE_TIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 ENV = f'cluster.env={{ PYTHONPATH = "{PYTHONPATH}" }}'
@@ -52,10 +55,13 @@ def nothing_is_left(lab: SshLab) -> Iterator[None]:
 def typed(lab: SshLab, command: str, hosts: list[str], *settings: str) -> tuple[int, str, str]:
     """Type a command about a recipe with one rank per host on the first host."""
     (lab.folder / "work" / "r.toml").write_text(recipe(hosts, [1] * len(hosts)))
-    words = [word for setting in (ENV, *settings) for word in ("--set", setting)]
-    words = [sys.executable, "-m", "gputrain_tui", *command.split(), "r.toml", *words]
+    words = [*GPUTRAIN, *command.split(), "r.toml", *with_settings(ENV, *settings)]
     done = lab.hosts[0].run(*words, cwd=lab.folder / "work", env=lab.environ, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+def with_settings(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def check(lab: SshLab, hosts: list[str], *settings: str) -> tuple[int, Mapping[str, list[dict[str, str]]]]:
@@ -67,6 +73,12 @@ def check(lab: SshLab, hosts: list[str], *settings: str) -> tuple[int, Mapping[s
         if result["status"] in ("error", "warning"):
             found.setdefault(result["host"], []).append(result)
     return code, found
+
+
+def in_lines(found: Mapping[str, list[dict[str, str]]]) -> dict[str, list[str]]:
+    return {
+        host: [f"{each['what']} → {each['fix']} ({each['key']})" for each in lines] for host, lines in found.items()
+    }
 
 
 def start_up(lab: SshLab, name: str, script: str) -> None:
@@ -82,6 +94,148 @@ def test_three_hosts_in_order_are_checked_within_three_seconds(lab: SshLab) -> N
     took_s = time.monotonic() - begin
     # On a quiet machine: a load is the processes that wait for a core, and they are not this test's.
     assert took_s < 3.0 or os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
+@contextmanager
+def mounted(host: Host, *words: str | Path) -> Iterator[None]:
+    """Mount something on one host for as long as the body runs."""
+    host.run("mount", *words)
+    try:
+        yield
+    finally:
+        host.run("umount", words[-1])
+
+
+def test_what_a_host_has_too_little_of_or_has_other_than_the_first_is_one_line_with_its_fix(lab: SshLab) -> None:
+    (made := lab.folder / "made").mkdir()
+    (made / "meminfo").write_text("MemTotal: 4194304 kB\nMemAvailable: 51200 kB\nSwapTotal: 0 kB\n")
+    for name, limit in (("group", 64 << 20), ("small_group", 10 << 20)):
+        (made / name).mkdir()
+        (made / name / "memory.max").write_text(f"{limit}\n")
+        (made / name / "memory.current").write_text(f"{4 << 20}\n")
+    (made / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.99.1'\n")
+    (lab.folder / "books.txt").write_text("to be or not to be\n" * 1000)
+    (made / "books.txt").write_text("to be or not to be\n" * 900)
+    start_up(lab, "h5", "ulimit -Sn 70")
+    base = os.path.realpath(sys.executable)  # without what is installed beside gputrain
+    settings = [
+        'train.task="lm"',
+        f'task={{data="{lab.folder}/books.txt"}}',
+        "train.num_workers=2",
+        f'cluster.nodes[5].env.PYTHONPATH="{made}"',
+        f'cluster.nodes[7].python="{base}"',
+        f'cluster.nodes[7].env.PYTHONPATH="{Path(gputrain_tui.__file__).parents[1]}"',
+    ]
+    h2, h3, h4, _, _, h7, _, h9 = lab.hosts[1:9]
+    with (
+        mounted(h2, "--bind", made / "meminfo", "/proc/meminfo"),
+        mounted(h3, "--bind", made / "group", "/sys/fs/cgroup"),
+        mounted(h4, "-t", "tmpfs", "-o", "size=1m", "none", "/dev/shm"),
+        mounted(h7, "--bind", made / "books.txt", lab.folder / "books.txt"),
+        mounted(h9, "--bind", made / "small_group", "/sys/fs/cgroup"),
+    ):
+        code, found = check(lab, list(INTERFACES)[:9], *settings)
+        _, raised = check(lab, ["h1", "h5"], *settings[:3], "cluster.nodes[1].setup='ulimit -n 4096'")
+    assert (code, raised) == (3, {})
+    assert in_lines(found) == {
+        "h2": [
+            "1 CPU rank needs 90 MiB or more, but 50 MiB of 4 GiB are available → "
+            "use fewer ranks, or end what holds the memory (cluster.nodes[1].cpu_ranks)"
+        ],
+        "h3": [
+            "1 CPU rank needs 90 MiB or more, but 60 MiB of 64 MiB are available → "
+            "use fewer ranks, or end what holds the memory (cluster.nodes[2].cpu_ranks)"
+        ],
+        "h4": [
+            "/dev/shm has 1 MiB free for 2 data loading processes, which die of a bus error when it is full → "
+            "start the container with --shm-size=2g, or set train.num_workers = 0 (train.num_workers)"
+        ],
+        "h5": [
+            "a process may have 70 files open, but 1 rank on a node may need 88 → "
+            "put `ulimit -n 4096` into cluster.nodes[4].setup (cluster.nodes[4].setup)"
+        ],
+        "h6": ["Python 3.11 on h1, 3.99 on h6 → gputrain push r.toml (cluster.nodes[5].host)"],
+        "h7": [
+            "data differs: 18.6 KiB in 1 file on h1, 16.7 KiB in 1 file on h7 → copy the data of h1 to h7 (task.data)"
+        ],
+        "h8": [
+            f"{base} has no torch → gputrain push r.toml (cluster.nodes[7].python)",
+            f"{base} cannot import msgspec → gputrain push r.toml (cluster.nodes[7].python)",
+        ],
+        "h9": [
+            "1 rank was asked for on this node, which can hold at most 0: 0.0 GiB of memory, "
+            "and a rank takes 20 MiB or more → ask for fewer ranks (cluster.nodes[8].cpu_ranks)"
+        ],
+    }
+
+
+def cuda_torch(folder: Path, cuda: str, nccl: str) -> str:
+    """Make a stand-in of a torch for GPUs and of the NCCL that comes with it; return the PYTHONPATH of its host."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").touch()
+    (folder / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = '{cuda}'\n")
+    (info := folder / f"nvidia_nccl_cu12-{nccl}.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-nccl-cu12\nVersion: {nccl}\n")
+    return f"{folder}:{PYTHONPATH}"
+
+
+def test_another_cuda_or_nccl_on_a_host_is_one_line_with_its_fix(lab: SshLab, tmp_path: Path) -> None:
+    driver = fake_driver(tmp_path)
+    nodes = []
+    for name, cuda, nccl in (("h2", "12.8", "2.27.5"), ("h3", "12.1", "2.27.5"), ("h4", "12.8", "2.18.1")):
+        start_up(lab, name, f"export LD_LIBRARY_PATH={driver} {FOLDER}={tmp_path}/claims")
+        path = cuda_torch(tmp_path / name, cuda, nccl)
+        nodes.append(f'{{host="{name}", gpus=[1], env={{PYTHONPATH="{path}"}}}}')
+    code, found = check(lab, ["h2"], f"cluster.nodes=[{', '.join(nodes)}]")
+    assert code == 3
+    assert in_lines(found) == {
+        "h3": ["CUDA 12.8 on h2, 12.1 on h3 → gputrain push r.toml (cluster.nodes[1].host)"],
+        "h4": ["NCCL 2.27.5 on h2, 2.18.1 on h4 → gputrain push r.toml (cluster.nodes[2].host)"],
+    }
+
+
+def test_of_two_launches_on_one_gpu_of_a_host_one_trains_and_the_other_is_told_whose_it_is(
+    lab: SshLab, tmp_path: Path
+) -> None:
+    (packages := tmp_path / "packages").mkdir()
+    start_up(lab, "h2", f"export LD_LIBRARY_PATH={fake_driver(tmp_path)} {FOLDER}={tmp_path}/claims")
+    os.mkfifo(tmp_path / "gate")
+    (tmp_path / "own.py").write_text(f"import os\nos.read(os.open('{tmp_path}/gate', os.O_RDONLY), 1)\n")
+    env = f'{{ PYTHONPATH = "{cuda_torch(packages, "12.8", "2.27.5")}" }}'
+    node = f'[[cluster.nodes]]\nhost = "h2"\ngpus = [1]\nenv = {env}\n'
+    (tmp_path / "r.toml").write_text(f'{node}[train]\nscript = "own.py"\n')
+
+    def launch() -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return lab.hosts[0].start(*GPUTRAIN, "run", "r.toml", cwd=tmp_path, env=lab.environ, **pipes)
+
+    def records() -> list[list[str]]:
+        folders = [lab.disk_of(host) / "home" / "runs" for host in lab.hosts[:2]]
+        return [sorted(entry.name for entry in folder.iterdir()) for folder in folders]
+
+    both = [launch(), launch()]  # neither sees the other's claim while it asks the host
+    gate = os.open(tmp_path / "gate", os.O_WRONLY)  # opened once the script of one of them has opened it
+    try:
+        refused = wait_until(lambda: [each for each in both if each.poll() is not None], "one of them has ended")[0]
+        late = launch()
+        told = [(each.communicate(timeout=LIMIT_S), each.returncode) for each in (refused, late)]
+        taken = claims(["GPU-bbbb"], {FOLDER: f"{tmp_path}/claims"})["GPU-bbbb"]
+        assert records() == [[taken.run], [taken.run]], "nothing is left of the others"
+        (trains,) = [each for each in both if each is not refused]
+        assert trains.poll() is None
+    finally:
+        os.close(gate)
+        ended = [each.communicate(timeout=LIMIT_S) for each in both]
+        for host in lab.hosts[:2]:
+            shutil.rmtree(lab.disk_of(host) / "home", ignore_errors=True)
+    whose = f"is taken by run {taken.run} (pid {taken.pid} of {taken.user}); choose another one"
+    seen = f"is in use by run {taken.run} (pid {taken.pid} of {taken.user}); gpus"
+    (_, at_once), (_, later) = (output for output, _ in told)
+    assert f"h2: GPU GPU-bbbb {whose}" in at_once or f"h2: GPU 1 {seen}" in at_once, at_once
+    assert f"r.toml:3: cluster.nodes[0].gpus: h2: GPU 1 {seen}" in later
+    assert [(stdout, code) for (stdout, _), code in told] == [("", 3), ("", 3)]
+    assert trains.returncode == 0
+    assert "finished in " in ended[both.index(trains)][1]
 
 
 def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(lab: SshLab) -> None:
@@ -116,9 +270,7 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
         (lab.folder / "known_hosts").write_text(known)
         h3.run("umount", lab.disk / "small")
     assert code == 3
-    told = {
-        host: [f"{each['what']} → {each['fix']} ({each['key']})" for each in lines] for host, lines in found.items()
-    }
+    told = in_lines(found)
     setup = "cluster.nodes[4].setup"
     push = "gputrain push r.toml"
     expected = {

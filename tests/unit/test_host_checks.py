@@ -116,6 +116,22 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             "/env/bin/python (Python 3.11.7) has no gputrain",
             "gputrain push",
         ),
+        (
+            {"environment": {"missing": "msgspec"}},
+            {},
+            "error",
+            "cluster.nodes[1].host",
+            "/env/bin/python cannot import msgspec",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"open_files": 70}},
+            {"cluster": 'setup = "module load m"'},
+            "warning",
+            "cluster.setup",
+            "a process may have 70 files open, but 1 rank on a node may need 80",
+            "put `ulimit -n 4096` into cluster.setup",
+        ),
         ({"environment": {"torch": Torch()}}, {}, "error", "cluster.nodes[1].host", "has no torch", "gputrain push"),
         (
             {"environment": {"torch": Torch(version="2.12.1")}},

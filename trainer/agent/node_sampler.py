@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample
 from trainer.contract.record.regular_file import size_of
 from trainer.host.cores import CoreTimes, read_core_times, usable_cores
-from trainer.host.memory import read_container_memory, read_memory
+from trainer.host.memory import read_usable_memory
 from trainer.host.proc_files import PROC
 from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, busy_ns, read_usage, sleeps_in
 
@@ -162,7 +162,7 @@ class NodeSampler:
             return None
         seconds = 0.0 if self._last is None else now - self._last
         self._last = now
-        memory = read_container_memory() or read_memory(self._proc)
+        memory = read_usable_memory(self._proc)
         sample = NodeSample(
             time=now,
             node=self._node,

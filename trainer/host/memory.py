@@ -56,6 +56,11 @@ def read_container_memory(cgroup: Path = CGROUP) -> Memory | None:
     return Memory(total_bytes=limit, available_bytes=max(0, limit - used + cached))
 
 
+def read_usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> Memory:
+    """Return the memory of this container where it has a limit, else that of the machine."""
+    return read_container_memory(cgroup) or read_memory(proc)
+
+
 def memory_from(meminfo: str) -> Memory:
     """Read ``/proc/meminfo``."""
     return Memory(

@@ -48,7 +48,8 @@ class ResourceLimits:
         most, why = min(held, default=(ranks, ""))
         if ranks <= most:
             return ""
-        return f"{ranks} ranks were asked for on this node, which can hold at most {max(most, 0)}: {why}"
+        asked = f"{ranks} rank{'s were' if ranks != 1 else ' was'} asked for on this node"
+        return f"{asked}, which can hold at most {max(most, 0)}: {why}"
 
 
 def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
