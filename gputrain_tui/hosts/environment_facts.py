@@ -154,10 +154,9 @@ def _version_by_importlib(package: str) -> str | None:
 def _missing_package() -> str:
     try:
         import msgspec  # noqa: F401 - compiled: one that was built for another Python is there and cannot be imported
-        import psutil  # noqa: F401 - likewise
     except ImportError as error:
         return error.name or str(error)
-    return ""
+    return "" if importlib.util.find_spec("psutil") is not None else "psutil"
 
 
 def _own_file(task: str, script: str) -> Path | None:
