@@ -235,7 +235,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             {},
             "error",
             "cluster.nodes[1].cpu_ranks",
-            "1 ranks were asked for on this node, which can hold at most 0: 0 processes are",
+            "1 rank was asked for on this node, which can hold at most 0: 0 processes are",
             "ask for fewer ranks",
         ),
         (
