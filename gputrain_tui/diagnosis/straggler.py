@@ -32,6 +32,7 @@ WARNING_SHARE, CRITICAL_SHARE = 0.10, 0.20
 ONE_WINDOW_SHARE = 0.15
 """Of a step, from which one window is enough; below, ``SUSTAINED_WINDOWS`` windows must all show it."""
 SUSTAINED_WINDOWS = 4
+"""Noise of one window rarely goes the same way four times in a row."""
 UNEXPLAINED_WINDOWS, UNEXPLAINED_S = 2, 5.0
 """Windows that must show lateness without a cause, and seconds for a rank on a CPU.
 

@@ -14,6 +14,7 @@ REDRAW_S = 0.1
 FIRST_DRAWN_S = 0.3
 """An export that takes less shows no bar, which would only flicker."""
 BAR_COLUMNS = 30
+"""Width of the bar; the rest of 80 columns is for the figures."""
 
 
 class ExportProgress:

@@ -16,6 +16,7 @@ from trainer.contract.record.run_dir import write_atomically
 MAX_NOTE_CHARS = 1000
 """A note is a line of a list, not a report."""
 MAX_TAGS = 20
+"""Tags of one run; more would fill the columns of every list."""
 _TAG = re.compile(r"[\w.+/-]{1,40}")
 """Without spaces and signs of the filter, so that ``tags:baseline`` finds it."""
 

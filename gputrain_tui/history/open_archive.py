@@ -26,6 +26,7 @@ MIN_REFUSED_BYTES = 1 << 30
 MAX_RATIO = 200
 """Unpacked bytes per byte above that: records and logs have 5 to 30, a bomb of zeros 1000."""
 COPY_BYTES = 1 << 20
+"""Unpacked at once."""
 MAX_END_BYTES = 1 << 20
 """Of zeros with which an archive ends; tar writes 10 KiB unless it is asked for larger blocks."""
 GZIP_MAGIC = b"\x1f\x8b"

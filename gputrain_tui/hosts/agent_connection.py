@@ -40,6 +40,7 @@ EXIT_S = 2.0
 MAX_NOISE_BYTES = 1 << 20
 """What a host's start-up files may print."""
 MAX_LINE_BYTES = 1 << 16
+"""Of the JSON before a frame's data, which has some hundred bytes."""
 MAX_OUTCOME_BYTES = 1 << 24
 """Of the host's own words: what is longer was not written by the agent."""
 

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import re
 import resource
 import sys
@@ -76,7 +75,7 @@ def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Envi
     torch = torch_here()
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Environment(
-        python=platform.python_version(),
+        python=sys.version.split()[0],
         executable=sys.executable,
         torch=torch,
         nccl=_version(f"nvidia-nccl-cu{torch.cuda.partition('.')[0]}") if torch.cuda else None,
@@ -121,7 +120,30 @@ def _folder_of(package: str) -> Path | None:
 
 
 def _version(package: str) -> str | None:
-    import importlib.metadata  # likewise
+    """Return the version of an installed package; None where it is not installed."""
+    name = re.sub(r"[-_.]+", "_", package).lower()
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")  # noqa: PTH208 - a string of this path may be empty
+        except NotADirectoryError:
+            return _version_by_importlib(package)  # an archive
+        except OSError:
+            continue
+        for each in names:
+            stem, _, kind = each.lower().rpartition(".")
+            if kind not in ("dist-info", "egg-info") or re.sub(r"[-_.]+", "_", stem.partition("-")[0]) != name:
+                continue
+            try:
+                text = Path(folder, each, "METADATA").read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                return _version_by_importlib(package)  # of another layout
+            found = re.search(r"(?m)^Version: *(\S+)", text.partition("\n\n")[0])
+            return found[1] if found else _version_by_importlib(package)
+    return None
+
+
+def _version_by_importlib(package: str) -> str | None:
+    import importlib.metadata  # its imports take longer than all the other facts
 
     try:
         return importlib.metadata.version(package)

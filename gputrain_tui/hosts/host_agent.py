@@ -32,7 +32,7 @@ from trainer.host.proc_environ import RUN
 from trainer.host.processes import environ_value, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL, STACK_SIGNAL, signal_of
 
-POLL_S = 0.25
+POLL_S = 0.5
 """Interval at which a session sends what the record has grown by; the launching side pays per rank and interval."""
 LEASE_S = 3.0
 """How long the node of a leased run goes on without a session, in which a broken connection is opened again."""

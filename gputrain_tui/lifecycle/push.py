@@ -31,7 +31,9 @@ from trainer.contract.errors import RequestError
 
 MODULES = ("trainer.contract.home_folder", "gputrain_tui.hosts.push_program")
 MAX_PARALLEL_HOSTS = 16
+"""Copies at once; they share this machine's link."""
 PROBE_TIMEOUT_S = 30.0
+"""For a host's answer before anything is copied."""
 INSTALL_TIMEOUT_S = 3600.0
 """Of an installation of torch over a slow network."""
 MAX_ANSWER_BYTES = 1 << 20

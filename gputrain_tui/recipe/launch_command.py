@@ -17,6 +17,7 @@ from trainer.contract.errors import RequestError, nearest, quoted
 UNKNOWN_HOST = "host{}"
 """Stands for a machine that the command does not name."""
 MAX_NODES = 10_000
+"""Most nodes of a pasted command; more is a typing error."""
 
 ReadFile = Callable[[str], str]
 

@@ -230,7 +230,7 @@ def live(root: Path, *, ranks: int, rate: float, batch_s: float = 0.1) -> None:
     write_status(synthetic.dir, status)
     print(synthetic.dir.path, flush=True)
     began = time.monotonic()
-    done = told = 0
+    done = reported = 0
     while True:
         due = int((time.monotonic() - began) * rate)
         behind = due - done
@@ -240,8 +240,8 @@ def live(root: Path, *, ranks: int, rate: float, batch_s: float = 0.1) -> None:
                 file.write(b"".join([synthetic.step(rank, done + n, now) for n in range(1, behind + 1)]))
             done = due
         second = int(time.monotonic() - began)
-        if second > told:
-            told = second
+        if second > reported:
+            reported = second
             for node, file in enumerate(nodes):
                 file.write(synthetic.sample(node, time.time()))
         rest = began + (int((time.monotonic() - began) / batch_s) + 1) * batch_s - time.monotonic()

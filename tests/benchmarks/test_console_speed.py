@@ -59,11 +59,11 @@ def live_run(env: dict[str, str], ranks: int, rate: float) -> Iterator[Path]:
         writer.wait()
 
 
-def tell(what: str) -> None:
+def report(what: str) -> None:
     print(f"\n{what}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", end=" ")
 
 
-def told(usage: Usage) -> str:
+def usage_text(usage: Usage) -> str:
     return (
         f"{usage.cpu_percent:.1f} % of a core, {usage.bytes_per_s / 1e3:.0f} kB/s to the terminal, "
         f"{usage.rss_bytes / 2**20:.0f} MiB"
@@ -84,7 +84,7 @@ def test_the_first_frame_comes_in_a_quarter_of_the_time_of_importing_torch(env: 
         ratios.append(first_s / torch_s)
     # The first pair fills the page cache.
     first_s, ratio = statistics.median(ours[1:]), statistics.median(ratios[1:])
-    tell(f"first frame {first_s:.2f} s (best {min(ours):.2f}), {ratio:.2f} of importing torch")
+    report(f"first frame {first_s:.2f} s (best {min(ours):.2f}), {ratio:.2f} of importing torch")
     assert ratio <= 0.25
 
 
@@ -117,7 +117,7 @@ def test_1024_ranks_at_10_events_a_second_cost_a_fixed_multiple_of_decoding_them
         terminal.usage(4)
         usage = terminal.usage(seconds)
         decoding = usage.cpu_percent / 100 * seconds / (decode_s_per_byte(path) * usage.read_bytes)
-        tell(f"{told(usage)}; {decoding:.1f} times decoding the same bytes")
+        report(f"{usage_text(usage)}; {decoding:.1f} times decoding the same bytes")
         assert usage.read_bytes > seconds * 9 * 1024 * 300, "it read what was written meanwhile"
         terminal.send(DOWN)
         terminal.wait_for(re.compile(CURSOR.format(0)))
@@ -126,10 +126,12 @@ def test_1024_ranks_at_10_events_a_second_cost_a_fixed_multiple_of_decoding_them
         found = latencies(terminal, presses, pause=lambda: 0.05 + 0.2 * chance.random())
         p50, p95 = percentiles([latency.own_ms for latency in found])
         seen = percentiles([latency.ms for latency in found])
-        tell(f"key to paint p50 {p50:.0f} ms, p95 {p95:.0f} ms; with waits for cores {seen[0]:.0f} and {seen[1]:.0f}")
+        report(f"key to paint p50 {p50:.0f} ms, p95 {p95:.0f} ms; with waits for cores {seen[0]:.0f} and {seen[1]:.0f}")
         assert terminal.leave() == 0
         bare_p50, bare_p95 = bare_latencies(env)
-    tell(f"one-line app {bare_p50:.1f} and {bare_p95:.1f} ms: {p50 / bare_p50:.1f} and {p95 / bare_p95:.1f} times that")
+    report(
+        f"one-line app {bare_p50:.1f} and {bare_p95:.1f} ms: {p50 / bare_p50:.1f} and {p95 / bare_p95:.1f} times that"
+    )
     assert decoding <= MOST_OF_DECODING
     assert p50 <= MOST_OF_BARE_KEY * bare_p50
     assert p95 <= MOST_OF_BARE_KEY * bare_p95
@@ -145,7 +147,7 @@ def test_100000_events_a_second_are_read_without_falling_behind(env: dict[str, s
         size = recorded(path)
         usage = terminal.usage(10)
         grown = recorded(path) - size
-        tell(f"{told(usage)}, read {usage.read_bytes / grown:.2f} of {grown / 370 / 10:.0f} events a second")
+        report(f"{usage_text(usage)}, read {usage.read_bytes / grown:.2f} of {grown / 370 / 10:.0f} events a second")
         assert terminal.leave() == 0
     assert usage.read_bytes >= 0.95 * grown
 
@@ -168,7 +170,7 @@ def test_a_console_at_rest_costs_little_more_than_an_app_of_one_line(env: dict[s
             terminal.wait_for(SHOWN)
             terminal.usage(6)
             usage = terminal.usage(15)
-            tell(f"{' '.join(str(word) for word in argv[:2])}: {told(usage)}")
+            report(f"{' '.join(str(word) for word in argv[:2])}: {usage_text(usage)}")
             assert terminal.leave() == 0
         used.append(usage.cpu_percent)
     bare, *consoles = used

@@ -17,7 +17,7 @@ MOST_OF_DECODING = 100.0
 """A look at 1,024 ranks over decoding one event of each of them from the record: 43 times was measured."""
 
 
-def look_and_decode_ms(ranks: int) -> tuple[float, float]:
+def diagnose_and_decode_ms(ranks: int) -> tuple[float, float]:
     """Return what a look costs after each step of a run with a slow rank, and decoding that step's events.
 
     Both are medians, ms of processor time.
@@ -51,8 +51,8 @@ def look_and_decode_ms(ranks: int) -> tuple[float, float]:
     return 1e3 * statistics.median(costs[-32:]), 1e3 * statistics.median(decoding)
 
 
-def test_a_look_at_1024_ranks_costs_per_rank_what_one_at_64_costs() -> None:
-    (few, _), (many, decoding) = look_and_decode_ms(64), look_and_decode_ms(1024)
+def test_a_diagnosis_of_1024_ranks_costs_per_rank_the_same_as_of_64() -> None:
+    (few, _), (many, decoding) = diagnose_and_decode_ms(64), diagnose_and_decode_ms(1024)
     ratio = (many / 1024) / (few / 64)
     print(f"\na look at 64 ranks {few:.1f} ms, at 1,024 ranks {many:.1f} ms: {ratio:.2f} per rank", end=" ")
     print(f"and {many / decoding:.1f} times decoding them ({decoding:.2f} ms)", end=" ")

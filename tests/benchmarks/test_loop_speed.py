@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from bare_loop import BareLoop, endless
 from rank_group import Gang
 from torch import Tensor, nn
+from worker_contexts import worker_context
 
 from trainer.contract.options import Training
 from trainer.contract.record import EventWriter
 from trainer.data.epoch_order import epoch_order
 from trainer.engine.loop import Loop
 from trainer.engine.optimizers import build_optimizer
-from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -139,15 +139,7 @@ def compare(
     loop = Loop(
         task,
         options,
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=writer,
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=None,
-        ),
+        worker_context(rank, world_size, writer=writer),
     )
     dataset = loop.splits["train"]
     lengths = task.lengths("train")
@@ -213,6 +205,6 @@ def test_our_loop_is_as_fast_as_a_bare_one(gang: Gang, tmp_path: Path, task: str
     )
     results = gang.run(compare, training, task_options, block, blocks, str(tmp_path))
     for rank, (step_ms, ratios) in enumerate(results):
-        told = ", ".join(f"{kind} {statistics.median(values):.4f}" for kind, values in ratios.items())
-        print(f"\n{task} rank {rank}: {step_ms:.1f} ms a step by hand; our speed over it, {blocks} blocks: {told}")
+        medians = ", ".join(f"{kind} {statistics.median(values):.4f}" for kind, values in ratios.items())
+        print(f"\n{task} rank {rank}: {step_ms:.1f} ms a step by hand; our speed over it, {blocks} blocks: {medians}")
     assert statistics.median(results[0][1]["wall"]) >= LEAST

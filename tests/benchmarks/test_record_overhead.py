@@ -19,13 +19,13 @@ from cores import stolen_s
 from msgspec import structs
 from rank_group import Gang
 from torch import Tensor, nn
+from worker_contexts import worker_context
 
 from trainer.contract.options import Training as Options
 from trainer.contract.record import EventWriter
 from trainer.data.batches import Update
 from trainer.data.dataset import SizedDataset
 from trainer.engine.loop import Loop
-from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 
 pytestmark = pytest.mark.benchmark
@@ -101,15 +101,7 @@ class Training(Loop):
 
     def __init__(self, rank: int, path: Path | None, batch: int) -> None:
         self.writer = EventWriter(path, rank=rank)
-        here = WorkerContext(
-            rank=rank,
-            world_size=2,
-            device=CPU,
-            writer=self.writer,
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=None,
-        )
+        here = worker_context(rank, 2, writer=self.writer)
         options = Options(task="", batch_size=(batch,), max_updates=10**9, optimizer="sgd", lr=0.01)
         if path is None:  # what it finds is part of the record
             options = structs.replace(options, desync_every=0)

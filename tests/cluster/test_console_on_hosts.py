@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from screens_at_rest import in_loop, quiet_app, seen, settle, show
+from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 from ssh_server import SshServer, free_port
 from test_other_machines import with_gpus
 
@@ -34,8 +34,8 @@ async def test_gpus_chosen_on_another_host_become_the_nodes_of_the_launch(server
     app = quiet_app()
     app.session.hosts, app.session.hostfile = (HostEntry(host=near), HostEntry(host=dead)), "hosts"
     async with app.run_test(size=(140, 40)) as pilot:
-        await show(pilot, ClusterScreen(clocked=False, runs=list))
-        text = seen(app)
+        await open_screen(pilot, ClusterScreen(clocked=False, runs=list))
+        text = screen_text(app)
         assert "1 of 2 free on 3 machines" in text
         assert "it refuses connections: is sshd running there" in text
         await pilot.press("f", "enter")
@@ -44,14 +44,14 @@ async def test_gpus_chosen_on_another_host_become_the_nodes_of_the_launch(server
         assert isinstance(launch, LaunchScreen)
         assert launch.draft is not None
         assert launch.draft.nodes() == [{"host": "near", "gpus": [1]}]
-        while "GPU-bbbb" not in seen(app):  # the plan asked the host for its GPUs
+        while "GPU-bbbb" not in screen_text(app):  # the plan asked the host for its GPUs
             await pilot.pause()
             await settle(pilot)
 
 
 @pytest.mark.timing
 @in_loop
-async def test_the_console_is_left_at_once_while_a_host_says_nothing() -> None:
+async def test_the_console_quits_at_once_while_a_host_does_not_answer() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -60,7 +60,7 @@ async def test_the_console_is_left_at_once_while_a_host_says_nothing() -> None:
         loop = asyncio.get_running_loop()
         async with app.run_test(size=(120, 40)) as pilot:
             await app.push_screen(ClusterScreen(clocked=False, runs=list))
-            while "being asked" not in seen(app):
+            while "being asked" not in screen_text(app):
                 await pilot.pause()
             begin = loop.time()
         assert loop.time() - begin < 0.9  # ssh itself would give up after a second

@@ -63,7 +63,7 @@ def connecting(word: str) -> list[psutil.Process]:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_host_says_what_it_has_with_nothing_of_ours_installed(server: SshServer, ssh: Ssh, driver: Path) -> None:
+def test_the_inventory_of_a_host_needs_nothing_installed_there(server: SshServer, ssh: Ssh, driver: Path) -> None:
     # -I and -S: neither this repository nor any package is within reach of the interpreter over there.
     bare = 'python3() { command python3 -I -S "$@"; }; eval "$SSH_ORIGINAL_COMMAND"'
     name = server.shell("bare", f"LD_LIBRARY_PATH={driver}; export LD_LIBRARY_PATH\n{bare}")
@@ -93,7 +93,7 @@ def test_the_second_question_goes_over_the_connection_of_the_first(server: SshSe
     assert (server.folder / "log").read_text().count("Accepted publickey") == accepted
 
 
-def test_many_hosts_are_asked_side_by_side_and_told_in_their_order(server: SshServer, ssh: Ssh) -> None:
+def test_hosts_are_queried_in_parallel_and_listed_in_their_order(server: SshServer, ssh: Ssh) -> None:
     def query(host: str, connections: Ssh, *, timeout_s: float) -> HostReport:
         together.wait(5)  # nobody passes before all are there
         return HostReport(host=host)
@@ -123,12 +123,12 @@ def problem(host: str, ssh: Ssh, *, timeout_s: float = 20) -> str:
     return found.problem
 
 
-def test_a_key_that_is_refused_says_what_must_work(server: SshServer, ssh: Ssh) -> None:
+def test_a_refused_key_is_reported_with_the_command_that_must_work(server: SshServer, ssh: Ssh) -> None:
     name = server.host("refused", key="stranger")
     assert problem(name, ssh) == "it refuses the key: `ssh refused true` must work without a password"
 
 
-def test_an_unknown_and_a_changed_host_key_are_told_apart(server: SshServer, ssh: Ssh) -> None:
+def test_an_unknown_and_a_changed_host_key_get_different_messages(server: SshServer, ssh: Ssh) -> None:
     assert problem(server.host("unknown", alias="nobody"), ssh) == (
         "its host key is not known yet: run `ssh unknown` once"
     )
@@ -138,7 +138,7 @@ def test_an_unknown_and_a_changed_host_key_are_told_apart(server: SshServer, ssh
     assert "nobody" not in (server.folder / "known_hosts").read_text(), "it was not confirmed for the person"
 
 
-def test_a_dead_port_and_a_server_that_says_nothing_are_told_apart(ssh: Ssh, silent_port: int) -> None:
+def test_a_closed_port_and_a_silent_server_get_different_messages(ssh: Ssh, silent_port: int) -> None:
     assert problem(f"ssh://127.0.0.1:{free_port()}", ssh).startswith("it refuses connections")
     assert problem(f"ssh://127.0.0.1:{silent_port}", ssh) == "something listens there, but no ssh server answers"
 
@@ -171,7 +171,7 @@ def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: 
     assert not connecting("flood")
 
 
-def test_leaving_ends_the_questions_that_nobody_answers(environ: dict[str, str], silent_port: int) -> None:
+def test_leaving_ends_pending_queries(environ: dict[str, str], silent_port: int) -> None:
     connections = Ssh({**environ, "GPUTRAIN_SSH": "ssh -F /dev/null"})
     found: list[HostReport] = []
     asking = threading.Thread(target=lambda: found.append(query_host(f"ssh://127.0.0.1:{silent_port}", connections)))
@@ -285,7 +285,7 @@ def test_a_gpu_that_the_other_host_does_not_have_is_refused(server: SshServer, s
         planned(name, "gpus = [0, 5]", ssh)
 
 
-def test_a_host_that_must_be_asked_and_does_not_answer_is_one_line(server: SshServer, ssh: Ssh) -> None:
+def test_an_unreachable_host_of_a_plan_is_one_line(server: SshServer, ssh: Ssh) -> None:
     dead = server.host("dead", port=free_port())
     with pytest.raises(RequestError, match=r"r.toml:7: cluster.nodes\[1\].gpus is 'free', but .*refuses connections"):
         planned(dead, 'gpus = "free"', ssh)

@@ -58,7 +58,7 @@ def readme_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
 
 
-def typed(lab: SshLab, *words: str) -> subprocess.CompletedProcess[str]:
+def run_gputrain(lab: SshLab, *words: str) -> subprocess.CompletedProcess[str]:
     python = lab.disk / "env" / "bin" / "python"
     environ = {name: value for name, value in lab.environ.items() if name != "PYTHONPATH"}
     return lab.hosts[0].run(python, "-m", "gputrain_tui", *words, cwd=lab.disk / "code", env=environ, check=False)
@@ -68,31 +68,31 @@ def test_the_three_commands_of_the_readme_lead_from_empty_disks_to_training(lab:
     (page,) = readme_blocks("shell")
     commands = [line.split() for line in page.splitlines()]
     assert [words[:2] for words in commands] == [["gputrain", "push"], ["gputrain", "check"], ["gputrain", "run"]]
-    said = typed(lab, *commands[0][1:])
-    assert said.returncode == 0, said.stderr
+    done = run_gputrain(lab, *commands[0][1:])
+    assert done.returncode == 0, done.stderr
     code = lab.disk / "code"
     for host in ("gpu1", "gpu2"):
-        assert f"{host}: code: 6 files of {code} to {code}; data and what git ignores stay here\n" in said.stdout
-        assert f"{host}: environment: {lab.disk}/env to the same place by rsync\n" in said.stdout
+        assert f"{host}: code: 6 files of {code} to {code}; data and what git ignores stay here\n" in done.stdout
+        assert f"{host}: environment: {lab.disk}/env to the same place by rsync\n" in done.stdout
     for host in lab.hosts[1:3]:
         there = {path.name for path in (lab.disk_of(host) / "code").iterdir()}
         assert there == {"tiny_task.py", "host_task.py", "data_elsewhere", "recipe.toml", "two.toml", ".gitignore"}
-    said = typed(lab, *commands[1][1:])
-    assert said.returncode == 0, said.stdout
-    said = typed(lab, *commands[2][1:])
-    assert said.returncode == 0, said.stderr
-    assert "finished in " in said.stderr
+    done = run_gputrain(lab, *commands[1][1:])
+    assert done.returncode == 0, done.stdout
+    done = run_gputrain(lab, *commands[2][1:])
+    assert done.returncode == 0, done.stderr
+    assert "finished in " in done.stderr
 
 
 def test_a_second_push_brings_what_has_changed_and_keeps_what_is_only_there(lab: SshLab) -> None:
-    assert typed(lab, "push", "recipe.toml").returncode == 0
+    assert run_gputrain(lab, "push", "recipe.toml").returncode == 0
     (h0, h1) = (lab.disk_of(host) / "code" for host in lab.hosts[:2])
     (h1 / "own").write_text("of this host")
     (h0 / "data_elsewhere").write_text("changed")
     before = (h1 / "host_task.py").stat().st_mtime_ns
-    said = typed(lab, "push", "--hosts", "gpu1", "--dry-run")
-    assert (said.returncode, (h1 / "data_elsewhere").read_text()) == (0, "")
-    assert typed(lab, "push", "--hosts", "gpu1").returncode == 0
+    done = run_gputrain(lab, "push", "--hosts", "gpu1", "--dry-run")
+    assert (done.returncode, (h1 / "data_elsewhere").read_text()) == (0, "")
+    assert run_gputrain(lab, "push", "--hosts", "gpu1").returncode == 0
     assert (h1 / "data_elsewhere").read_text() == "changed"
     assert (h1 / "own").read_text() == "of this host"
     assert (h1 / "host_task.py").stat().st_mtime_ns == before
@@ -112,8 +112,8 @@ def test_a_second_push_brings_what_has_changed_and_keeps_what_is_only_there(lab:
     ],
 )
 def test_a_push_that_cannot_be_is_one_line(lab: SshLab, words: list[str], code: int, line: str) -> None:
-    said = typed(lab, "push", *words)
-    assert (said.returncode, said.stdout) == (code, "")
-    assert said.stderr.startswith(f"gputrain: {line}")
-    assert said.stderr.count("\n") == 1
+    done = run_gputrain(lab, "push", *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"gputrain: {line}")
+    assert done.stderr.count("\n") == 1
     assert not list(lab.disk_of(lab.hosts[0]).glob("code/.gputrain-*"))

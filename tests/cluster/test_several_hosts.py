@@ -58,11 +58,11 @@ class Cluster:
         """Wait for all commands; exit codes by host."""
         return {host.name: process.wait(LIMIT_S) for host, process in self.started.items()}
 
-    def said(self, host: Host) -> str:
+    def output(self, host: Host) -> str:
         return (self.home(host) / "output").read_text()
 
     def last_line(self, host: Host) -> str:
-        return self.said(host).splitlines()[-1]
+        return self.output(host).splitlines()[-1]
 
     def record(self, host: Host) -> Path:
         return self.home(host) / "record"
@@ -110,7 +110,7 @@ def test_commands_pasted_on_three_hosts_train_together_though_names_lead_to_the_
     assert "tcp://h1:" in shell
     assert "--distributed-world-size 6 --distributed-gpus 3 --distributed-rank 3" in shell.splitlines()[-1]
     cluster.start_all(shell)
-    assert cluster.wait() == {"h1": 0, "h2": 0, "h3": 0}, [cluster.said(host) for host in cluster.hosts]
+    assert cluster.wait() == {"h1": 0, "h2": 0, "h3": 0}, [cluster.output(host) for host in cluster.hosts]
     check_record(cluster, ranks)
 
 
@@ -124,7 +124,7 @@ def test_a_plan_as_json_is_argv_and_environment_of_every_host(cluster: Cluster, 
     for host, node in zip(cluster.hosts, plan["nodes"], strict=True):
         assert node["host"] == host.address
         cluster.start(host, *node["argv"], **node["env"])
-    assert cluster.wait() == {"h1": 0, "h2": 0, "h3": 0}, [cluster.said(host) for host in cluster.hosts]
+    assert cluster.wait() == {"h1": 0, "h2": 0, "h3": 0}, [cluster.output(host) for host in cluster.hosts]
     check_record(cluster, ranks)
     assert not (cluster.folder / "meeting").exists()
 
@@ -136,7 +136,7 @@ def test_ranks_of_a_host_that_never_comes_are_named_on_the_others(cluster: Clust
         line = cluster.last_line(host)
         assert "ranks 2, 3 of 4 did not join within 6 s at tcp://h1:" in line
         assert "on h1), 1 (pid " in line
-        assert "Traceback" not in cluster.said(host)
+        assert "Traceback" not in cluster.output(host)
 
 
 def test_a_link_that_goes_down_ends_every_host_with_the_name_of_what_it_lost(cluster: Cluster) -> None:
@@ -175,12 +175,12 @@ def test_hosts_that_may_not_reach_each_other_are_named_before_training(cluster: 
         line = cluster.last_line(host)
         assert f"h2 cannot reach h3 (rank 2) at {h3.address} (No route to host)" in line
         assert f"h3 cannot reach h2 (rank 1) at {h2.address} (No route to host)" in line
-        assert "Traceback" not in cluster.said(host)
-    assert "training" not in cluster.said(h1)
+        assert "Traceback" not in cluster.output(host)
+    assert "training" not in cluster.output(h1)
 
 
 @pytest.mark.slow
-def test_a_host_without_a_way_to_the_first_one_says_so_before_the_others_give_up(cluster: Cluster) -> None:
+def test_a_host_that_cannot_reach_the_first_one_fails_before_the_others_time_out(cluster: Cluster) -> None:
     h2 = cluster.hosts[1]
     # Long enough for the other two to join on a loaded machine; the way is gone before anybody starts.
     shell = cluster.plan([1, 1, 1], "--shell", join_timeout=15)
@@ -218,7 +218,7 @@ def test_a_rank_that_is_killed_is_named_by_its_own_host_and_its_machine_by_the_o
 
 
 @pytest.mark.slow
-def test_what_a_rank_failed_of_is_told_on_every_host(cluster: Cluster) -> None:
+def test_the_error_of_a_rank_is_reported_on_every_host(cluster: Cluster) -> None:
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", task={"fault": "raise", "fault_rank": 3, "fault_step": 3}))
     assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
     for host in cluster.hosts:
@@ -235,8 +235,8 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(cluster: 
     assert codes.pop("h1") == 1
     assert set(codes.values()) <= {1, 2}  # the first of the two, and who heard of it before it looked itself
     assert 2 in codes.values()
-    said = [
+    lines = [
         cluster.last_line(host).partition("GLOO_SOCKET_IFNAME is 'eth0', but the interfaces of ")[2]
         for host in cluster.hosts
     ]
-    assert all(line.startswith(("h2 are ", "h3 are ")) for line in said)
+    assert all(line.startswith(("h2 are ", "h3 are ")) for line in lines)

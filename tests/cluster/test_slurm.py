@@ -153,18 +153,18 @@ def test_nodes_with_unequal_gpus_count_their_ranks_whoever_else_connects(
     finally:
         stranger.kill()
         stranger.communicate()
-    told = [(tmp_path / "record" / "logs" / f"{rank}.log").read_text().splitlines()[-1] for rank in range(5)]
-    assert told == ["0 0 5", "1 1 5", "2 0 5", "3 0 5", "4 1 5"]
+    log_lines = [(tmp_path / "record" / "logs" / f"{rank}.log").read_text().splitlines()[-1] for rank in range(5)]
+    assert log_lines == ["0 0 5", "1 1 5", "2 0 5", "3 0 5", "4 1 5"]
 
 
-def test_a_rank_that_fails_fails_the_job_and_its_cause_is_told_by_every_node(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_failed_rank_fails_the_job_and_every_node_reports_the_cause(cluster: Slurm, tmp_path: Path) -> None:
     fault = {"fault": "raise", "fault_rank": 2, "fault_step": 3}
     job = plan(cluster, tmp_path, ["n1", "n2"], [1, 2], task=fault)
     found = cluster.wait(cluster.submit(job))  # and until no process is left
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "1:0")
-    said = output(job)
-    assert "trainer: rank 2 on n2: ArithmeticError: the answer is not 42\n" in said
-    assert "trainer: rank 0 on n1: rank 2 on n2 failed: ArithmeticError: the answer is not 42 (" in said
+    job_output = output(job)
+    assert "trainer: rank 2 on n2: ArithmeticError: the answer is not 42\n" in job_output
+    assert "trainer: rank 0 on n1: rank 2 on n2 failed: ArithmeticError: the answer is not 42 (" in job_output
     results = [json.loads((tmp_path / "record" / "nodes" / f"{node}.json").read_text()) for node in (0, 1)]
     assert [result["exit_code"] for result in results] == [1, 1]
     assert [result["failure"]["kind"] for result in results] == ["lost_peer", "exception"]
@@ -186,7 +186,7 @@ def test_scancel_ends_every_process_and_no_rank_says_that_it_has_finished(cluste
 
 
 @pytest.mark.slow
-def test_a_wish_to_stop_that_reaches_the_nodes_saves_and_is_told(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_stop_request_that_reaches_the_nodes_saves_and_is_reported(cluster: Slurm, tmp_path: Path) -> None:
     """As scancel and a time limit reach them where Slurm tracks processes by cgroups: the tasks, not their children."""
     job = plan(cluster, tmp_path, ["n1", "n2"], [2, 1], **ENDLESS)
     number = cluster.submit(job)
@@ -245,8 +245,8 @@ def test_a_script_in_too_small_a_job_or_outside_of_one_says_so_and_starts_nothin
     found = cluster.wait(cluster.submit(job, "--nodes=2"))
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
     assert output(job) == "gputrain: this plan is for 3 nodes, but the job has 2\n"
-    typed = cluster.run("bash", "job.sh", cwd=tmp_path, check=False)
-    assert (typed.returncode, typed.stderr) == (2, "gputrain: submit this script with sbatch\n")
+    refused = cluster.run("bash", "job.sh", cwd=tmp_path, check=False)
+    assert (refused.returncode, refused.stderr) == (2, "gputrain: submit this script with sbatch\n")
     assert not list((tmp_path / "record" / "events").iterdir())
 
 
@@ -254,7 +254,7 @@ def test_a_script_in_too_small_a_job_or_outside_of_one_says_so_and_starts_nothin
 
 
 @dataclass
-class Typed:
+class SlurmUser:
     """``gputrain`` as a person types it on the hosts of a cluster, with a folder of runs that all of them see."""
 
     cluster: Slurm
@@ -288,76 +288,76 @@ class Typed:
 
 
 @pytest.fixture
-def typed(cluster: Slurm, tmp_path: Path) -> Typed:
+def user(cluster: Slurm, tmp_path: Path) -> SlurmUser:
     (tmp_path / "recipe.toml").write_text(recipe([None, None], [2, 1]) + "[slurm]\n")
     (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS | {"stop_time": 60.0}) + "[slurm]\n")
-    return Typed(cluster, tmp_path)
+    return SlurmUser(cluster, tmp_path)
 
 
 @pytest.mark.parametrize("way", ["login", "salloc", "sbatch"])
-def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(typed: Typed, way: str) -> None:
-    cluster, folder, words = typed.cluster, typed.folder, typed.words("run", "recipe.toml")
+def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: SlurmUser, way: str) -> None:
+    cluster, folder, words = user.cluster, user.folder, user.words("run", "recipe.toml")
     if way == "sbatch":
         (folder / "job.sh").write_text(f"#!/bin/bash\n{shlex.join(words)}\n")
         assert cluster.wait(cluster.submit(folder / "job.sh", "--nodes=2", "--exclusive"))["JobState"] == "COMPLETED"
     else:
         heterogeneous = ["salloc", "--nodes=1", ":", "--nodes=1"] if way == "salloc" else []
         cluster.run(*heterogeneous, *words, cwd=folder)
-    assert typed.status()["status"] == "finished"
-    check_all(typed.record(), [2, 1])
-    job = json.loads((typed.record() / "slurm.json").read_text())
+    assert user.status()["status"] == "finished"
+    check_all(user.record(), [2, 1])
+    job = json.loads((user.record() / "slurm.json").read_text())
     assert (job["nodes"], job["batch"]) == (["n1", "n2"], way == "login")
     assert job["number"] > 0
 
 
 @pytest.mark.timing
 def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_seconds_with_its_work_saved(
-    typed: Typed,
+    user: SlurmUser,
 ) -> None:
-    cluster, folder = typed.cluster, typed.folder
+    cluster, folder = user.cluster, user.folder
     (folder / "other.sh").write_text("#!/bin/bash\nsleep 600\n")
     other = cluster.submit(folder / "other.sh", "--nodes=3", "--exclusive")
     wait_until(lambda: cluster.job(other)["JobState"] == "RUNNING", "another job has all nodes")
-    process = cluster.start(*typed.words("run", "endless.toml"), cwd=folder)
-    shown = folder / "output"
-    wait_until(lambda: ": Resources" in shown.read_text(), "it says why it waits", [process])
-    (entry,) = json.loads(typed.run("runs", "--json").stdout)
+    process = cluster.start(*user.words("run", "endless.toml"), cwd=folder)
+    narration = folder / "output"
+    wait_until(lambda: ": Resources" in narration.read_text(), "it says why it waits", [process])
+    (entry,) = json.loads(user.run("runs", "--json").stdout)
     assert entry["state"] == "queued"
     cluster.run("scancel", str(other))
-    typed.await_steps()
+    user.await_steps()
     asked = time.time()
-    cluster.run("scancel", str(typed.job()))
+    cluster.run("scancel", str(user.job()))
     assert process.wait(LIMIT_S) == 130
     seen_s = time.time() - asked
-    status = typed.status()
+    status = user.status()
     assert "it was cancelled in Slurm at update " in status["message"]
     assert status["status"] == "stopped"
     assert seen_s < 3
-    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
-    assert f"queued as job {typed.job()} in main: Resources" in shown.read_text()
-    assert "it was cancelled in Slurm at update " in shown.read_text()
+    assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
+    assert f"queued as job {user.job()} in main: Resources" in narration.read_text()
+    assert "it was cancelled in Slurm at update " in narration.read_text()
 
 
-def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_on(typed: Typed) -> None:
-    cluster = typed.cluster
-    typed.run("run", "endless.toml", "--detach")
-    typed.await_steps()
-    number = typed.job()
+def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_on(user: SlurmUser) -> None:
+    cluster = user.cluster
+    user.run("run", "endless.toml", "--detach")
+    user.await_steps()
+    number = user.job()
     cluster.run("scontrol", "requeue", str(number))
     wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", "it is in the queue again")
-    assert "Slurm put it back into its queue at update " in typed.status()["message"]
-    (kept,) = (typed.record() / "checkpoints").glob("step_*.pt")
-    before = len(events(typed.record(), 0))
+    assert "Slurm put it back into its queue at update " in user.status()["message"]
+    (kept,) = (user.record() / "checkpoints").glob("step_*.pt")
+    before = len(events(user.record(), 0))
     cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", "ExcNodeList=n1")
     again = wait_until(
-        lambda: [event for event in events(typed.record(), 0)[before:] if event["type"] == "step"], "it trains again"
+        lambda: [event for event in events(user.record(), 0)[before:] if event["type"] == "step"], "it trains again"
     )
     assert again[0]["step"] - again[0]["steps"] == int(kept.stem.removeprefix("step_"))
-    stopped = typed.run("stop", "last", host=cluster.nodes[2])
+    stopped = user.run("stop", "last", host=cluster.nodes[2])
     assert re.search(r" is stopped at update \d+, saved \S+; processes left: none$", stopped.stdout.strip())
     cluster.wait(number)
-    assert json.loads((typed.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
-    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 2
+    assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
+    assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -368,20 +368,20 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
         ("slurm.setup=echo no such module >&2; false", 1, "no such module; slurm.setup ended with exit code 1"),
     ],
 )
-def test_what_slurm_or_a_node_refuses_is_told_in_its_words(typed: Typed, setting: str, code: int, line: str) -> None:
-    ended = typed.run("run", "recipe.toml", "--set", setting, check=False)
+def test_a_refusal_of_slurm_or_a_node_is_reported_verbatim(user: SlurmUser, setting: str, code: int, line: str) -> None:
+    ended = user.run("run", "recipe.toml", "--set", setting, check=False)
     assert ended.returncode == code
     assert line in ended.stderr
-    assert not typed.cluster.run("squeue", "--noheader").stdout
+    assert not user.cluster.run("squeue", "--noheader").stdout
 
 
 @pytest.mark.parametrize(("alone", "who"), [(0, "n[1-2], which"), (2, "n2")], ids=["login", "second node"])
-def test_a_run_directory_that_a_node_does_not_see_is_told_in_one_line(typed: Typed, alone: int, who: str) -> None:
-    host, home = [typed.cluster.login, *typed.cluster.nodes][alone], typed.folder / "home"
+def test_a_run_directory_that_a_node_does_not_see_is_told_in_one_line(user: SlurmUser, alone: int, who: str) -> None:
+    host, home = [user.cluster.login, *user.cluster.nodes][alone], user.folder / "home"
     home.mkdir()
     host.run("mount", "-t", "tmpfs", "tmpfs", home)
     try:
-        ended = typed.run("run", "recipe.toml", check=False)
+        ended = user.run("run", "recipe.toml", check=False)
         assert ended.returncode == 1
         assert f"{who} does not see the run directory {home}/runs/" in ended.stderr
     finally:
@@ -389,28 +389,28 @@ def test_a_run_directory_that_a_node_does_not_see_is_told_in_one_line(typed: Typ
 
 
 @pytest.mark.slow
-def test_a_run_whose_time_limit_is_over_has_saved(typed: Typed) -> None:
+def test_a_run_whose_time_limit_is_over_has_saved(user: SlurmUser) -> None:
     """Slurm then sends SIGTERM, SIGCONT and SIGTERM within a second."""
-    typed.run("run", "endless.toml", "--detach", "--set", "train.stop_time=0")
-    typed.await_steps()
-    typed.cluster.run("scontrol", "update", f"JobId={typed.job()}", "TimeLimit=00:00:01")
-    typed.cluster.wait(typed.job())
-    assert "its time limit in Slurm was over at update " in typed.status()["message"]
-    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
+    user.run("run", "endless.toml", "--detach", "--set", "train.stop_time=0")
+    user.await_steps()
+    user.cluster.run("scontrol", "update", f"JobId={user.job()}", "TimeLimit=00:00:01")
+    user.cluster.wait(user.job())
+    assert "its time limit in Slurm was over at update " in user.status()["message"]
+    assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
 
 
 @pytest.mark.parametrize("mode", ["cancel", "requeue"])
-def test_a_run_that_slurm_pre_empts_for_another_job_is_told_as_such_and_has_saved(typed: Typed, mode: str) -> None:
-    cluster = typed.cluster
-    (typed.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")
-    typed.run("run", "endless.toml", "--detach", "--set", f"slurm.partition={mode}")
-    typed.await_steps()
-    urgent = cluster.submit(typed.folder / "urgent.sh", "--partition=urgent", "--nodes=3", "--exclusive")
+def test_a_preempted_run_is_reported_as_such_and_has_saved(user: SlurmUser, mode: str) -> None:
+    cluster = user.cluster
+    (user.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")
+    user.run("run", "endless.toml", "--detach", "--set", f"slurm.partition={mode}")
+    user.await_steps()
+    urgent = cluster.submit(user.folder / "urgent.sh", "--partition=urgent", "--nodes=3", "--exclusive")
     wait_until(lambda: cluster.job(urgent)["JobState"] == "RUNNING", "the other job has its nodes")
-    wait_until(lambda: " at update " in typed.status().get("message", ""), "the run says how it ended")
-    assert "Slurm pre-empted it for another job at update " in typed.status()["message"]
-    assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
-    typed.run("stop", "last")
+    wait_until(lambda: " at update " in user.status().get("message", ""), "the run says how it ended")
+    assert "Slurm pre-empted it for another job at update " in user.status()["message"]
+    assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
+    user.run("stop", "last")
     cluster.run("scancel", str(urgent))
 
 
@@ -430,45 +430,45 @@ def down(cluster: Slurm, node: str) -> Iterator[None]:
         cluster.wait_idle()
 
 
-def test_a_run_whose_node_slurm_loses_has_failed_as_nobody_wished_it(typed: Typed) -> None:
-    process = typed.start("run", "endless.toml", *NO_REQUEUE)
-    typed.await_steps()
-    with down(typed.cluster, "n2"):
+def test_a_run_whose_node_slurm_loses_has_failed(user: SlurmUser) -> None:
+    process = user.start("run", "endless.toml", *NO_REQUEUE)
+    user.await_steps()
+    with down(user.cluster, "n2"):
         assert process.wait(LIMIT_S) == 1
-        status = typed.status()
+        status = user.status()
         assert (status["status"], status["exit_code"]) == ("failed", 1)
         assert status["message"].startswith(LOST_N2)
-        failure = events(typed.record(), "run")[-2]
+        failure = events(user.record(), "run")[-2]
         assert (failure["type"], failure["kind"], failure["host"]) == ("failure", "node_lost", "n2")
-        assert f"the run failed on n2: node lost\n  {LOST_N2}" in (typed.folder / "output").read_text()
+        assert f"the run failed on n2: node lost\n  {LOST_N2}" in (user.folder / "output").read_text()
 
 
-def test_a_run_that_slurm_requeues_as_it_loses_a_node_is_stopped_until_it_goes_on(typed: Typed) -> None:
-    process = typed.start("run", "endless.toml")
-    typed.await_steps()
-    with down(typed.cluster, "n2"):
+def test_a_run_that_slurm_requeues_as_it_loses_a_node_is_stopped_until_it_goes_on(user: SlurmUser) -> None:
+    process = user.start("run", "endless.toml")
+    user.await_steps()
+    with down(user.cluster, "n2"):
         assert process.wait(LIMIT_S) == 130
-        status = typed.status()
+        status = user.status()
         assert (status["status"], status["exit_code"]) == ("stopped", 130)
         assert status["message"].startswith(f"{LOST_N2}, and put the run back into its queue")
-        typed.run("stop", "last")
+        user.run("stop", "last")
 
 
-def check_killed_node(typed: Typed, node: Host, ranks: str) -> None:
+def check_killed_node(user: SlurmUser, node: Host, ranks: str) -> None:
     """Kill Slurm on a node while a run trains there; the run has failed within ten seconds, and nothing is left."""
-    cluster, lost = typed.cluster, f"Slurm lost {node.name} {ranks}"
-    process = typed.start("run", "endless.toml", *NO_REQUEUE)
-    typed.await_steps()
+    cluster, lost = user.cluster, f"Slurm lost {node.name} {ranks}"
+    process = user.start("run", "endless.toml", *NO_REQUEUE)
+    user.await_steps()
     killed = time.time()
     cluster.kill_node(node)
     try:
         wait_until(lambda: not cluster.processes(), "no process of the run is left on any node")
         freed_s = time.time() - killed
         assert process.wait(LIMIT_S) == 1
-        status = typed.status()
+        status = user.status()
         assert (status["status"], status["exit_code"]) == ("failed", 1)
         assert status["message"].startswith(lost)
-        assert f"the run failed on {node.name}: node lost\n  {lost}" in (typed.folder / "output").read_text()
+        assert f"the run failed on {node.name}: node lost\n  {lost}" in (user.folder / "output").read_text()
         assert max(status["ended"] - killed, freed_s) < 10, (status["ended"] - killed, freed_s)
     finally:
         cluster.start_node(node)
@@ -481,9 +481,9 @@ def check_killed_node(typed: Typed, node: Host, ranks: str) -> None:
     ("node", "ranks"), [(0, "with ranks 0, 1"), (1, "with rank 2")], ids=["the supervisor's", "another"]
 )
 def test_a_node_whose_slurmd_and_steps_are_killed_is_named_within_ten_seconds_and_nothing_is_left(
-    typed: Typed, node: int, ranks: str
+    user: SlurmUser, node: int, ranks: str
 ) -> None:
-    check_killed_node(typed, typed.cluster.nodes[node], ranks)
+    check_killed_node(user, user.cluster.nodes[node], ranks)
 
 
 HOG = """\
@@ -520,11 +520,11 @@ def test_a_job_that_needs_more_memory_than_it_asked_for_is_told_with_rank_host_l
     try:
         environ = ENVIRON | {"HOG": str(hog)}
         with slurm(folder, IN_CGROUPS, environ=environ, proctrack=proctrack, memory=memory) as running:
-            typed = Typed(running, tmp_path)
-            done = typed.run("run", "hog.toml", "--json", check=False)
-            running.wait(typed.job())
-            (entry,) = json.loads(typed.run("runs", "--json").stdout)
-            table = typed.run("runs").stdout
+            user = SlurmUser(running, tmp_path)
+            done = user.run("run", "hog.toml", "--json", check=False)
+            running.wait(user.job())
+            (entry,) = json.loads(user.run("runs", "--json").stdout)
+            table = user.run("runs").stdout
     finally:
         shutil.rmtree(folder)
     host = list(IN_CGROUPS)[node]
@@ -557,26 +557,26 @@ def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well_and
     try:
         with slurm(folder, IN_CGROUPS, environ=ENVIRON, proctrack="cgroup") as running:
             (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS) + "[slurm]\n")
-            typed = Typed(running, tmp_path)
-            typed.run("run", "endless.toml", "--detach")
-            typed.await_steps()
-            running.run("scancel", str(typed.job()))
-            running.wait(typed.job())
-            assert "it was cancelled in Slurm at update " in typed.status()["message"]
-            assert len(list((typed.record() / "checkpoints").glob("step_*.pt"))) == 1
-            shutil.rmtree(typed.record())
-            check_killed_node(typed, running.nodes[1], "with rank 2")
+            user = SlurmUser(running, tmp_path)
+            user.run("run", "endless.toml", "--detach")
+            user.await_steps()
+            running.run("scancel", str(user.job()))
+            running.wait(user.job())
+            assert "it was cancelled in Slurm at update " in user.status()["message"]
+            assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
+            shutil.rmtree(user.record())
+            check_killed_node(user, running.nodes[1], "with rank 2")
     finally:
         shutil.rmtree(folder)
 
 
-def test_the_page_of_the_readme_is_followed_word_for_word(typed: Typed) -> None:
+def test_the_page_of_the_readme_is_followed_word_for_word(user: SlurmUser) -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## Slurm\n")[2].partition("\n## ")[0]
     (text,) = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    (typed.folder / "slurm.toml").write_text(text)
+    (user.folder / "slurm.toml").write_text(text)
     for block in re.findall(r"^```sh slurm\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE):
-        script = f"export GPUTRAIN_HOME={shlex.quote(str(typed.folder / 'home'))}\n{block}"
-        typed.cluster.run("bash", "-euo", "pipefail", "-c", script, cwd=typed.folder)
-    runs = sorted((typed.folder / "home" / "runs").glob("2*"))
+        script = f"export GPUTRAIN_HOME={shlex.quote(str(user.folder / 'home'))}\n{block}"
+        user.cluster.run("bash", "-euo", "pipefail", "-c", script, cwd=user.folder)
+    runs = sorted((user.folder / "home" / "runs").glob("2*"))
     ends = [json.loads((run / "status.json").read_text())["status"] for run in runs]
     assert ends == ["finished", "stopped", "finished"]

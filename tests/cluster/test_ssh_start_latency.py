@@ -17,7 +17,7 @@ from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 
 pytestmark = pytest.mark.benchmark
 
-PAIRS = 5
+PAIRS = 15
 LIMIT = 1.25
 NAMES, RANKS = ["h1", "h2", "h3"], [2, 1, 1]
 GPUTRAIN = (sys.executable, "-m", "gputrain_tui")

@@ -43,7 +43,7 @@ SOON = 20
 PHASES = ("forward_ms", "backward_ms", "optimizer_ms", "sync_exposed_ms")
 
 
-class Ran:
+class FrameworkRun:
     """What a run left behind."""
 
     def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
@@ -68,7 +68,7 @@ class Ran:
         return found
 
 
-Run = Callable[..., Ran]
+Run = Callable[..., FrameworkRun]
 
 
 @pytest.fixture(scope="module", params=PACKAGES)
@@ -83,8 +83,8 @@ def name(request: pytest.FixtureRequest) -> str:
 def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run the recipe as the README does, in a folder of its own with the scripts."""
 
-    def run(*words: str, **faults: str) -> Ran:
-        folder = laid_out(name, tmp_path_factory.mktemp(name))
+    def run(*words: str, **faults: str) -> FrameworkRun:
+        folder = copy_example(name, tmp_path_factory.mktemp(name))
         done = subprocess.run(
             ["bash", "-c", " ".join([command(name), *words])],
             cwd=folder,
@@ -97,12 +97,12 @@ def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
             text=True,
             timeout=LIMIT_S,
         )
-        return Ran(folder, done)
+        return FrameworkRun(folder, done)
 
     return run
 
 
-def laid_out(name: str, folder: Path) -> Path:
+def copy_example(name: str, folder: Path) -> Path:
     """Fill a folder with the scripts and the recipe."""
     shutil.copytree(SCRIPTS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     (recipe,) = re.findall(rf'^```toml\n(name = "{name}"\n.*?)^```$', README, re.DOTALL | re.MULTILINE)
@@ -117,7 +117,7 @@ def command(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def held_up(run: Run, name: str) -> Ran:
+def held_up(run: Run, name: str) -> FrameworkRun:
     """A run whose rank 1 is held up at the end."""
     return run(HELD_UP=f"1:{(FIRST - 1) * PASSES.get(name, 1)}")
 
@@ -125,7 +125,7 @@ def held_up(run: Run, name: str) -> Ran:
 # --- what is measured without a line in the script -----------------------------------------------------------------
 
 
-def test_every_step_of_both_ranks_is_in_the_record_with_its_phases(held_up: Ran, name: str) -> None:
+def test_every_step_of_both_ranks_is_in_the_record_with_its_phases(held_up: FrameworkRun, name: str) -> None:
     assert held_up.code == 0, held_up.stdout + held_up.stderr
     for rank in (0, 1):
         steps = held_up.steps(rank)
@@ -146,7 +146,7 @@ def test_every_step_of_both_ranks_is_in_the_record_with_its_phases(held_up: Ran,
     assert waits[0] > waits[1] + 20, "rank 0 waits for rank 1"
 
 
-def test_the_closing_table_has_losses_phases_and_synchronisation_of_both_ranks(held_up: Ran) -> None:
+def test_the_closing_table_has_losses_phases_and_synchronisation_of_both_ranks(held_up: FrameworkRun) -> None:
     title, *rows = (re.split(r"\s{2,}", line.strip()) for line in held_up.stdout.splitlines()[:3])
     for rank, row in enumerate(rows):
         cells = dict(zip(title, row, strict=True))
@@ -157,7 +157,7 @@ def test_the_closing_table_has_losses_phases_and_synchronisation_of_both_ranks(h
 
 
 @pytest.mark.timing
-def test_the_rank_that_is_held_up_is_named_soon_and_with_its_cause(held_up: Ran) -> None:
+def test_the_rank_that_is_held_up_is_named_soon_and_with_its_cause(held_up: FrameworkRun) -> None:
     (found,) = held_up.stragglers
     done = max(event.step for rank in (0, 1) for event in held_up.steps(rank) if event.time <= found.time)
     assert (found.rank, found.cause) == (1, "forward"), found.message
@@ -167,7 +167,7 @@ def test_the_rank_that_is_held_up_is_named_soon_and_with_its_cause(held_up: Ran)
 # --- the script sees no difference ----------------------------------------------------------------------------------
 
 
-def test_the_weights_are_equal_bit_for_bit_without_measuring(run: Run, held_up: Ran) -> None:
+def test_the_weights_are_equal_bit_for_bit_without_measuring(run: Run, held_up: FrameworkRun) -> None:
     plain = run("--set", "train.instrument=false")
     assert plain.code == 0, plain.stderr
     assert not plain.steps(0)
@@ -181,12 +181,12 @@ def test_a_failing_script_ends_as_under_python(run: Run, name: str, tmp_path: Pa
     done = run(FAILS="1:5")
     assert done.code == 1
     assert "ValueError: no more data" in done.stderr
-    code, errors = by_hand(laid_out(name, tmp_path), f"train_{name}.py", FAILS="1:5")
+    code, errors = run_two_ranks(copy_example(name, tmp_path), f"train_{name}.py", FAILS="1:5")
     assert code == 1
     assert traceback(done.dir.rank_log(1).read_text(), done.folder) == traceback(errors, tmp_path)
 
 
-def by_hand(folder: Path, script: str, **faults: str) -> tuple[int, str]:
+def run_two_ranks(folder: Path, script: str, **faults: str) -> tuple[int, str]:
     """Start two ranks by ``python``; return the exit code and the errors of rank 1, which ends first."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     settings = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import append
+from made_runs import append_events
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
@@ -31,7 +31,7 @@ def more_steps(run: Run, first: int, last: int) -> None:
             Step(time=2e9 + n, rank=rank, step=n, epoch=1, steps=1, samples=4, loss=n + rank / 2, step_ms=5.0)
             for n in range(first, last + 1)
         ]
-        append(run.dir, rank, *steps)
+        append_events(run.dir, rank, *steps)
 
 
 def sink_of(run: Run, name: str) -> int | None:
@@ -118,7 +118,7 @@ def test_tensorboard_has_every_step_once(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", ["tensorboard = true"], indirect=True)
-def test_nobody_waits_for_a_sink_that_hangs_who_asks_again(run: Run) -> None:
+def test_a_signal_ends_the_wait_for_a_hanging_sink(run: Run) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
     supervisor = start_supervisor(run.dir, leased=False)
     until(lambda: written(run, "tensorboard") == STEPS)

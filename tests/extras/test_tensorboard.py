@@ -11,7 +11,7 @@ import pytest
 import synthetic
 from commands import Command, command
 from long_record import single
-from made_runs import append
+from made_runs import append_events
 
 from gputrain_tui.history.runs import Run
 from trainer.contract.record import RankState
@@ -25,7 +25,7 @@ STEPS = 40
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     run = synthetic.run(tmp_path / "home" / "runs", steps=STEPS, status="finished", straggler=1)
     run.dir.recipe.write_text('name = "demo"\n[train]\ntask = "lm"\nlr = 0.5\ncpu = true\n[task]\napi_key = "secret"\n')
     return run
@@ -48,12 +48,12 @@ def scalars(found: Any, tag: str) -> list[tuple[int, float]]:
 
 
 def test_every_step_of_each_rank_and_over_ranks_validation_and_hyper_parameters_come_back(
-    call: Command, made: Run
+    call: Command, run: Run
 ) -> None:
     fast = {rank: [single(rank, number) for number in range(STEPS + 1, STEPS + 9)] for rank in range(2)}
     for rank, steps in fast.items():
-        append(made.dir, rank, merge(steps))
-    done = call(made.id, "--to", "tensorboard", "-o", "out")
+        append_events(run.dir, rank, merge(steps))
+    done = call(run.id, "--to", "tensorboard", "-o", "out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("out: 96 steps of 2 ranks, 1 to 48, ")
     ranks = [read(Path(f"out/rank_{rank}")) for rank in range(2)]
@@ -84,31 +84,31 @@ def test_every_step_of_each_rank_and_over_ranks_validation_and_hyper_parameters_
     assert given["world_size"].number_value == 2
 
 
-def test_after_a_restart_the_reader_has_the_steps_of_the_last_attempt(call: Command, made: Run) -> None:
+def test_after_a_restart_the_reader_has_the_steps_of_the_last_attempt(call: Command, run: Run) -> None:
     for rank in range(2):
         again = [single(rank, number) for number in range(31, 36)]
-        append(made.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
-    assert call(made.id, "--to", "tensorboard", "-o", "out").returncode == 0
+        append_events(run.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
+    assert call(run.id, "--to", "tensorboard", "-o", "out").returncode == 0
     for folder in ("out", "out/rank_1"):
         losses = scalars(read(Path(folder)), "train/loss")
         assert [step for step, _ in losses] == list(range(1, 36))
     assert losses[-1][1] == single(1, 35).loss
 
 
-def test_a_folder_of_an_export_is_replaced_when_that_is_asked_for(call: Command, made: Run) -> None:
-    assert call(made.id, "--to", "tensorboard", "-o", "out").returncode == 0
-    refused = call(made.id, "--to", "tensorboard", "-o", "out")
+def test_a_folder_of_an_export_is_replaced_when_that_is_asked_for(call: Command, run: Run) -> None:
+    assert call(run.id, "--to", "tensorboard", "-o", "out").returncode == 0
+    refused = call(run.id, "--to", "tensorboard", "-o", "out")
     assert refused.stderr == "gputrain: out is there already: replace it with --force, or name another folder\n"
-    assert call(made.id, "--to", "tensorboard", "-o", "out", "--force", "--rank", 1).returncode == 0
+    assert call(run.id, "--to", "tensorboard", "-o", "out", "--force", "--rank", 1).returncode == 0
     assert sorted(path.name for path in Path("out").iterdir() if path.is_dir()) == ["rank_1"]
     assert sorted(path.name for path in Path().iterdir()) == ["home", "out"]
 
 
-def test_the_export_brings_neither_torch_nor_tensorflow(made: Run, tmp_path: Path) -> None:
+def test_the_export_brings_neither_torch_nor_tensorflow(run: Run, tmp_path: Path) -> None:
     program = (
         "import sys; from gputrain_tui.cli import main; code = main(sys.argv[1:]);"
         "print(code, {'torch', 'tensorflow', 'textual'} & sys.modules.keys())"
     )
-    words = ["export", str(made.dir.path), "--to", "tensorboard", "-o", str(tmp_path / "out")]
+    words = ["export", str(run.dir.path), "--to", "tensorboard", "-o", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 set()"

@@ -23,10 +23,10 @@ RECIPE = """\
 name = "tiny"
 
 [[cluster.nodes]]
-cpu_ranks = 2
+cpu_ranks = {ranks}
 
 [train]
-task = "lm"
+task = "{task}"
 batch_size = 4
 max_updates = {updates}
 threads = 1
@@ -52,7 +52,7 @@ class Bench:
         data = self.folder / "text.txt"
         data.write_text(TEXT)
         path = self.folder / f"tiny-{updates}.toml"
-        path.write_text(RECIPE.format(updates=updates, data=data))
+        path.write_text(RECIPE.format(ranks=2, task="lm", updates=updates, data=data))
         return path
 
     @property
@@ -60,7 +60,7 @@ class Bench:
         """The file for which a gated training waits; beside the folder, whose disk may be full."""
         return self.folder.with_name(f"{self.folder.name}.gate")
 
-    def gated(self, at: int, updates: int) -> Path:
+    def gated_recipe(self, at: int, updates: int) -> Path:
         """A recipe whose training goes on after an update only once there is the gate's file."""
         path = self.recipe(updates)
         text = path.read_text().replace('task = "lm"', f'task = "{GATED}:GatedTask"')
@@ -85,7 +85,7 @@ class Bench:
     def runs(self) -> list[Run]:
         return list_runs(self.folder / "home" / "runs")
 
-    def training(self) -> Run:
+    def await_training(self) -> Run:
         """The newest run, once both ranks have done a step."""
         until(self.runs)
         run = self.runs()[0]
@@ -93,7 +93,7 @@ class Bench:
         return run
 
 
-def pid_of_rank(run: Run, rank: int) -> int:
+def rank_pid(run: Run, rank: int) -> int:
     for line in run.dir.node_events(0).read_text().splitlines():
         event = json.loads(line)
         if event["type"] == "rank_state" and event["rank"] == rank and event["state"] == "spawned":
@@ -107,10 +107,10 @@ def first_updates(run: Run) -> list[int]:
     return [event.first_update for event in events if isinstance(event, TrainingPlan)]
 
 
-def node_parent(run: Run) -> int:
+def node_agent_pid(run: Run) -> int:
     attempt = json.loads(run.dir.attempt.read_bytes())
     return int(attempt["processes"]["0"]["pid"])
 
 
-def supervisor_of(run: Run) -> int:
+def supervisor_pid(run: Run) -> int:
     return int(json.loads(run.dir.status.read_bytes())["supervisor"]["pid"])

@@ -17,13 +17,13 @@ def main(words: list[str]) -> int:
     flags = dict(zip(words[2::2], words[3::2], strict=True))
     run_dir = RunDir(Path(flags["--run-dir"]))
 
-    def tell(rank: int, *events: RankState | Step | Failure) -> None:
+    def append_events(rank: int, *events: RankState | Step | Failure) -> None:
         with run_dir.rank_events(rank).open("ab") as file:
             file.write(b"".join(map(encode_event, events)))
 
     def states(*names: str) -> None:
         for rank in ranks:
-            tell(rank, *(RankState(time=time.time(), rank=rank, state=name) for name in names))  # type: ignore[arg-type]
+            append_events(rank, *(RankState(time=time.time(), rank=rank, state=name) for name in names))  # type: ignore[arg-type]
 
     if mode == "once" and "--resume" not in flags and not (run_dir.path / "failed-once").exists():
         (run_dir.path / "failed-once").touch()
@@ -36,7 +36,9 @@ def main(words: list[str]) -> int:
     states("spawned", "training")
     for rank in ranks:
         steps = range(1, int(flags.get("--steps", "2")) + 1)
-        tell(rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in steps))
+        append_events(
+            rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in steps)
+        )
     if mode == "told":
         (run_dir.path / "waiting").touch()
         while not (run_dir.path / "go").exists():
@@ -46,7 +48,7 @@ def main(words: list[str]) -> int:
     if mode == "abort":
         os.abort()
     if mode == "fail":
-        tell(
+        append_events(
             ranks[-1],
             Failure(time=time.time(), kind="exception", rank=ranks[-1], message="ValueError: bad batch", step=2),
         )
@@ -55,7 +57,7 @@ def main(words: list[str]) -> int:
         while not any(b'"exception"' in path.read_bytes() for path in run_dir.events.glob("*.ndjson")):
             time.sleep(0.005)
         early = Failure(time=time.time() - 60, kind="lost_peer", rank=ranks[0], message="Connection closed by peer")
-        tell(ranks[0], early)
+        append_events(ranks[0], early)
         time.sleep(600)
     if mode == "mute":
         print("Segmentation fault in a kernel")

@@ -160,7 +160,7 @@ def test_nothing_is_found_but_what_is_wrong(held_up: Record) -> None:
 
 
 @pytest.mark.slow
-def test_findings_are_told_as_they_come_and_go_and_the_machine_is_sampled(held_up: Record) -> None:
+def test_findings_are_reported_when_raised_and_cleared_and_the_machine_is_sampled(held_up: Record) -> None:
     assert "ms late in each step" in held_up.stderr
     assert "cleared at step" in held_up.stderr
     samples = [event for event in held_up.events if isinstance(event, NodeSample)]
@@ -177,12 +177,12 @@ def test_the_right_rank_and_part_are_named_twenty_times_out_of_twenty(tmp_path: 
         folder = tmp_path / str(turn)
         folder.mkdir()
         record = train(folder, ranks=ranks, updates=BALANCED + SOON + 10, faults=[fault])
-        told = [(f.rank, f.cause, f.step, record.step_at(f.time)) for f in record.findings]
-        right = [(rank, cause) for rank, cause, _, _ in told] == [(fault.rank, where)]
-        soon = bool(told) and told[0][3] <= BALANCED + SOON
-        print(f"{where} rank {fault.rank} of {ranks}: {told}")
+        reported = [(f.rank, f.cause, f.step, record.step_at(f.time)) for f in record.findings]
+        right = [(rank, cause) for rank, cause, _, _ in reported] == [(fault.rank, where)]
+        soon = bool(reported) and reported[0][3] <= BALANCED + SOON
+        print(f"{where} rank {fault.rank} of {ranks}: {reported}")
         if not (right and soon):
-            wrong.append((ranks, fault, told))
+            wrong.append((ranks, fault, reported))
     assert wrong == []
 
 
@@ -252,8 +252,8 @@ def test_in_a_script_of_two_millisecond_steps_the_rank_and_part_are_named_as_soo
         record = run(folder, SCRIPT.format(**words), timeout=120)
         balanced = [e for e in record.events if isinstance(e, Step) and WARM < e.step < first]
         step_ms = median(event.step_ms or 0.0 for event in balanced)
-        told = [(f.rank, f.cause, f.step, record.step_at(f.time)) for f in record.findings]
-        print(f"{where} rank {rank}, steps of {step_ms:.1f} ms: {told}")
-        if [(by, cause) for by, cause, _, _ in told] != [(rank, where)] or told[0][3] >= first + SOON:
-            wrong.append((rank, told))
+        reported = [(f.rank, f.cause, f.step, record.step_at(f.time)) for f in record.findings]
+        print(f"{where} rank {rank}, steps of {step_ms:.1f} ms: {reported}")
+        if [(by, cause) for by, cause, _, _ in reported] != [(rank, where)] or reported[0][3] >= first + SOON:
+            wrong.append((rank, reported))
     assert wrong == []

@@ -21,7 +21,7 @@ def test_no_content_of_a_run_directory_leads_to_a_process_or_a_folder_of_others(
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def test_neither_we_nor_those_who_started_us_are_ended_as_leftovers(tmp_path: Path) -> None:
+def test_this_process_and_its_ancestors_are_not_ended_as_leftovers(tmp_path: Path) -> None:
     """A rank that ends what is left of its own run, for instance, is not left."""
     end = "from pathlib import Path; from gputrain_tui.lifecycle.leftovers import kill_processes; "
     end += f"print(kill_processes(Path({str(tmp_path)!r})))"

@@ -43,18 +43,18 @@ def fill(folder: Path) -> None:
             file.write(b"\0" * 4096)
 
 
-def words(recipe: Path, *settings: str) -> list[str | Path]:
+def run_arguments(recipe: Path, *settings: str) -> list[str | Path]:
     return ["run", recipe, *(word for text in (*SETTINGS, *settings) for word in ("--set", text))]
 
 
 def saved_once(bench: Bench) -> Run:
     """The run, once it has trained up to its gate and its first checkpoint is on the disk."""
-    run = bench.training()
+    run = bench.await_training()
     until(lambda: recorded_checkpoints(run.dir))
     return run
 
 
-def held(run: Run, change: Callable[[], None]) -> None:
+def change_while_stopped(run: Run, change: Callable[[], None]) -> None:
     """Change something while every process of a run is held."""
     pids = leftovers.processes_of(run.dir.path)
     for pid in pids:
@@ -64,7 +64,7 @@ def held(run: Run, change: Callable[[], None]) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def last_of(folder: Path) -> int:
+def last_checkpoint_step(folder: Path) -> int:
     """The step of the newest checkpoint of a folder."""
     found = newest(folder)
     assert found is not None
@@ -76,13 +76,13 @@ def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_
     everything = whose == "record and checkpoints"
     bench = Bench(small_disk if everything else tmp_path)
     settings = [] if everything else [f"train.save_dir={small_disk}/kept"]
-    process = bench.start(*words(bench.gated(KEPT, UPDATES), *settings))
+    process = bench.start(*run_arguments(bench.gated_recipe(KEPT, UPDATES), *settings))
     run = saved_once(bench)
     folder = run.dir.checkpoints if everything else small_disk / "kept"
-    held(run, lambda: fill(small_disk))
+    change_while_stopped(run, lambda: fill(small_disk))
     bench.gate.touch()
     _, err = process.communicate(timeout=LIMIT_S)
-    assert last_of(folder) == KEPT
+    assert last_checkpoint_step(folder) == KEPT
     message = (
         f"trained, but the last checkpoint is step {KEPT}; that of step {UPDATES} was not kept: No space left on device"
     )
@@ -96,11 +96,11 @@ def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_
         assert "Traceback" not in err + run.dir.rank_log(0).read_text()
 
 
-def test_a_full_disk_of_the_record_costs_the_record_and_is_told(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_loses_the_record_only_and_is_reported(small_disk: Path, tmp_path: Path) -> None:
     bench = Bench(small_disk)
-    process = bench.start(*words(bench.gated(KEPT, UPDATES), f"train.save_dir={tmp_path}/kept"))
+    process = bench.start(*run_arguments(bench.gated_recipe(KEPT, UPDATES), f"train.save_dir={tmp_path}/kept"))
     run = saved_once(bench)
-    held(run, lambda: fill(small_disk))
+    change_while_stopped(run, lambda: fill(small_disk))
     bench.gate.touch()
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -108,7 +108,7 @@ def test_a_full_disk_of_the_record_costs_the_record_and_is_told(small_disk: Path
     assert (ended.state, ended.status.exit_code) == ("finished", 0)
     assert ended.status.message == "the disk of the run directory is full: the end of the record is missing"
     assert ended.status.message in err
-    assert last_of(tmp_path / "kept") == UPDATES
+    assert last_checkpoint_step(tmp_path / "kept") == UPDATES
     assert list(run.dir.path.rglob("*.tmp")) == []
     assert "Traceback" not in err + run.dir.rank_log(0).read_text()
 
@@ -118,33 +118,33 @@ def test_a_run_stopped_on_a_full_disk_says_that_nothing_was_saved(small_disk: Pa
     everything = whose == "record and checkpoints"
     bench = Bench(small_disk if everything else tmp_path)
     settings = [] if everything else [f"train.save_dir={small_disk}/kept"]
-    assert bench.call(*words(bench.recipe(FOR_EVER), *settings), "--detach").returncode == 0
+    assert bench.call(*run_arguments(bench.recipe(FOR_EVER), *settings), "--detach").returncode == 0
     run = saved_once(bench)
     folder = run.dir.checkpoints if everything else small_disk / "kept"
-    held(run, lambda: fill(small_disk))
+    change_while_stopped(run, lambda: fill(small_disk))
     done = bench.call("stop", "last")
-    told = re.search(
+    narration = re.search(
         r"is stopped at update (\d+), but the last checkpoint is step (\d+); that of step (\d+) was not kept: "
         r"No space left on device",
         done.stdout,
     )
-    assert told is not None, done.stdout
-    assert told[1] == told[3]
-    assert last_of(folder) == int(told[2]) < int(told[1])
+    assert narration is not None, done.stdout
+    assert narration[1] == narration[3]
+    assert last_checkpoint_step(folder) == int(narration[2]) < int(narration[1])
 
 
 @pytest.mark.parametrize("parent", [False, True], ids=["the folder", "its parent"])
 def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: bool) -> None:
     folder = bench.folder / "parent" / "kept"
-    process = bench.start(*words(bench.gated(KEPT, UPDATES), f"train.save_dir={folder}"))
+    process = bench.start(*run_arguments(bench.gated_recipe(KEPT, UPDATES), f"train.save_dir={folder}"))
     run = saved_once(bench)
-    held(run, lambda: shutil.rmtree(folder.parent if parent else folder))
+    change_while_stopped(run, lambda: shutil.rmtree(folder.parent if parent else folder))
     bench.gate.touch()
     out, err = process.communicate(timeout=LIMIT_S)
     assert f"{folder} was deleted" in err or parent
     if not parent:
         assert process.returncode == 0, err
-        assert last_of(folder) == UPDATES
+        assert last_checkpoint_step(folder) == UPDATES
         assert f"checkpoint {folder}/step_{UPDATES:08}.pt" in out
         return
     assert process.returncode == 1
@@ -159,7 +159,7 @@ def test_a_record_at_the_limit_of_a_files_size_fails_no_run(bench: Bench) -> Non
     # Some events in each step.
     events = ("train.valid_every_updates=1", "task.valid_fraction=0.01", "train.save_every_updates=0")
     process = bench.start(
-        *words(bench.recipe(updates), f"train.save_dir={bench.folder}/kept", *events),
+        *run_arguments(bench.recipe(updates), f"train.save_dir={bench.folder}/kept", *events),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     _, err = process.communicate(timeout=LIMIT_S)
@@ -168,4 +168,4 @@ def test_a_record_at_the_limit_of_a_files_size_fails_no_run(bench: Bench) -> Non
     assert (process.returncode, run.state) == (0, "finished"), err
     assert run.status.message == "the end of the record is missing: File too large"
     assert run.status.message in err
-    assert last_of(bench.folder / "kept") == updates
+    assert last_checkpoint_step(bench.folder / "kept") == updates

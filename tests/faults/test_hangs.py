@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, pid_of_rank, until
+from bench import FOR_EVER, LIMIT_S, Bench, rank_pid, until
 
 from gputrain_tui.history.runs import Run, RunReader
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
@@ -193,8 +193,8 @@ def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
 
 def test_a_stopped_rank_is_told_with_the_command_that_continues_it_and_cleared_by_it(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
-    pid = pid_of_rank(run, 1)
+    run = bench.await_training()
+    pid = rank_pid(run, 1)
 
     def stalls() -> list[Finding]:
         return [finding for finding in read(run)[0].past_findings if finding.kind == "stalled"]
@@ -212,8 +212,8 @@ def test_a_stopped_rank_is_told_with_the_command_that_continues_it_and_cleared_b
 
 def test_a_killed_fork_server_is_the_cause_and_no_rank(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
-    server = psutil.Process(pid_of_rank(run, 1)).parent()
+    run = bench.await_training()
+    server = psutil.Process(rank_pid(run, 1)).parent()
     assert server is not None
     os.kill(server.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, supervisor_of, until
+from bench import FOR_EVER, LIMIT_S, Bench, supervisor_pid, until
 
 from gputrain_tui.history.runs import Run, open_run, read_status, write_status
 from gputrain_tui.lifecycle import leftovers
@@ -39,8 +39,8 @@ def successors(command: int) -> list[int]:
 
 def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_command(bench: Bench) -> None:
     command = bench.start("run", bench.recipe(FOR_EVER), "--json")
-    run = bench.training()
-    os.kill(supervisor_of(run), signal.SIGKILL)
+    run = bench.await_training()
+    os.kill(supervisor_pid(run), signal.SIGKILL)
     until(lambda: successors(command.pid))
     for pid in successors(command.pid):  # it has modules to import before it can do anything
         os.kill(pid, signal.SIGKILL)
@@ -68,7 +68,7 @@ def run(ended: Bench, bench: Bench) -> Run:
     return bench.runs()[0]
 
 
-def test_a_run_that_has_ended_is_left_as_it_is_by_who_comes_too_late(run: Run) -> None:
+def test_an_ended_run_is_not_changed_by_a_late_supervisor(run: Run) -> None:
     before = run.dir.status.read_bytes(), run.dir.run_events.read_bytes()
     assert start_supervisor(run.dir, leased=False, adopting=True).wait(LIMIT_S) == 0
     assert (run.dir.status.read_bytes(), run.dir.run_events.read_bytes()) == before
@@ -80,8 +80,8 @@ def test_a_supervisor_killed_between_its_last_event_and_the_status_has_said_how_
 ) -> None:
     (ended,) = ended_events(run)
     lines = run.dir.run_events.read_bytes().splitlines(keepends=True)[:-1]
-    said = msgspec.json.encode({**json.loads(msgspec.json.encode(ended)), "status": how, "exit_code": code})
-    run.dir.run_events.write_bytes(b"".join(lines) + said + b"\n")
+    run_ended = msgspec.json.encode({**json.loads(msgspec.json.encode(ended)), "status": how, "exit_code": code})
+    run.dir.run_events.write_bytes(b"".join(lines) + run_ended + b"\n")
     status = read_status(run.dir)
     assert status is not None
     dead = subprocess.Popen(["true"])

@@ -31,17 +31,17 @@ def test_a_run_on_a_terminal_writes_only_its_own_escape_sequences(bench: Bench) 
     words = ["run", bench.recipe(4), "--set", f"train.save_dir={EVIL}"]
     process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
-    shown = bytearray()
+    terminal_output = bytearray()
     try:
         while part := os.read(main, 1 << 16):
-            shown += part
+            terminal_output += part
     except OSError:  # the last who had the terminal is gone
         pass
     os.close(main)
     assert process.wait(60) == 0
-    assert SHOWN in shown.decode()
-    assert b"\x1b]" not in shown
-    assert b"\x07" not in shown
+    assert SHOWN in terminal_output.decode()
+    assert b"\x1b]" not in terminal_output
+    assert b"\x07" not in terminal_output
 
 
 @pytest.mark.parametrize("more", [["--resume", EVIL], [f"--lr{EVIL.replace('=', '')}"]], ids=["a file", "a flag"])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_parent, pid_of_rank, supervisor_of, until
+from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_agent_pid, rank_pid, supervisor_pid, until
 from commands import command
 
 from gputrain_tui.history.runs import Run, last_step
@@ -21,22 +21,22 @@ from trainer.contract.record import Failure, decode_events, recorded_checkpoints
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
+def json_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
     bench = Bench(tmp_path_factory.mktemp("told"))
     return bench.call("run", bench.recipe(), "--json"), bench
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
     bench = Bench(tmp_path_factory.mktemp("shown"))
     return bench.call("run", "-", stdin=bench.recipe().read_text()), bench
 
 
-Told = tuple[subprocess.CompletedProcess[str], Bench]
+FinishedRun = tuple[subprocess.CompletedProcess[str], Bench]
 
 
-def test_json_is_one_event_per_line_and_nothing_else(told: Told) -> None:
-    done, _ = told
+def test_json_is_one_event_per_line_and_nothing_else(json_run: FinishedRun) -> None:
+    done, _ = json_run
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0]["type"] == "run_started"
@@ -45,14 +45,14 @@ def test_json_is_one_event_per_line_and_nothing_else(told: Told) -> None:
     assert all(isinstance(event["time"], float) for event in events)
 
 
-def test_json_is_the_merged_record_line_for_line(told: Told) -> None:
-    done, bench = told
+def test_json_is_the_merged_record_line_for_line(json_run: FinishedRun) -> None:
+    done, bench = json_run
     written = [line for path in bench.runs()[0].dir.events.glob("*.ndjson") for line in path.read_text().splitlines()]
     assert Counter(done.stdout.splitlines()) == Counter(written)
 
 
-def test_both_ranks_report_every_step_once_and_agree_at_the_end(told: Told) -> None:
-    events = [json.loads(line) for line in told[0].stdout.splitlines()]
+def test_both_ranks_report_every_step_once_and_agree_at_the_end(json_run: FinishedRun) -> None:
+    events = [json.loads(line) for line in json_run[0].stdout.splitlines()]
     for rank in (0, 1):
         covered: list[int] = []
         for event in events:
@@ -64,8 +64,8 @@ def test_both_ranks_report_every_step_once_and_agree_at_the_end(told: Told) -> N
     assert len(set(sums.values())) == 1
 
 
-def test_a_plain_run_narrates_on_stderr_and_closes_with_a_row_per_rank(shown: Told) -> None:
-    done, bench = shown
+def test_a_plain_run_narrates_on_stderr_and_closes_with_a_row_per_rank(plain_run: FinishedRun) -> None:
+    done, bench = plain_run
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[0] == "rank"
@@ -76,8 +76,8 @@ def test_a_plain_run_narrates_on_stderr_and_closes_with_a_row_per_rank(shown: To
     assert str(bench.runs()[0].dir.path) in done.stderr
 
 
-def test_a_finished_run_leaves_its_record_and_nothing_else(shown: Told) -> None:
-    run = shown[1].runs()[0]
+def test_a_finished_run_leaves_its_record_and_nothing_else(plain_run: FinishedRun) -> None:
+    run = plain_run[1].runs()[0]
     assert run.state == "finished"
     assert leftovers.processes_of(run.dir.path) == []
     assert not run.dir.tmp.exists()
@@ -85,13 +85,13 @@ def test_a_finished_run_leaves_its_record_and_nothing_else(shown: Told) -> None:
 
 
 @pytest.mark.parametrize("hanging", [False, True], ids=["training", "a rank hangs in a collective"])
-def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> None:
+def test_ctrl_c_stops_all_processes_and_reports_it(bench: Bench, hanging: bool) -> None:
     options = ["train.save_every_epochs=0", "train.stop_grace=1" if hanging else "train.lr=0.1"]
     words = [word for option in options for word in ("--set", option)]
     process = bench.start("run", bench.recipe(FOR_EVER), *words)
-    run = bench.training()
+    run = bench.await_training()
     if hanging:
-        os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
+        os.kill(rank_pid(run, 1), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
@@ -105,8 +105,8 @@ def test_ctrl_c_stops_every_process_and_says_so(bench: Bench, hanging: bool) -> 
 
 def test_a_second_ctrl_c_does_not_wait(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--set", "train.stop_grace=3600")
-    run = bench.training()
-    os.kill(pid_of_rank(run, 1), signal.SIGSTOP)
+    run = bench.await_training()
+    os.kill(rank_pid(run, 1), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     until(lambda: bench.runs()[0].state == "stopping")
     process.send_signal(signal.SIGINT)
@@ -118,7 +118,7 @@ def test_a_second_ctrl_c_does_not_wait(bench: Bench) -> None:
 
 def test_killing_the_foreground_leaves_nothing(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
+    run = bench.await_training()
     process.kill()
     process.communicate()
     until(lambda: not leftovers.processes_of(run.dir.path))
@@ -126,30 +126,30 @@ def test_killing_the_foreground_leaves_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["shown", "json"])
-def test_a_run_whose_directory_is_deleted_ends_and_says_why(bench: Bench, words: list[str]) -> None:
+def test_a_run_whose_directory_is_deleted_ends_with_the_reason(bench: Bench, words: list[str]) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), *words)
-    run = bench.training()
+    run = bench.await_training()
     run.dir.path.rename(bench.folder / "deleted")
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1, err
-    told = f"the run directory {run.dir.path} was deleted while the run went on"
-    assert told in err
-    assert not words or (json.loads(out.splitlines()[-1])["status"], told in out) == ("failed", True)
+    json_run = f"the run directory {run.dir.path} was deleted while the run went on"
+    assert json_run in err
+    assert not words or (json.loads(out.splitlines()[-1])["status"], json_run in out) == ("failed", True)
     assert leftovers.processes_of(run.dir.path) == []
 
 
 @pytest.mark.parametrize(
     ("victim", "words"),
     [
-        (supervisor_of, "supervisor was killed"),
-        (node_parent, "SIGKILL"),
-        (lambda run: pid_of_rank(run, 1), "SIGKILL"),
+        (supervisor_pid, "supervisor was killed"),
+        (node_agent_pid, "SIGKILL"),
+        (lambda run: rank_pid(run, 1), "SIGKILL"),
     ],
     ids=["supervisor", "node parent", "rank"],
 )
 def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable[[Run], int], words: str) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
+    run = bench.await_training()
     os.kill(victim(run), signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
@@ -161,12 +161,12 @@ def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable
 def restarted(bench: Bench, *settings: str) -> Run:
     """Run to update 40; at update 20, which is saved where anything is, a rank is killed, and all start again."""
     words = [word for text in ("cluster.max_restarts=1", *settings) for word in ("--set", text)]
-    process = bench.start("run", bench.gated(20, updates=40), *words)
-    run = bench.training()
+    process = bench.start("run", bench.gated_recipe(20, updates=40), *words)
+    run = bench.await_training()
     nothing_saved = "train.save_every_epochs=0" in settings
     # The record names what was saved; a file that is there may not have been recorded yet.
     until(lambda: step_of(run, 1) == 20 and (nothing_saved or recorded_checkpoints(run.dir)))
-    os.kill(pid_of_rank(run, 1), signal.SIGKILL)
+    os.kill(rank_pid(run, 1), signal.SIGKILL)
     bench.gate.touch()  # no rank goes on alone
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -187,9 +187,11 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint(bench: Bench) -
     assert [(event.rank, event.kind) for event in events if isinstance(event, Failure)] == [(1, "signal")]
 
 
-def test_a_restart_and_a_resume_find_the_checkpoints_in_a_folder_of_ones_own(bench: Bench, told: Told) -> None:
+def test_a_restart_and_a_resume_find_the_checkpoints_in_a_folder_of_ones_own(
+    bench: Bench, json_run: FinishedRun
+) -> None:
     folder = bench.folder / "kept"
-    shutil.copytree(told[1].runs()[0].dir.checkpoints, folder)
+    shutil.copytree(json_run[1].runs()[0].dir.checkpoints, folder)
     assert [path.name for path in folder.glob("step_*.pt")] == ["step_00000005.pt"], "of another training"
     run = restarted(bench, "train.save_every_updates=20", "train.save_dir=kept")
     assert first_updates(run) == [0, 20]
@@ -205,7 +207,7 @@ def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(bench: Bench) 
 def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
     done = bench.call("run", bench.recipe(FOR_EVER), "--detach")
     assert done.returncode == 0
-    run = bench.training()
+    run = bench.await_training()
     assert done.stdout == f"{run.id}\n"
     assert run.state == "running"
     stopped = bench.call("stop", "last")
@@ -388,9 +390,9 @@ def test_an_unreadable_recipe_is_one_line(bench: Bench, refused: Refused) -> Non
     assert refused(bench.folder) == (2, "", f"gputrain: {bench.folder} cannot be read: Is a directory\n")
 
 
-def test_a_run_that_has_finished_continues_from_its_checkpoint(told: Told, tmp_path: Path) -> None:
+def test_a_run_that_has_finished_continues_from_its_checkpoint(json_run: FinishedRun, tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    shutil.copytree(told[1].folder / "home", tmp_path / "home")
+    shutil.copytree(json_run[1].folder / "home", tmp_path / "home")
     done = bench.call("run", "--resume", "last", "--set", "train.max_updates=7")
     assert done.returncode == 0, done.stderr
     run = bench.runs()[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, node_parent, supervisor_of, until
+from bench import FOR_EVER, LIMIT_S, Bench, node_agent_pid, supervisor_pid, until
 from signals import traced
 
 from gputrain_tui.history.runs import Run, last_step
@@ -23,8 +23,8 @@ from trainer.contract.record import RunDir
 
 Victim = Callable[[subprocess.Popen[str], Run], int]
 FOREGROUND: Victim = lambda process, _: process.pid  # noqa: E731
-SUPERVISOR: Victim = lambda _, run: supervisor_of(run)  # noqa: E731
-NODE: Victim = lambda _, run: node_parent(run)  # noqa: E731
+SUPERVISOR: Victim = lambda _, run: supervisor_pid(run)  # noqa: E731
+NODE: Victim = lambda _, run: node_agent_pid(run)  # noqa: E731
 
 
 def saved_step(run: Run) -> int:
@@ -39,7 +39,7 @@ def assert_nothing_is_left(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "told"),
+    ("victim", "number", "cause"),
     [
         (FOREGROUND, signal.SIGTERM, "stopped by SIGTERM"),
         (FOREGROUND, signal.SIGHUP, "stopped by SIGHUP"),
@@ -49,11 +49,11 @@ def assert_nothing_is_left(run: Run) -> None:
     ],
     ids=["foreground TERM", "foreground HUP", "supervisor HUP", "node TERM", "node HUP"],
 )
-def test_whoever_is_asked_to_stop_the_run_is_saved_and_says_by_what(
-    bench: Bench, victim: Victim, number: signal.Signals, told: str
+def test_a_signal_to_any_process_saves_the_run_and_names_the_signal(
+    bench: Bench, victim: Victim, number: signal.Signals, cause: str
 ) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
+    run = bench.await_training()
     os.kill(victim(process, run), number)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
@@ -61,7 +61,7 @@ def test_whoever_is_asked_to_stop_the_run_is_saved_and_says_by_what(
     assert (ended.state, ended.status.exit_code) == ("stopped", 130)
     step = saved_step(run)
     path = run.dir.checkpoints / f"step_{step:08}.pt"
-    assert ended.status.message == f"{told} at update {step}, saved {path}"
+    assert ended.status.message == f"{cause} at update {step}, saved {path}"
     assert ended.status.message in err
     assert_nothing_is_left(run)
 
@@ -73,7 +73,7 @@ def test_a_node_that_is_stopped_before_it_answers_is_stopped_and_not_failed(
     process = bench.start("run", bench.recipe(FOR_EVER))
     until(lambda: bench.runs() and bench.runs()[0].dir.attempt.exists())
     run = bench.runs()[0]
-    os.kill(node_parent(run), number)
+    os.kill(node_agent_pid(run), number)
     process.communicate(timeout=LIMIT_S)
     assert (process.returncode, bench.runs()[0].state) == (130, "stopped")
     assert_nothing_is_left(run)
@@ -107,7 +107,7 @@ def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs
         "run", bench.recipe(FOR_EVER), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
     )
     os.close(terminal)
-    run = bench.training()
+    run = bench.await_training()
     os.close(main)  # whatever is written to the terminal from here on is an input/output error
     for _ in range(3):
         process.send_signal(signal.SIGHUP)
@@ -121,8 +121,8 @@ def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs
 
 def test_ctrl_c_reaches_a_supervisor_that_a_signal_has_stopped(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
-    os.kill(supervisor_of(run), signal.SIGSTOP)
+    run = bench.await_training()
+    os.kill(supervisor_pid(run), signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
@@ -132,8 +132,8 @@ def test_ctrl_c_reaches_a_supervisor_that_a_signal_has_stopped(bench: Bench) -> 
 
 def test_ctrl_c_ends_a_run_whose_supervisor_nothing_can_reach(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
-    with traced(supervisor_of(run)):
+    run = bench.await_training()
+    with traced(supervisor_pid(run)):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, bench.runs()[0].state) == (130, "stopped"), err
@@ -166,7 +166,7 @@ def test_ctrl_c_that_also_ends_the_reader_of_the_output_still_saves(bench: Bench
     reader, writer = os.pipe()
     process = bench.start("run", bench.recipe(FOR_EVER), stdout=writer, stderr=writer)
     os.close(writer)
-    run = bench.training()
+    run = bench.await_training()
     os.close(reader)  # as `tee` is ended by the same Ctrl-C
     process.send_signal(signal.SIGINT)
     assert process.wait(LIMIT_S) == 130
@@ -174,11 +174,11 @@ def test_ctrl_c_that_also_ends_the_reader_of_the_output_still_saves(bench: Bench
     assert_nothing_is_left(run)
 
 
-def test_output_that_nobody_reads_any_more_does_not_end_a_run(bench: Bench) -> None:
+def test_a_closed_output_pipe_does_not_end_a_run(bench: Bench) -> None:
     reader, writer = os.pipe()
     process = bench.start("run", bench.recipe(200), "--set", "train.save_every_updates=20", stderr=writer)
     os.close(writer)
-    bench.training()
+    bench.await_training()
     os.close(reader)
     process.communicate(timeout=LIMIT_S)
     assert (process.returncode, bench.runs()[0].state) == (0, "finished")
@@ -208,7 +208,7 @@ def test_a_full_disk_behind_the_output_changes_nothing_about_the_run(bench: Benc
 
 def test_a_killed_run_leaves_no_part_of_a_checkpoint(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.training()
+    run = bench.await_training()
     left = run.dir.checkpoints / ".step_00000001.pt.tmp"
     left.write_bytes(b"half of a checkpoint")
     process.kill()

@@ -53,19 +53,19 @@ SIGNALS = [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for nu
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_stop_is_heard_while_nobody_reads_the_events(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
+def test_a_stop_works_while_the_events_are_not_read(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
-    bench.training()
+    bench.await_training()
     until(lambda: is_full(pipe[1]))
     process.send_signal(number)
     assert_stopped_in_order(bench, process, number)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_stop_is_heard_while_nobody_reads_the_narration(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
+def test_a_stop_works_while_the_narration_is_not_read(bench: Bench, pipe: Pipe, number: signal.Signals) -> None:
     os.write(pipe[1], b"." * SMALL)
     process = bench.start("run", bench.recipe(FOR_EVER), stdout=subprocess.DEVNULL, stderr=pipe[1])
-    bench.training()
+    bench.await_training()
     process.send_signal(number)
     assert_stopped_in_order(bench, process, number)
 
@@ -74,7 +74,7 @@ def test_a_stop_is_heard_on_a_terminal_that_is_held_by_ctrl_s(bench: Bench) -> N
     main, terminal = pty.openpty()
     words = ["run", bench.recipe(FOR_EVER)]
     process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
-    bench.training()
+    bench.await_training()
     termios.tcflow(terminal, termios.TCOOFF)
     process.send_signal(signal.SIGINT)
     assert_stopped_in_order(bench, process, signal.SIGINT)
@@ -86,15 +86,15 @@ def test_a_terminal_that_is_let_go_again_shows_how_the_run_ended(bench: Bench) -
     main, terminal = pty.openpty()
     words = ["run", bench.recipe(300)]
     process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
-    bench.training()
+    bench.await_training()
     termios.tcflow(terminal, termios.TCOOFF)
     until(lambda: bench.runs()[0].state == "finished")
     termios.tcflow(terminal, termios.TCOON)
-    shown = bytearray()
-    while b"record " not in shown:
-        shown += os.read(main, 1 << 16)
+    terminal_output = bytearray()
+    while b"record " not in terminal_output:
+        terminal_output += os.read(main, 1 << 16)
     assert process.wait(LIMIT_S) == 0
-    assert shown.count(b"finished") == 1
+    assert terminal_output.count(b"finished") == 1
     os.close(terminal)
     os.close(main)
 
@@ -114,7 +114,7 @@ def test_a_reader_that_is_slow_still_gets_every_event(bench: Bench, pipe: Pipe) 
         assert sum(event["steps"] for event in steps) == 200
 
 
-def test_a_run_that_is_over_waits_for_its_reader_only_until_somebody_interrupts(bench: Bench, pipe: Pipe) -> None:
+def test_an_ended_run_waits_for_its_reader_until_interrupted(bench: Bench, pipe: Pipe) -> None:
     process = bench.start("run", bench.recipe(200), "--json", stdout=pipe[1], stderr=subprocess.DEVNULL)
     until(lambda: bench.runs() and bench.runs()[0].state == "finished")
     assert is_full(pipe[1])

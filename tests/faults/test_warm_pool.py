@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from bench import pid_of_rank
+from bench import FOR_EVER, RECIPE, TEXT, rank_pid
+from waiting import until
 
 from gputrain_tui.history.runs import Run, last_step, open_run
 from gputrain_tui.lifecycle import leftovers, start
@@ -23,33 +23,13 @@ from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
 from gputrain_tui.recipe import model
 from trainer.contract.record import RunDir, Step, decode_events
 
-RECIPE = """\
-name = "tiny"
-
-[[cluster.nodes]]
-cpu_ranks = {ranks}
-
-[train]
-task = "{task}"
-batch_size = 4
-max_updates = {updates}
-threads = 1
-
-[task]
-data = "{data}"
-context = 16
-dim = 8
-layers = 1
-heads = 1
-"""
-FOR_EVER = 1_000_000
 OWN_TASK = """\
 import json
 import os
 from pathlib import Path
 from trainer.tasks.lm import LanguageModel
 
-class Telling(LanguageModel):
+class EnvironmentTask(LanguageModel):
     def model(self):
         Path(os.environ["GPUTRAIN_RUN"], "environment").write_text(json.dumps(dict(os.environ)))
         return super().model()
@@ -73,13 +53,6 @@ time.sleep(60)
 """A console that opens the form, and launches if it is given a recipe."""
 
 
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.01)
-
-
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(
@@ -100,7 +73,7 @@ def warm() -> Iterator[WarmPool]:
 
 def write(folder: Path, *, updates: int = 3, ranks: int = 2, task: str = "lm") -> Path:
     data = folder / "text.txt"
-    data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    data.write_text(TEXT)
     path = folder / "tiny.toml"
     path.write_text(RECIPE.format(updates=updates, ranks=ranks, task=task, data=data))
     return path
@@ -110,16 +83,16 @@ def launch(path: Path, warm: WarmPool | None) -> tuple[Run, subprocess.Popen[byt
     return start.launch(start.prepare(model.load(str(path))), leased=False, warm=warm)
 
 
-def below(pid: int) -> list[psutil.Process]:
+def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
 def fork_server(pid: int) -> int:
     """Pid of the process that has loaded torch: the largest."""
-    return max(below(pid), key=lambda process: process.memory_info().rss).pid
+    return max(descendants(pid), key=lambda process: process.memory_info().rss).pid
 
 
-def kinds(run: Run, name: str) -> list[str]:
+def event_types(run: Run, name: str) -> list[str]:
     events = decode_events((run.dir.events / f"{name}.ndjson").read_bytes())
     return [type(event).__name__ for event in events]
 
@@ -154,7 +127,7 @@ def test_a_warm_launch_trains_and_is_recorded_like_a_cold_one(home: Path, warm: 
     assert losses[0] == pytest.approx(losses[1])
     files = [sorted(str(file.relative_to(r.dir.path)) for file in r.dir.path.rglob("*")) for r in (run, cold)]
     assert files[0] == files[1]
-    assert [set(kinds(run, name)) for name in "01"] == [set(kinds(cold, name)) for name in "01"]
+    assert [set(event_types(run, name)) for name in "01"] == [set(event_types(cold, name)) for name in "01"]
     logs = [r.dir.node_log(0).read_text().partition(" tcp://")[0] for r in (run, cold)]
     assert logs[0] == logs[1] != ""
     assert leftovers.processes_of(run.dir.path) == []
@@ -177,16 +150,16 @@ def test_the_fork_server_that_waits_has_one_thread_and_no_cuda(warm: WarmPool) -
         "tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor]\n"
         "print(torch.cuda.is_initialized(), len(tensors), len(os.listdir('/proc/self/task')))"
     )
-    said = subprocess.check_output(
+    printed = subprocess.check_output(
         [sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True
     )
-    assert said.split() == ["False", "0", "1"]
+    assert printed.split() == ["False", "0", "1"]
 
 
 def test_ranks_have_the_environment_of_their_run_and_not_the_one_before_it(home: Path, warm: WarmPool) -> None:
     own = home / "telling.py"
     own.write_text(OWN_TASK)
-    path = write(home, task=f"{own}:Telling")
+    path = write(home, task=f"{own}:EnvironmentTask")
     warm.open()
     assert warm.wait(120)
     run, supervisor = launch(path, warm)
@@ -205,7 +178,7 @@ def test_the_processes_of_a_warm_run_are_found_and_stopped(home: Path, warm: War
     until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
     # The fork server and what tracks its resources were there before the run; they end with the node's parent.
     (parent,) = psutil.Process(supervisor.pid).children()
-    ranks = {pid_of_rank(run, rank) for rank in (0, 1)}
+    ranks = {rank_pid(run, rank) for rank in (0, 1)}
     assert set(leftovers.processes_of(run.dir.path)) == {parent.pid, *ranks}
     assert leftovers.supervisors_of(run.dir.path) == [supervisor.pid]
     supervisor.send_signal(signal.SIGTERM)
@@ -225,7 +198,7 @@ def test_stop_ends_a_warm_run_without_a_word_of_it_in_the_run_directory(home: Pa
     until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
     assert not (run.dir.path / "mark").exists()
     run.dir.attempt.write_bytes(b"")
-    everything = [psutil.Process(supervisor.pid), *below(supervisor.pid)]
+    everything = [psutil.Process(supervisor.pid), *descendants(supervisor.pid)]
     supervisor.kill()
     supervisor.wait()
     found = open_run(run.dir.path)
@@ -259,10 +232,10 @@ def test_a_killed_supervisor_leaves_a_warm_run_to_the_next_one(home: Path, warm:
 def test_closing_ends_what_waits_at_once_also_while_torch_is_loading(home: Path, warm: WarmPool) -> None:
     warm.open()
     assert warm.pid is not None
-    until(lambda: len(below(warm.pid or 0)) >= 2)
-    all_of_it = [psutil.Process(warm.pid), *below(warm.pid)]
+    until(lambda: len(descendants(warm.pid or 0)) >= 2)
+    all_of_it = [psutil.Process(warm.pid), *descendants(warm.pid)]
     warm.close()
-    until(lambda: not any(process.is_running() for process in all_of_it), 2)
+    until(lambda: not any(process.is_running() for process in all_of_it), limit_s=2)
     assert folders(home) == []
 
 
@@ -270,10 +243,10 @@ def test_a_killed_console_takes_what_waits_with_it(home: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as console:
         assert console.stdout is not None
         pid = int(console.stdout.readline())
-        all_of_it = [psutil.Process(pid), *below(pid)]
+        all_of_it = [psutil.Process(pid), *descendants(pid)]
         assert len(all_of_it) >= 3
         console.kill()
-    until(lambda: not any(process.is_running() for process in all_of_it), 3)
+    until(lambda: not any(process.is_running() for process in all_of_it), limit_s=3)
     assert folders(home) == []
 
 
@@ -299,9 +272,9 @@ def test_a_killed_waiting_supervisor_takes_the_fork_server_with_it(warm: WarmPoo
     warm.open()
     assert warm.wait(120)
     assert warm.pid is not None
-    all_of_it = below(warm.pid)
+    all_of_it = descendants(warm.pid)
     os.kill(warm.pid, signal.SIGKILL)
-    until(lambda: not any(process.is_running() for process in all_of_it), 3)
+    until(lambda: not any(process.is_running() for process in all_of_it), limit_s=3)
 
 
 def test_what_waits_too_long_goes_and_the_launch_is_a_cold_one(home: Path) -> None:
@@ -309,7 +282,7 @@ def test_what_waits_too_long_goes_and_the_launch_is_a_cold_one(home: Path) -> No
     warm.open()
     pid = warm.pid
     assert pid is not None
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 10)
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, limit_s=10)
     assert folders(home) == []
     _, supervisor = launch(write(home), warm)
     assert supervisor.pid != pid

@@ -20,6 +20,7 @@ from gpu_tasks import WideTask
 from tiny_task import TinyOptions, TinyTask
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from worker_contexts import worker_context
 
 from trainer.checkpoint import CheckpointWriter, load
 from trainer.contract.options import Training
@@ -46,16 +47,7 @@ def one_rank() -> Iterator[None]:
 
 
 def context(writer: EventWriter, waits: Callable[[], None] = lambda: None) -> WorkerContext:
-    return WorkerContext(
-        rank=0,
-        world_size=1,
-        device=GPU,
-        writer=writer,
-        set_state=lambda state: None,
-        say=lambda line: None,
-        checkpoints=None,
-        waits=waits,
-    )
+    return worker_context(device=GPU, writer=writer, waits=waits)
 
 
 @pytest.mark.parametrize("count_per_sample", [None, 3], ids=["counts on the device", "counts known"])

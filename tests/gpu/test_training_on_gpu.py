@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from task_data import write_data
-from trained import Trained
+from trained import TrainingResult
 
 from trainer.contract.builtin_tasks import BUILT_IN
 
@@ -20,17 +20,17 @@ OWN = f"{Path(__file__).with_name('gpu_tasks.py')}:"
 HERE = str(Path(__file__).parent)
 
 
-def train(run_dir: Path, *flags: object, task: str = TINY, environment: dict[str, str] | None = None) -> Trained:
+def train(run_dir: Path, *flags: object, task: str = TINY, environment: dict[str, str] | None = None) -> TrainingResult:
     words = [sys.executable, "-m", "trainer", "--task", task, "--run-dir", str(run_dir), *map(str, flags)]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), HERE])
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environ | (environment or {}))
-    return Trained(run_dir, done)
+    return TrainingResult(run_dir, done)
 
 
-def failure(done: Trained) -> str:
+def failure(done: TrainingResult) -> str:
     assert done.code == 1, done.output
-    return str(next(event["message"] for event in done.of("failure")))
+    return str(next(event["message"] for event in done.events_of("failure")))
 
 
 @pytest.mark.parametrize("task", sorted(BUILT_IN))
@@ -44,14 +44,14 @@ def test_every_task_trains_evaluates_and_saves(tmp_path: Path, task: str) -> Non
         tmp_path / "run", "--batch-size", 6, "--max-epochs", 2, "--lr", 3e-3, *flags, task=task, environment=cache
     )
     assert done.code == 0, done.output
-    (plan,) = done.of("training_plan")
+    (plan,) = done.events_of("training_plan")
     assert plan["tf32"] is (torch.cuda.get_device_capability() >= (8, 0))
-    steps = done.of("step")
+    steps = done.events_of("step")
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert all(event["memory_peak_bytes"] > 0 and event["step_ms"] > 0 for event in steps)
-    assert all(event["device"].startswith("cuda:0") for event in done.of("rank_state") if "device" in event)
-    assert len([event for event in done.of("validation") if event["split"] == "valid"]) == 2
-    assert done.of("checkpoint")
+    assert all(event["device"].startswith("cuda:0") for event in done.events_of("rank_state") if "device" in event)
+    assert len([event for event in done.events_of("validation") if event["split"] == "valid"]) == 2
+    assert done.events_of("checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_options_train_to_the_end(tmp_path: Path, flags: tuple[object, ...]) -> 
         pytest.skip("this GPU has no bf16")
     done = train(tmp_path, "--batch-size", 5, "--max-updates", 12, "--dropout", 0.1, *flags)
     assert done.code == 0, done.output
-    events = done.of("step")
+    events = done.events_of("step")
     assert events[-1]["step"] == 12
     assert sum(event["steps"] for event in events) == 12
-    assert not done.of("failure")
+    assert not done.events_of("failure")
 
 
 def test_a_gpu_and_a_cpu_train_alike(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_two_ranks_share_a_gpu_where_that_is_allowed_and_train_as_one(tmp_path: 
     )  # fmt: skip
     assert (one.code, two.code) == (0, 0), one.output + two.output
     assert torch.allclose(two.parameters, one.parameters, rtol=1e-9, atol=1e-12)
-    assert len({event["parameters"] for event in two.of("checksum") if event["step"] == 2}) == 1
-    assert any("sync_ms" in event for event in two.of("step"))
+    assert len({event["parameters"] for event in two.events_of("checksum") if event["step"] == 2}) == 1
+    assert any("sync_ms" in event for event in two.events_of("step"))
 
 
 # ------------------------------------------------------------------------------------------------- what goes wrong
@@ -124,7 +124,7 @@ def test_fp16_leaves_a_step_out_and_ends_when_none_is_taken_any_more(tmp_path: P
     flags = ("--batch-size", 5, "--precision", "fp16", "--max-updates", 8)
     once = train(tmp_path / "once", *flags, "--poison", "gradient once")
     assert once.code == 0, once.output
-    assert once.of("step")[-1]["step"] == 8
+    assert once.events_of("step")[-1]["step"] == 8
     never = train(tmp_path / "never", *flags, "--poison", "gradient")
     assert failure(never).startswith("the loss scale is ")
 
@@ -181,11 +181,11 @@ def test_a_watched_script_records_its_steps(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WATCHED)
     environ = os.environ | {"GPUTRAIN_RUN_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = Trained(
+    done = TrainingResult(
         tmp_path,
         subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, timeout=120),
     )
     assert done.code == 0, done.output
-    steps = done.of("step")
+    steps = done.events_of("step")
     assert sum(event["steps"] for event in steps) == 30
     assert all(event["forward_ms"] > 0 and event["backward_ms"] > 0 and event["loss"] > 0 for event in steps)

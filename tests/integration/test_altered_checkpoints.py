@@ -15,16 +15,15 @@ from examples import examples
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from tiny_task import TinyOptions, TinyTask
 from torch import Tensor
-from trained import TASK, Trained, train
+from trained import TASK, TrainingResult, train
+from worker_contexts import worker_context
 
 from trainer.checkpoint import copy_to_cpu, load, newest, write_file
 from trainer.checkpoint.file import place_of
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.contract.record import EventWriter
 from trainer.distributed.encoding import encode
 from trainer.engine.loop import Loop
-from trainer.engine.worker_context import WorkerContext
 
 Keys = tuple[Any, ...]
 SAVED_AT, END = 3, 6
@@ -34,37 +33,31 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-def a_loop(options: dict[str, Any], *, updates: int, folder: Path | None = None, said: list[str] | None = None) -> Loop:
+def make_loop(
+    options: dict[str, Any], *, updates: int, folder: Path | None = None, narration: list[str] | None = None
+) -> Loop:
     """A training of one rank in this process; the checkpoint falls into the middle of its second epoch."""
     return Loop(
         TinyTask(TinyOptions(samples=10, valid_samples=3, dropout=0.2, width=4)),
         Training(task="tiny", batch_size=(5,), max_updates=updates, valid_every_updates=2, **options),
-        WorkerContext(
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=0),
-            set_state=lambda state: None,
-            say=lambda line: None if said is None else said.append(line),
-            checkpoints=folder,
-        ),
+        worker_context(say=lambda line: None if narration is None else narration.append(line), checkpoints=folder),
     )
 
 
 def resumed(file: Path, options: dict[str, Any]) -> Tensor:
     """Train from a checkpoint to the end as a rank does; return all of its state."""
-    loop = a_loop(options, updates=END)
+    loop = make_loop(options, updates=END)
     loop.load_state_dict(load(file), source=str(file))
     loop.run()
     return encode(copy_to_cpu(loop.state_dict()))
 
 
-class Saved:
+class StoppedTraining:
     """A training that was stopped, and what comes of it when it goes on."""
 
     def __init__(self, options: dict[str, Any], folder: Path) -> None:
         self.options = options
-        a_loop(options, updates=SAVED_AT, folder=folder / "checkpoints").run()
+        make_loop(options, updates=SAVED_AT, folder=folder / "checkpoints").run()
         found = newest(folder / "checkpoints")
         assert found is not None
         path, self.state = found
@@ -82,28 +75,28 @@ class Saved:
 
 
 @pytest.fixture(scope="module", params=TRAININGS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+def stopped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoppedTraining]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Saved(TRAININGS[request.param], tmp_path_factory.mktemp("saved"))
+    yield StoppedTraining(TRAININGS[request.param], tmp_path_factory.mktemp("saved"))
     torch.set_num_threads(threads)
 
 
-def paths(state: Any, before: Keys = ()) -> Iterator[Keys]:
+def key_paths(state: Any, before: Keys = ()) -> Iterator[Keys]:
     """Yield the keys that lead to every entry."""
     inner = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     for key, value in inner:
         yield (*before, key)
-        yield from paths(value, (*before, key))
+        yield from key_paths(value, (*before, key))
 
 
-def at(state: Any, path: Keys) -> Any:
+def entry_at(state: Any, path: Keys) -> Any:
     for key in path:
         state = state[key]
     return state
 
 
-def written(path: Keys) -> str:
+def spelled(path: Keys) -> str:
     """A path as a message spells it."""
     if path[0] == "entries" and len(path) > 1:
         return str(path[1])
@@ -112,7 +105,7 @@ def written(path: Keys) -> str:
 
 def altered(state: dict[str, Any], path: Keys, change: Callable[[Any, Any], None]) -> dict[str, Any]:
     result = copy.deepcopy(state)
-    change(at(result, path[:-1]), path[-1])
+    change(entry_at(result, path[:-1]), path[-1])
     return result
 
 
@@ -120,10 +113,10 @@ def remove(holder: Any, key: Any) -> None:
     del holder[key]
 
 
-def an_entry(data: st.DataObject, state: dict[str, Any]) -> Keys:
+def draw_entry(data: st.DataObject, state: dict[str, Any]) -> Keys:
     """Draw an entry; large parts of the state do not come more often than small ones."""
     top = data.draw(st.sampled_from(sorted(state)))
-    return data.draw(st.sampled_from([(top,), *paths(state[top], (top,))]))
+    return data.draw(st.sampled_from([(top,), *key_paths(state[top], (top,))]))
 
 
 PLAIN = st.one_of(
@@ -164,8 +157,8 @@ OF_KIND: dict[type, st.SearchStrategy[Any]] = {
 }
 
 
-def plain(path: Keys, saved: Saved) -> bool:
-    return type(at(saved.state, path)) in OF_KIND
+def has_known_kind(path: Keys, stopped: StoppedTraining) -> bool:
+    return type(entry_at(stopped.state, path)) in OF_KIND
 
 
 BOUNDED = settings(
@@ -180,39 +173,41 @@ BOUNDED = settings(
 @BOUNDED
 @given(data=st.data())
 def test_an_entry_that_is_lost_or_of_another_kind_is_refused_by_name_or_makes_no_difference(
-    saved: Saved, data: st.DataObject
+    stopped: StoppedTraining, data: st.DataObject
 ) -> None:
-    path = an_entry(data, saved.state)
+    path = draw_entry(data, stopped.state)
     if data.draw(st.booleans(), label="removed"):
-        state = altered(saved.state, path, remove)
+        state = altered(stopped.state, path, remove)
         # What follows in a list moves up.
-        named = written(path[:-1]) if isinstance(path[-1], int) and len(path) > 1 else written(path)
+        named = spelled(path[:-1]) if isinstance(path[-1], int) and len(path) > 1 else spelled(path)
     else:
         value = data.draw(VALUES, label="value")
-        assume(not same_kind(value, at(saved.state, path)))
-        state = altered(saved.state, path, lambda holder, key: holder.__setitem__(key, value))
-        named = written(path)
-    why, result = saved.outcome(state)
+        assume(not same_kind(value, entry_at(stopped.state, path)))
+        state = altered(stopped.state, path, lambda holder, key: holder.__setitem__(key, value))
+        named = spelled(path)
+    why, result = stopped.outcome(state)
     if result is None:
-        assert str(saved.altered) in why
+        assert str(stopped.altered) in why
         assert named in why
         assert len(why.splitlines()) == 1
     else:
-        assert torch.equal(result, saved.result)
+        assert torch.equal(result, stopped.result)
 
 
 @BOUNDED
 @given(data=st.data())
 def test_an_entry_of_the_right_kind_and_any_value_is_refused_in_one_line_or_trained_with(
-    saved: Saved, data: st.DataObject
+    stopped: StoppedTraining, data: st.DataObject
 ) -> None:
     path = data.draw(
-        st.sampled_from([path for path in paths(saved.state) if path[0] != "entries" and plain(path, saved)])
+        st.sampled_from(
+            [path for path in key_paths(stopped.state) if path[0] != "entries" and has_known_kind(path, stopped)]
+        )
     )
-    value = data.draw(OF_KIND[type(at(saved.state, path))], label="value")
-    why, _ = saved.outcome(altered(saved.state, path, lambda holder, key: holder.__setitem__(key, value)))
+    value = data.draw(OF_KIND[type(entry_at(stopped.state, path))], label="value")
+    why, _ = stopped.outcome(altered(stopped.state, path, lambda holder, key: holder.__setitem__(key, value)))
     if why:
-        assert str(saved.altered) in why
+        assert str(stopped.altered) in why
         assert len(why.splitlines()) == 1
 
 
@@ -220,7 +215,7 @@ def test_an_entry_of_the_right_kind_and_any_value_is_refused_in_one_line_or_trai
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with a training's checkpoint of update 2."""
     run_dir = tmp_path_factory.mktemp("first")
     done = train(run_dir, "--batch-size", 10, "--max-updates", 2)
@@ -248,11 +243,11 @@ ALTERED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_the_good_one(
-    first: Path, tmp_path: Path
+    first_checkpoints: Path, tmp_path: Path
 ) -> None:
-    good, bad = first / "step_00000002.pt", Path("step_00000003.pt")
+    good, bad = first_checkpoints / "step_00000002.pt", Path("step_00000003.pt")
 
-    def resume(name: str) -> Trained:
+    def resume(name: str) -> TrainingResult:
         folder = tmp_path / name
         folder.mkdir()
         os.link(good, folder / good.name)
@@ -270,50 +265,50 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
             assert f"{folder / bad.name}: {ALTERED[name][1]}" in line
             offered = folder / good.name
             assert f"{offered} is good: --resume {offered} (in a recipe train.resume) goes on from update 2" in line
-            assert done.of("step") == []
+            assert done.events_of("step") == []
 
 
-def test_why_no_checkpoint_of_a_folder_is_good_is_said_in_the_one_line(first: Path, tmp_path: Path) -> None:
+def test_the_reason_why_no_checkpoint_is_usable_is_one_line(first_checkpoints: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    whole = (first / "step_00000002.pt").read_bytes()
+    whole = (first_checkpoints / "step_00000002.pt").read_bytes()
     for name in ("step_00000002.pt", "step_00000003.pt"):
         (folder / name).write_bytes(whole[:-100])
     done = train(tmp_path / "run", "--batch-size", 10, "--max-updates", 6, "--resume", folder)
     assert done.code == 2, done.output
     (line,) = (line for line in done.output.splitlines() if "no good checkpoint" in line)
     assert f"{folder / 'step_00000003.pt'}: is torn" in line
-    (failure,) = done.of("failure")
+    (failure,) = done.events_of("failure")
     assert f"{folder / 'step_00000003.pt'}: is torn" in failure["message"]
 
 
-def test_a_torn_file_that_is_passed_over_is_on_the_record(first: Path, tmp_path: Path) -> None:
+def test_a_torn_file_that_is_passed_over_is_on_the_record(first_checkpoints: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    whole = (first / "step_00000002.pt").read_bytes()
+    whole = (first_checkpoints / "step_00000002.pt").read_bytes()
     (folder / "step_00000002.pt").write_bytes(whole)
     torn = folder / "step_00000003.pt"
     torn.write_bytes(whole[:-100])
     done = train(tmp_path / "run", "--batch-size", 10, "--max-updates", 4, "--resume", folder)
     assert done.code == 0, done.output
-    (finding,) = done.of("finding")
+    (finding,) = done.events_of("finding")
     assert finding["kind"] == "checkpoint_passed_over"
     assert str(torn) in finding["message"]
 
 
-def test_another_seed_and_other_data_on_resume_are_told(first: Path, tmp_path: Path) -> None:
+def test_another_seed_and_other_data_on_resume_are_reported(first_checkpoints: Path, tmp_path: Path) -> None:
     other = tmp_path / "other_data.py"
     source = Path(TASK.partition(":")[0]).read_text()
     other.write_text(source.replace("_Points(self.options.samples, 7)", "_Points(self.options.samples, 9)"))
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    state = load(first / "step_00000002.pt")
+    state = load(first_checkpoints / "step_00000002.pt")
     task = f"{other}:TinyTask"
     write_file(folder / "step_00000002.pt", {**state, "task": task})
     flags = ("--task", task, "--batch-size", 10, "--max-updates", 6, "--resume", folder, "--seed", 99)
     done = train(tmp_path / "run", *flags)
     assert done.code == 0, done.output
-    found = {finding["kind"]: finding for finding in done.of("finding")}
+    found = {finding["kind"]: finding for finding in done.events_of("finding")}
     seed = found["seed_on_resume"]["message"]
     assert "seed 99 orders the data from epoch 2 on, epoch 1 ends in the order of seed 1" in seed
     data = found["data_changed"]
@@ -321,6 +316,8 @@ def test_another_seed_and_other_data_on_resume_are_told(first: Path, tmp_path: P
     log = (tmp_path / "run" / "logs" / "0.log").read_text()
     assert seed in log
     assert data["message"] in log
-    same = train(tmp_path / "same", "--batch-size", 10, "--max-updates", 6, "--resume", first, "--num-workers", 2)
+    same = train(
+        tmp_path / "same", "--batch-size", 10, "--max-updates", 6, "--resume", first_checkpoints, "--num-workers", 2
+    )
     assert same.code == 0, same.output
-    assert same.of("finding") == [], "the same data under the same seed"
+    assert same.events_of("finding") == [], "the same data under the same seed"

@@ -55,7 +55,7 @@ ODD = [
 ODD += ["~nobody-is-called-so/x", "/dev/null/x", "/", ".", "١", "²", "%s", "{}", "last", "localhost", "10.0.0.1", "1,2"]
 
 
-class Said:
+class CommandResult:
     """How a command ended and what it printed."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
@@ -73,7 +73,7 @@ class Said:
             assert len(set(lines)) == len(lines)
 
 
-def said_by(main: Any, *arguments: Any) -> Said:
+def run_in_process(main: Any, *arguments: Any) -> CommandResult:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -83,7 +83,7 @@ def said_by(main: Any, *arguments: Any) -> Said:
     out.flush()
     err.flush()
     shown = [stream.buffer.getvalue().decode("utf-8", "surrogateescape") for stream in (out, err)]  # type: ignore[attr-defined]
-    return Said(code, *shown)
+    return CommandResult(code, *shown)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ texts = st.one_of(
 def test_any_recipe_is_planned_or_refused_in_order(folder: Path, text: str, words: list[str], check: bool) -> None:
     path = folder / "any.toml"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    said_by(cli.main, ["check" if check else "plan", str(path), *([] if check else words)]).assert_orderly()
+    run_in_process(cli.main, ["check" if check else "plan", str(path), *([] if check else words)]).assert_orderly()
 
 
 @BOUNDED
@@ -223,23 +223,23 @@ def test_any_recipe_is_planned_or_refused_in_order(folder: Path, text: str, word
 def test_any_text_in_a_recipe_that_is_right_is_only_quoted(
     folder: Path, recipe: dict[str, Any], words: list[str]
 ) -> None:
-    said, beside = (planned(folder, one, words) for one in (recipe, plain(recipe)))
-    said.assert_orderly()
-    if said.code == beside.code == 0:
-        assert len(said.out.splitlines()) == len(beside.out.splitlines()), said.out
-    if said.code == 0 and words == ["--json"]:
-        argv = json.loads(said.out)["nodes"][-1]["argv"]
+    result, beside = (run_plan(folder, one, words) for one in (recipe, with_plain_texts(recipe)))
+    result.assert_orderly()
+    if result.code == beside.code == 0:
+        assert len(result.out.splitlines()) == len(beside.out.splitlines()), result.out
+    if result.code == 0 and words == ["--json"]:
+        argv = json.loads(result.out)["nodes"][-1]["argv"]
         train = recipe["train"]
         wanted = {train.get("save_dir", train.get("script")), *train.get("args", [])}
         assert all(any(word in (text, f"--save-dir={text}", f"--script={text}") for word in argv) for text in wanted)
 
 
-def planned(folder: Path, recipe: dict[str, Any], words: list[str]) -> Said:
+def run_plan(folder: Path, recipe: dict[str, Any], words: list[str]) -> CommandResult:
     (folder / "any.json").write_text(json.dumps(recipe))
-    return said_by(cli.main, ["plan", "any.json", *words])
+    return run_in_process(cli.main, ["plan", "any.json", *words])
 
 
-def plain(recipe: dict[str, Any]) -> dict[str, Any]:
+def with_plain_texts(recipe: dict[str, Any]) -> dict[str, Any]:
     """Put a plain word in place of each text of the recipe that may be anything."""
     texts = {"save_dir": "plain", "script": "plain", "args": ["plain"] * len(recipe["train"].get("args", []))}
     train = recipe["train"] | {key: text for key, text in texts.items() if key in recipe["train"]}
@@ -311,12 +311,12 @@ def test_any_flags_are_taken_or_refused_in_order(
     with monkeypatch.context() as patch:
         if name in ("run", "stop"):  # nothing starts, and nobody is signalled
             patch.setenv("GPUTRAIN_HOME", "/dev/null/nowhere")
-        said_by(cli.main, [name, *words]).assert_orderly()
+        run_in_process(cli.main, [name, *words]).assert_orderly()
 
 
 @pytest.mark.parametrize(("name", "words"), REPORTED, ids=lambda value: repr(value)[:40])
 def test_what_once_ended_in_a_traceback_or_on_the_terminal(folder: Path, name: str, words: list[str]) -> None:
-    said_by(cli.main, [name, *words]).assert_orderly()
+    run_in_process(cli.main, [name, *words]).assert_orderly()
 
 
 trainer_flags = [
@@ -357,7 +357,9 @@ trainer_word = st.one_of(
 @example(words=["--task", "~nobody-is-called-so/x.py:Y", "--help"])
 def test_any_flags_of_the_trainer_are_refused_in_order(folder: Path, words: list[str]) -> None:
     # The record's folder cannot be made, so that what is right otherwise starts nothing.
-    said_by(trainer.main, ["--run-dir", "/dev/null/nowhere", *words], {"PATH": os.defpath}).assert_orderly("trainer")
+    run_in_process(trainer.main, ["--run-dir", "/dev/null/nowhere", *words], {"PATH": os.defpath}).assert_orderly(
+        "trainer"
+    )
 
 
 HOSTILE_SSH = """
@@ -368,7 +370,7 @@ print(sys.argv[-1] + json.dumps({inventory!r}))
 EVIL = "\x1b]52;c;eA==\x07\r\n\x9b2J\u202e\x7f"
 
 
-def hostile(largest: int) -> dict[str, Any]:
+def hostile_inventory(largest: int) -> dict[str, Any]:
     """An inventory whose every text is a command to the terminal."""
     process = {"pid": largest, "user": EVIL, "name": EVIL, "memory_bytes": largest, "kind": EVIL}
     gpu = {"index": largest, "uuid": f"GPU-{EVIL}", "pci_bus_id": EVIL, "name": EVIL, "throttle_reasons": [EVIL]}
@@ -390,7 +392,7 @@ def hostile(largest: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("largest", [7, 10**30, 10**400, -(10**400)], ids=["7", "1e30", "1e400", "-1e400"])
 def test_what_a_hostile_host_answers_is_only_shown(folder: Path, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
-    (folder / "ssh.py").write_text(HOSTILE_SSH.format(inventory=hostile(largest)))
+    (folder / "ssh.py").write_text(HOSTILE_SSH.format(inventory=hostile_inventory(largest)))
     monkeypatch.setenv("GPUTRAIN_SSH", f"{sys.executable} {folder}/ssh.py")
     recipe = {"cluster": {"nodes": [{"host": "evil", "gpus": "all"}]}, "train": {"script": "x.py"}}
     (folder / "evil.json").write_text(json.dumps(recipe))
@@ -399,23 +401,23 @@ def test_what_a_hostile_host_answers_is_only_shown(folder: Path, monkeypatch: py
         ["gpus", "--hosts", "evil", "--json"],
         *(["plan", "evil.json", *form] for form in ([], ["--json"], ["--shell"], ["--sbatch"])),
     ):
-        said = said_by(cli.main, words)
-        said.assert_orderly()
+        result = run_in_process(cli.main, words)
+        result.assert_orderly()
         if largest == 7:
-            assert said.code == 0
-            assert "GPU-" in said.out or words[-1] == "--sbatch"
-        if said.code == 0 and "--shell" in words:
-            assert len(said.out.splitlines()) == 2
+            assert result.code == 0
+            assert "GPU-" in result.out or words[-1] == "--sbatch"
+        if result.code == 0 and "--shell" in words:
+            assert len(result.out.splitlines()) == 2
 
 
-def in_shell(line: str, folder: Path, **environ: Any) -> subprocess.CompletedProcess[bytes]:
+def run_in_shell(line: str, folder: Path, **environ: Any) -> subprocess.CompletedProcess[bytes]:
     words = {"GPUTRAIN": f"{sys.executable} -m gputrain_tui", "TRAINER": f"{sys.executable} -m trainer"}
     env = {os.fsencode(key): os.fsencode(value) for key, value in {**os.environ, **words, **environ}.items()}
     return subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, timeout=60)
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "told"),
+    ("line", "code", "message"),
     [
         ("$GPUTRAIN attach last <&-", 2, "gputrain: the console needs a terminal"),
         ("$GPUTRAIN <&-", 2, "gputrain: the console needs a terminal"),
@@ -427,10 +429,10 @@ def in_shell(line: str, folder: Path, **environ: Any) -> subprocess.CompletedPro
         ("$TRAINER --task lm --data $'\\xff'", 2, "is not UTF-8 text"),
     ],
 )
-def test_odd_surroundings_are_one_line(folder: Path, line: str, code: int, told: str) -> None:
-    done = in_shell(line, folder)
+def test_odd_surroundings_are_one_line(folder: Path, line: str, code: int, message: str) -> None:
+    done = run_in_shell(line, folder)
     assert done.returncode == code
-    assert told in done.stderr.decode()
+    assert message in done.stderr.decode()
     assert done.stderr.count(b"\n") == 1
 
 
@@ -445,7 +447,7 @@ def test_odd_surroundings_are_one_line(folder: Path, line: str, code: int, told:
     ],
     ids=" ".join,
 )
-def test_a_reader_that_has_left_hears_of_no_error(folder: Path, words: list[str]) -> None:
+def test_a_closed_pipe_of_a_reader_is_no_error(folder: Path, words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
@@ -458,7 +460,7 @@ def test_a_log_whose_name_is_no_text_is_printed_like_the_others(folder: Path) ->
     (Path(os.fsdecode(bytes(logs) + b"/\xff\x1b]52.log"))).write_text("what it says\n")
     (logs / ("²" + ".log")).write_text("two\n")
     (logs / (DIGITS[:200] + ".log")).write_text("many\n")
-    done = in_shell("$GPUTRAIN logs last", folder)
+    done = run_in_shell("$GPUTRAIN logs last", folder)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"[\\udcff\xe2\x90\x9b]52] what it says\n" in done.stdout
     assert not CONTROL.search(done.stdout.decode())

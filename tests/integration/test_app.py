@@ -183,14 +183,16 @@ async def test_a_colon_opens_the_palette(home: Path) -> None:
         assert isinstance(app.screen, Palette)
 
 
-@pytest.mark.parametrize(("keys", "said"), [("", "q leaves the console"), ("slash", "esc, then q leaves the console")])
+@pytest.mark.parametrize(
+    ("keys", "notice"), [("", "q leaves the console"), ("slash", "esc, then q leaves the console")]
+)
 @played
-async def test_ctrl_c_says_which_key_leaves(keys: str, said: str, home: Path) -> None:
+async def test_ctrl_c_names_the_key_that_quits(keys: str, notice: str, home: Path) -> None:
     app = console(synthetic.run(home / "runs", steps=5))
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         await settle(pilot)
         await press(pilot, *keys.split(), "ctrl+c")
-        assert any(told.startswith(said) for told in toasts(app))
+        assert any(toast.startswith(notice) for toast in toasts(app))
         assert app.is_running
 
 
@@ -228,7 +230,7 @@ async def test_a_run_that_ended_is_compared_edited_and_resumed_from_its_own_scre
         await app.open_run(alone)
         await settle(pilot)
         await press(pilot, "C")
-        assert any("no other run of other" in told for told in toasts(app))
+        assert any("no other run of other" in toast for toast in toasts(app))
 
 
 @played
@@ -238,7 +240,7 @@ async def test_a_run_that_goes_on_is_not_resumed(home: Path) -> None:
         await settle(pilot)
         assert "Resume" not in rows(app)[-1]
         await press(pilot, "r")
-        assert any("S stops it" in told for told in toasts(app))
+        assert any("S stops it" in toast for toast in toasts(app))
 
 
 @played
@@ -341,7 +343,7 @@ def test_the_demo_is_a_recipe_that_loads() -> None:
     assert load(str(recipe_path())).name == "demo"
 
 
-def test_without_a_terminal_it_says_so() -> None:
+def test_the_console_without_a_terminal_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gputrain_tui"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -398,7 +400,7 @@ def test_a_wrong_paint_rate_is_one_line(words: list[str]) -> None:
 
 @pytest.mark.parametrize(("read_s", "left"), [(0.0, 0), (math.inf, 1)])
 @played
-async def test_what_was_said_goes_with_the_next_key_once_it_was_read(
+async def test_a_notification_closes_with_the_next_key_after_its_reading_time(
     read_s: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gputrain_tui.console.app.TOAST_READ_S", read_s)

@@ -40,7 +40,7 @@ def on_ranks(
     rank: int, world_size: int, folder: str, options: dict[str, Any], body: Callable[..., Any], *arguments: Any
 ) -> dict[str, Any]:
     """Do something with the tested task as one rank of a group; return what came into the record."""
-    from trainer.engine.worker_context import WorkerContext
+    from worker_contexts import worker_context
 
     url = f"file://{folder}/rendezvous"
     distributed.distributed_init(
@@ -56,16 +56,14 @@ def on_ranks(
     stop = {"": lambda: False, "at once": lambda: True, "in the test": lambda: task.sampled}[options.get("stop", "")]
     record = Path(folder, f"{rank}.ndjson")
     writer = EventWriter(record, rank=rank)
-    said: list[str] = []
+    narration: list[str] = []
     try:
         kept = options.get("kept", True)
-        ctx = WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
+        ctx = worker_context(
+            rank,
+            world_size,
             writer=writer,
-            set_state=lambda state: None,
-            say=said.append,
+            say=narration.append,
             checkpoints=Path(folder, "checkpoints") if kept else None,
             stop_requested=stop,
         )
@@ -79,7 +77,7 @@ def on_ranks(
             "stopped": outcome.stopped,
             "evaluated": [event for event in events if isinstance(event, Validation)],
             "findings": [event for event in events if isinstance(event, Finding)],
-            "said": said,
+            "said": narration,
         }
     finally:
         writer.close()
@@ -120,7 +118,7 @@ class Ranks:
 
 
 @pytest.fixture
-def do(processes: Processes, tmp_path: Path) -> Ranks:
+def on_ranks_in_folder(processes: Processes, tmp_path: Path) -> Ranks:
     return Ranks(processes, tmp_path)
 
 
@@ -144,10 +142,10 @@ def expected_loss(checkpoint: Path) -> float:
 @pytest.fixture(scope="module")
 def trained(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A training whose best weights are not its last ones, and its checkpoints."""
-    do = Ranks(processes, tmp_path_factory.mktemp("trained"))
-    done = do(train, {})
+    on_ranks_in_folder = Ranks(processes, tmp_path_factory.mktemp("trained"))
+    done = on_ranks_in_folder(train, {})
     assert 0 < done["best"] < done["updates"], done
-    return done, do.checkpoints
+    return done, on_ranks_in_folder.checkpoints
 
 
 def test_the_best_weights_are_tested_and_the_record_says_of_which_step_they_are(
@@ -173,9 +171,9 @@ def test_the_best_weights_are_tested_and_the_record_says_of_which_step_they_are(
     ids=["nothing saved", "switched off", "the last is the best"],
 )
 def test_the_best_weights_need_no_file_and_without_them_the_last_are_tested(
-    do: Ranks, trained: tuple[dict[str, Any], Path], options: dict[str, Any], last: bool
+    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path], options: dict[str, Any], last: bool
 ) -> None:
-    done = do(train, options)
+    done = on_ranks_in_folder(train, options)
     assert done["updates"] == trained[0]["updates"]
     assert result_of_test(done).weights_step == (done["updates"] if last else trained[0]["best"])
     assert (result_of_test(done).loss == result_of_test(trained[0]).loss) is not last
@@ -184,13 +182,15 @@ def test_the_best_weights_need_no_file_and_without_them_the_last_are_tested(
 
 @pytest.mark.parametrize("when", ["at once", "in the test"])
 def test_a_training_that_is_stopped_does_not_test_and_keeps_its_last_weights(
-    do: Ranks, trained: tuple[dict[str, Any], Path], when: str
+    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path], when: str
 ) -> None:
     first, checkpoints = trained
-    done = do(train, {"stop": when})
+    done = on_ranks_in_folder(train, {"stop": when})
     assert done["stopped"]
     assert not [event for event in done["evaluated"] if event.split == "test"]
-    (kept,) = (path for path in do.checkpoints.glob("step_*.pt") if int(path.stem[5:]) == done["updates"])
+    (kept,) = (
+        path for path in on_ranks_in_folder.checkpoints.glob("step_*.pt") if int(path.stem[5:]) == done["updates"]
+    )
     assert done["updates"] == (first["updates"] if when == "in the test" else 2)
     if when == "in the test":
         assert expected_loss(kept) == expected_loss(checkpoints / kept.name)
@@ -198,7 +198,7 @@ def test_a_training_that_is_stopped_does_not_test_and_keeps_its_last_weights(
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_does_not(
-    do: Ranks, trained: tuple[dict[str, Any], Path], tmp_path: Path, there: bool
+    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path], tmp_path: Path, there: bool
 ) -> None:
     first, checkpoints = trained
     folder = tmp_path / "before"
@@ -209,14 +209,14 @@ def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_doe
     source = folder / f"step_{first['updates']:08d}.pt"
     if there:  # from one training to the next, of which the first two are stopped at once, and none has better ones
         for _ in range(2):
-            stopped = do(train, {"max_epochs": 7, "stop": "at once"}, str(source))
+            stopped = on_ranks_in_folder(train, {"max_epochs": 7, "stop": "at once"}, str(source))
             shutil.rmtree(source.parent)
-            source = do.checkpoints / f"step_{stopped['updates']:08d}.pt"
-            found = newest(do.checkpoints)
+            source = on_ranks_in_folder.checkpoints / f"step_{stopped['updates']:08d}.pt"
+            found = newest(on_ranks_in_folder.checkpoints)
             assert found is not None
             assert found[0] == source
-            assert load(do.checkpoints / "best.pt")["updates"] == first["best"]
-    done = do(train, {"max_epochs": 7}, str(source))
+            assert load(on_ranks_in_folder.checkpoints / "best.pt")["updates"] == first["best"]
+    done = on_ranks_in_folder(train, {"max_epochs": 7}, str(source))
     assert done["best"] == first["best"]
     found = result_of_test(done)
     if there:
@@ -233,16 +233,18 @@ def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_doe
 
 
 def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
-    do: Ranks, trained: tuple[dict[str, Any], Path]
+    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path]
 ) -> None:
     first, checkpoints = trained
     before = {path: path.stat() for path in checkpoints.iterdir()}
     results = []
     for ranks in (1, 2, 3):
-        done = do(evaluate, {"eval_only": str(checkpoints / "best.pt"), "valid_batch_size": 4}, ranks=ranks)
+        done = on_ranks_in_folder(
+            evaluate, {"eval_only": str(checkpoints / "best.pt"), "valid_batch_size": 4}, ranks=ranks
+        )
         results.append((result_of_test(done).loss, result_of_test(done).metrics, result_of_test(done).weights_step))
         assert f"evaluates test with the weights of step {first['best']}: {checkpoints / 'best.pt'}" in done["said"]
-        assert not do.checkpoints.exists(), "nothing is saved"
+        assert not on_ranks_in_folder.checkpoints.exists(), "nothing is saved"
     assert results == [(result_of_test(first).loss, result_of_test(first).metrics, first["best"])] * 3
     assert {path: path.stat() for path in checkpoints.iterdir()} == before
 
@@ -257,7 +259,7 @@ def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(
-    do: Ranks,
+    on_ranks_in_folder: Ranks,
     trained: tuple[dict[str, Any], Path],
     tmp_path: Path,
     options: dict[str, str],
@@ -265,7 +267,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     places = {"folder": tmp_path, "best": trained[1] / "best.pt"}
-    refused = do(evaluate, {name: text.format(**places) for name, text in options.items()})
+    refused = on_ranks_in_folder(evaluate, {name: text.format(**places) for name, text in options.items()})
     assert isinstance(refused, Raised), refused
     assert refused.kind in ("RequestError", "CheckpointError")
     assert refused.message.startswith(message.format(**places))

@@ -10,19 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from commands import Command, command
+from recipe_texts import recipe
 
 from gputrain_tui.hosts.environment_facts import torch_here
-from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.model import Recipe
-
-CPUS = "cpu_ranks = 2"
-TRAIN = 'task = "lm"\nmax_updates = 2'
-
-
-def recipe(*nodes: str, train: str = TRAIN, task: str = 'data = "books.txt"', cluster: str = "") -> Recipe:
-    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or (CPUS,))
-    own = f"[task]\n{task}\n" if task else ""
-    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n[train]\n{train}\n{own}", name="one.toml")
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
     found = torch_here()
     program = "import torch; print(torch.__version__, torch.version.cuda)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert f"{found.version} {found.cuda}" == said.strip()
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert f"{found.version} {found.cuda}" == printed.strip()
 
 
 @pytest.fixture
@@ -45,7 +35,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Command:
     return command(capsys, "check")
 
 
-def test_the_command_tells_every_check_and_refuses_with_3(folder: Path, check: Command) -> None:
+def test_check_lists_every_check_and_exits_with_3(folder: Path, check: Command) -> None:
     wanted = recipe()
     (folder / "one.toml").write_text(wanted.text)
     ready = check("one.toml")
@@ -57,9 +47,9 @@ def test_the_command_tells_every_check_and_refuses_with_3(folder: Path, check: C
     at = next(index for index, line in enumerate(lines) if line.startswith("✗ data"))
     assert lines[at].endswith("qqq does not exist")
     assert lines[at + 1].strip() == "→ set task.data to where it lies  (--set task.data)"
-    told = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
-    assert (told["recipe"], told["ready"]) == ("one", False)
-    assert [result["key"] for result in told["results"] if result["status"] == "error"] == ["task.data"]
+    report = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
+    assert (report["recipe"], report["ready"]) == ("one", False)
+    assert [result["key"] for result in report["results"] if result["status"] == "error"] == ["task.data"]
     assert json.loads(check("one.toml", "--json").stdout)["ready"] is True
 
 

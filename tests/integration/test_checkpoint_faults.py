@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_log import Log, names, step_of
+from checkpoint_log import CheckpointLog, checkpoint_names, step_of
 from gloo_group import Member, Processes, Raised
 
 from trainer import distributed
@@ -23,21 +23,21 @@ from trainer.checkpoint import (
 
 
 @pytest.fixture
-def log() -> Log:
-    return Log()
+def log() -> CheckpointLog:
+    return CheckpointLog()
 
 
 def save_with_little_disk(folder: str) -> dict[str, Any]:
     """Save a small state, one that the limit on a file's size does not let through, and a small one again."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    log = Log()
+    log = CheckpointLog()
     writer = log.writer(Path(folder))
     for step, size in ((1, 10), (2, 1 << 20), (3, 10)):
         writer.save({"step": step, "weight": torch.zeros(size)}, step=step, best=True)
         writer.wait()
     writer.close()
-    return {"saved": [saved.step for saved in log.saved], "failed": log.failed, "names": names(Path(folder))}
+    return {"saved": [saved.step for saved in log.saved], "failed": log.failed, "names": checkpoint_names(Path(folder))}
 
 
 def test_a_full_disk_is_reported_and_leaves_nothing_half_written(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_half_written(tmp_path: Path)
 def save_until_there_is_room(folder: str) -> dict[str, Any]:
     """Have saves fail at a limit on a file's size, and lift the limit before the writer is closed."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    log = Log()
+    log = CheckpointLog()
     writer = log.writer(Path(folder))
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
@@ -86,7 +86,7 @@ def save_for_ever(folder: str) -> None:
         writer.wait()
 
 
-def test_a_process_killed_while_writing_leaves_a_good_checkpoint(tmp_path: Path, log: Log) -> None:
+def test_a_process_killed_while_writing_leaves_a_good_checkpoint(tmp_path: Path, log: CheckpointLog) -> None:
     for delay_ms in (0, 3, 7, 12):
         member = Member()
         member.begin(save_for_ever, str(tmp_path))
@@ -99,7 +99,7 @@ def test_a_process_killed_while_writing_leaves_a_good_checkpoint(tmp_path: Path,
         assert found[1]["weight"].eq(found[1]["step"]).all()
     (tmp_path / ".step_00000099.pt.tmp").touch()
     writer = log.writer(tmp_path)
-    assert [name for name in names(tmp_path) if name.endswith(".tmp")] == []
+    assert [name for name in checkpoint_names(tmp_path) if name.endswith(".tmp")] == []
     writer.close()
 
 

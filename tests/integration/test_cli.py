@@ -37,13 +37,13 @@ def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str])
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"gputrain {VERSION}\n"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_says_of_itself_what_the_help_says_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_agrees_with_the_list_of_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module, help_line = cli.COMMANDS[name]
     command = importlib.import_module(module)
     assert name == command.NAME
@@ -158,9 +158,9 @@ def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
     (run.dir.checkpoints / "step_00000006.pt").write_bytes(b"")
     write_status(run.dir, msgspec.structs.replace(run.status, status="finished", supervisor=None))
     assert cli.main(["run", "--resume", "last"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"gputrain: --resume last: {run.id} has finished, nothing is left to train; ")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"gputrain: --resume last: {run.id} has finished, nothing is left to train; ")
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from machines import gpu, machine
 from run_dirs import run_dir
-from screens_at_rest import in_loop, quiet_app, seen, settle, show
+from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.host_choice import (
@@ -119,7 +119,7 @@ def test_a_node_says_what_it_asks_for(node: Node, text: str) -> None:
     assert wanted_devices(node) == text
 
 
-def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
+def test_each_remote_host_is_queried_once_and_this_machine_is_not_among_them() -> None:
     facts = LocalFacts(names=frozenset({"here"}))
     nodes = [Node(host="here"), Node(), Node(host="b"), Node(host="a"), Node(host="b"), Node(host="127.0.0.1")]
     assert remote_hosts(nodes, lambda host: is_local(host, facts)) == ("b", "a")
@@ -136,7 +136,7 @@ def test_this_machine_is_not_one_of_the_others_and_each_is_asked_once() -> None:
         (Host(name="busy", asking=True), False),
     ],
 )
-def test_hosts_are_asked_when_their_time_has_come(host: Host, due: bool) -> None:
+def test_hosts_are_queried_when_due(host: Host, due: bool) -> None:
     assert host.is_due(100.0, again_s=4.0, failed_s=20.0) is due
 
 
@@ -152,12 +152,12 @@ def test_hosts_are_asked_when_their_time_has_come(host: Host, due: bool) -> None
         (("GPU-1",), ("free", "good")),
     ],
 )
-def test_a_node_is_told_what_its_host_can_give(gpus: Gpus, text: tuple[str, str]) -> None:
+def test_a_node_is_compared_with_the_free_gpus_of_its_host(gpus: Gpus, text: tuple[str, str]) -> None:
     host = Host(name="far", inventory=machine(gpu(0, busy=True), gpu(1)))
     assert availability(Node(host="far", gpus=gpus), host) == text
 
 
-def test_a_node_of_a_host_that_is_not_known_says_so() -> None:
+def test_a_node_shows_why_its_host_cannot_take_it() -> None:
     node = Node(host="far", gpus=1)
     assert availability(node, None) == ("being asked", "dim")
     assert availability(node, Host(name="far", asking=True)) == ("being asked", "dim")
@@ -211,8 +211,8 @@ async def test_choosing_gpus_puts_them_on_the_desk_for_the_launch() -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         screen = ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1), gpu(2)), runs=list, clocked=False)
-        await show(pilot, screen)
-        assert "2 of 3 free" in seen(app)
+        await open_screen(pilot, screen)
+        assert "2 of 3 free" in screen_text(app)
         await pilot.press("down", "space", "down", "space", "enter")
         await settle(pilot)
         assert app.place == "launch"
@@ -223,7 +223,9 @@ async def test_choosing_gpus_puts_them_on_the_desk_for_the_launch() -> None:
 async def test_all_free_gpus_are_chosen_and_unchosen_at_once() -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1)), runs=list, clocked=False))
+        await open_screen(
+            pilot, ClusterScreen(take=lambda: machine(gpu(0, busy=True), gpu(1)), runs=list, clocked=False)
+        )
         await pilot.press("f")
         assert app.screen.query_one(GpuTable).chosen == {("localhost", 1)}
         await pilot.press("f")
@@ -234,21 +236,23 @@ async def test_all_free_gpus_are_chosen_and_unchosen_at_once() -> None:
 async def test_the_processes_of_the_gpu_under_the_cursor_are_shown() -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(gpu(0), gpu(1, busy=True)), runs=list, clocked=False))
-        assert "nobody" in seen(app)
+        await open_screen(
+            pilot, ClusterScreen(take=lambda: machine(gpu(0), gpu(1, busy=True)), runs=list, clocked=False)
+        )
+        assert "nobody" in screen_text(app)
         await pilot.press("down")
         await settle(pilot)
-        assert "4001  ada" in seen(app)
+        assert "4001  ada" in screen_text(app)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @in_loop
-async def test_a_machine_without_gpus_is_told_calmly(size: tuple[int, int]) -> None:
+async def test_a_machine_without_gpus_is_shown_with_its_driver_note(size: tuple[int, int]) -> None:
     app = quiet_app()
     note = "no NVIDIA driver on this machine; CPU ranks work"
     async with app.run_test(size=size) as pilot:
-        await show(pilot, ClusterScreen(take=lambda: machine(note=note), runs=list, clocked=False))
-        text = seen(app)
+        await open_screen(pilot, ClusterScreen(take=lambda: machine(note=note), runs=list, clocked=False))
+        text = screen_text(app)
         assert "No NVIDIA driver on this machine" in text
         assert "cpu_ranks" in text
         assert "No recipe is open" in text
@@ -257,7 +261,7 @@ async def test_a_machine_without_gpus_is_told_calmly(size: tuple[int, int]) -> N
 
 
 @in_loop
-async def test_looking_again_waits_for_the_look_that_is_going_on() -> None:
+async def test_a_refresh_waits_for_the_query_in_progress() -> None:
     looks = []
 
     def take() -> Inventory:
@@ -295,8 +299,8 @@ async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> 
     }
     async with app.run_test(size=(120, 40)) as pilot:
         screen = ClusterScreen(take=machine, ask=answers.__getitem__, runs=list, clocked=False)
-        await show(pilot, screen)
-        text = seen(app)
+        await open_screen(pilot, screen)
+        text = screen_text(app)
         assert "3 of 4 free on 4 machines" in text
         assert "it refuses the key" in text
         # this machine, gpu1, its two GPUs, gpu2: space on a machine takes what is free of it
@@ -324,16 +328,16 @@ async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledg
     async with app.run_test(size=(120, 40)) as pilot:
         screen = ClusterScreen(take=machine, ask=ask, runs=list, clocked=False, now=lambda: clock[0])
         await app.push_screen(screen)
-        while "1 of 1 free on 3 machines" not in seen(app):
+        while "1 of 1 free on 3 machines" not in screen_text(app):
             await pilot.pause()
-        assert "being asked" in seen(app)
+        assert "being asked" in screen_text(app)
         answer.set()
         await settle(pilot)
-        assert "2 of 2 free on 3 machines" in seen(app)
+        assert "2 of 2 free on 3 machines" in screen_text(app)
         clock[0] = 65.0
         await pilot.press("ctrl+r")
         await settle(pilot)
-        text = seen(app)
+        text = screen_text(app)
         assert text.count("it does not answer") == 2
         assert "1:05 ago" in text
         assert "2 of 2 free on 3 machines" in text, "what was known of them stays, with its age"
@@ -364,7 +368,7 @@ async def test_a_console_with_a_hostfile_opens_on_its_machines() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         assert app.place == "cluster"
-        assert "hosts named in hosts" in seen(app)
+        assert "hosts named in hosts" in screen_text(app)
 
 
 def test_a_wrong_hostfile_is_one_line_before_the_console_starts(tmp_path: Path) -> None:

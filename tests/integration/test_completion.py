@@ -28,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(home: Path, command: list[str]) -> str:
+def completions(home: Path, command: list[str]) -> str:
     environment = {**os.environ, "GPUTRAIN_HOME": str(home / "home"), "PATH": f"{GPUTRAIN.parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
@@ -48,7 +48,7 @@ def in_bash(home: Path, line: str) -> list[str]:
         COMP_WORDS=({" ".join(map(shlex.quote, words))})
         _gputrain && printf '%s\\n' "${{COMPREPLY[@]}}"
     """
-    return [line for line in ask(home, ["bash", "--norc", "-c", script]).splitlines() if line]
+    return [line for line in completions(home, ["bash", "--norc", "-c", script]).splitlines() if line]
 
 
 RUNS = ["20260922-141320-two", "20260921-141320-one"]
@@ -85,7 +85,7 @@ def test_bash_completes(home: Path, line: str, found: list[str]) -> None:
 @pytest.mark.parametrize(("line", "found"), CASES)
 def test_fish_completes(home: Path, line: str, found: list[str]) -> None:
     script = f"gputrain completion fish | source; complete -C {shlex.quote(line)}"
-    words = [each.partition("\t")[0] for each in ask(home, ["fish", "--no-config", "-c", script]).splitlines()]
+    words = [each.partition("\t")[0] for each in completions(home, ["fish", "--no-config", "-c", script]).splitlines()]
     assert sorted(words) == sorted(word.replace("\\", "") for word in found)
 
 
@@ -99,7 +99,7 @@ def test_zsh_completes(home: Path, line: str, found: list[str]) -> None:
         words=({" ".join(shlex.quote(word) if word else "''" for word in line.split(" "))}) CURRENT=$#words
         _gputrain; true
     """
-    assert sorted(ask(home, ["zsh", "-f", "-c", script]).splitlines()) == sorted(
+    assert sorted(completions(home, ["zsh", "-f", "-c", script]).splitlines()) == sorted(
         word.replace("\\", "") for word in found
     )
 
@@ -110,4 +110,4 @@ def test_neither_torch_nor_textual_is_loaded_for_a_word(home: Path, words: list[
         "import sys; from gputrain_tui import cli; cli.main(sys.argv[1:]);"
         "print([name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules])"
     )
-    assert ask(home, [sys.executable, "-c", program, "__complete", *words]).splitlines()[-1] == "[]"
+    assert completions(home, [sys.executable, "-c", program, "__complete", *words]).splitlines()[-1] == "[]"

@@ -21,21 +21,21 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
 
 
-def stopping(told: list[str]) -> int:
+def stopping(notices: list[str]) -> int:
     """Return how many runs the console says that it stops."""
-    return sum(text.startswith("stopping ") for text in told)
+    return sum(text.startswith("stopping ") for text in notices)
 
 
-async def burst(pilot: Pilot[int], text: str) -> None:
+async def send_keys_at_once(pilot: Pilot[int], text: str) -> None:
     """Send keys as the terminal's reader does with a paste that passes for keys: at once."""
     for character in text:
         pilot.app.post_message(events.Key(character, character))
     await settle(pilot)
 
 
-async def ask(pilot: Pilot[int], text: str) -> GputrainApp:
+async def send_keys(pilot: Pilot[int], text: str) -> GputrainApp:
     await settle(pilot)
-    await burst(pilot, text)
+    await send_keys_at_once(pilot, text)
     app = pilot.app
     assert isinstance(app, GputrainApp)
     return app
@@ -46,7 +46,7 @@ async def test_pasted_text_that_passes_for_keys_asks_but_does_not_answer(tmp_pat
     for text in ("Sy", "Syyyyy"):
         app = console(synthetic.run(tmp_path, name="one"))
         async with app.run_test(size=(80, 24), notifications=True) as pilot:
-            await ask(pilot, text)
+            await send_keys(pilot, text)
             assert isinstance(app.screen, Confirm), text
             assert any("too fast" in text for text in toasts(app))
             assert not any(text.startswith("stopping ") for text in toasts(app))
@@ -56,9 +56,9 @@ async def test_pasted_text_that_passes_for_keys_asks_but_does_not_answer(tmp_pat
 async def test_after_a_moment_the_answer_counts_and_a_no_always_does(tmp_path: Path) -> None:
     app = console(synthetic.run(tmp_path, name="one"))
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
-        await ask(pilot, "Sn")
+        await send_keys(pilot, "Sn")
         assert not isinstance(app.screen, Confirm)
-        await ask(pilot, "Sy")
+        await send_keys(pilot, "Sy")
         await asyncio.sleep(LEAST_KEY_GAP_S)  # the time without keys is what is tested
-        await burst(pilot, "y")
+        await send_keys_at_once(pilot, "y")
         assert any(text.startswith("stopping ") for text in toasts(app))

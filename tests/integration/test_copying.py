@@ -49,7 +49,7 @@ async def drag(pilot: Pilot[int], begin: tuple[int, int], end: tuple[int, int]) 
         await pilot.pause()
 
 
-def place(widget: Widget, x: int, y: int) -> tuple[int, int]:
+def screen_position(widget: Widget, x: int, y: int) -> tuple[int, int]:
     return widget.region.x + x, widget.region.y + y
 
 
@@ -78,7 +78,7 @@ async def test_what_is_selected_is_shown_and_copied(screen: str, folder: Path) -
         for panel in (name for of, name, _ in PANELS if of == screen):
             widget = app.screen.query_one(panel)
             line = next(y for of, name, y in PANELS if (of, name) == (screen, panel))
-            x, y = place(widget, 1, line)
+            x, y = screen_position(widget, 1, line)
             expected = rows(app)[y][x : x + 12]
             assert expected.strip(), f"{panel} shows nothing there: {rows(app)[y]!r}"
             await drag(pilot, (x, y), (x + 11, y))
@@ -89,7 +89,7 @@ async def test_what_is_selected_is_shown_and_copied(screen: str, folder: Path) -
             await pilot.press("ctrl+c")
             await settle(pilot)
             assert app.clipboard == expected.rstrip(), panel
-            assert any(told.startswith("copied ") for told in toasts(app)), panel
+            assert any(toast.startswith("copied ") for toast in toasts(app)), panel
             assert not app.screen.selections, "what was copied is let go"
 
 
@@ -99,7 +99,7 @@ async def test_a_selection_of_several_lines_stays_in_its_panel(folder: Path) -> 
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
         grid = app.screen.query_one(RankGrid)
-        x, y = place(grid, 4, 2)
+        x, y = screen_position(grid, 4, 2)
         before = rows(app)
         await drag(pilot, (x, y), (SIZE[0] - 1, grid.region.bottom + 3))
         assert set(app.screen.selections) == {grid}
@@ -115,7 +115,7 @@ async def test_a_panel_holds_still_while_its_text_is_selected_and_catches_up_the
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await settle(pilot)
         grid = app.screen.query_one(RankGrid)
-        x, y = place(grid, 0, 2)
+        x, y = screen_position(grid, 0, 2)
         before = rows(app)[y]
         await drag(pilot, (x, y), (x + 60, y))
         assert "text is selected" in rows(app)[-1]
@@ -137,7 +137,7 @@ async def test_selected_lines_of_a_log_stay_selected_while_more_come(folder: Pat
         await settle(pilot)
         await press(pilot, "o", "o")
         log = app.screen.query_one(LogView)
-        x, y = place(log, 0, log.page - 1)
+        x, y = screen_position(log, 0, log.page - 1)
         chosen = [row[log.region.x : log.region.right].rstrip(" ┃") for row in rows(app)[y : y + 2]]
         await drag(pilot, (x, y), (log.region.right - 1, y + 1))
         with run.dir.rank_log(0).open("a") as file:
@@ -227,4 +227,4 @@ async def test_a_screen_without_anything_to_copy_says_how_text_is_copied(folder:
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await settle(pilot)
         await press(pilot, "c")
-        assert any("nothing to copy here" in told for told in toasts(app))
+        assert any("nothing to copy here" in toast for toast in toasts(app))

@@ -56,7 +56,7 @@ SETTINGS: Any = {
 }
 
 
-class Late(BaseException):
+class LimitExceededError(BaseException):
     """It took too long; no handler of errors takes it for one."""
 
 
@@ -65,7 +65,7 @@ def limits(seconds: float = CPU_S) -> Iterator[None]:
     """Allow so much time of a core, and memory."""
 
     def late(*_: object) -> None:
-        raise Late
+        raise LimitExceededError
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -243,8 +243,8 @@ def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
         assert line.startswith("\x1b[2m") == line.endswith(f"{text}\x1b[0m") is True
         assert "\x1b" not in title + whole
         row = draw_run(entries[1], 100, columns_for(100, entries), number=None, opened=False)
-        assert {role for shown, role in row if shown.strip()} == {"dim"}
-        assert run in "".join(shown for shown, _ in row)
+        assert {role for output, role in row if output.strip()} == {"dim"}
+        assert run in "".join(output for output, _ in row)
 
 
 def test_a_folder_without_a_status_is_a_run_only_where_it_is_named_like_one(tmp_path: Path) -> None:
@@ -473,27 +473,27 @@ def test_attach_shows_a_damaged_run_and_leaves_at_a_key(template: Path, damage: 
         )  # fmt: skip
         os.close(slave)
         try:
-            shown = _read_until(master, b"rank")
+            output = _read_until(master, b"rank")
             os.write(master, b"q")
-            shown += _read_until(master, None)
+            output += _read_until(master, None)
             assert process.wait(LIMIT_S) == 0
         finally:
             process.kill()
             process.wait()
             os.close(master)
-        assert b"Traceback" not in shown
+        assert b"Traceback" not in output
 
 
 def _read_until(master: int, needle: bytes | None) -> bytes:
     """Read what comes out until a text has come, or for None until the other end is closed."""
-    shown = b""
+    output = b""
     deadline = time.monotonic() + LIMIT_S
-    while needle is None or needle not in shown:
+    while needle is None or needle not in output:
         left = deadline - time.monotonic()
-        assert left > 0, shown[-2000:]
+        assert left > 0, output[-2000:]
         if select.select([master], [], [], left)[0]:
             try:
-                shown += os.read(master, 1 << 16)
+                output += os.read(master, 1 << 16)
             except OSError:
-                return shown
-    return shown
+                return output
+    return output

@@ -83,7 +83,7 @@ def _grown(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [_trained, _replaced, _moved, _grown])
-def test_a_replica_that_was_looked_at_before_is_seen_as_it_is_now(change: Callable[[nn.Module], None]) -> None:
+def test_a_fingerprint_is_of_the_current_replica(change: Callable[[nn.Module], None]) -> None:
     model = _model()
     replica = ReplicatedTensors(model)
     before = fingerprint_of(replica)
@@ -121,7 +121,7 @@ def test_the_smaller_part_stands_apart_and_the_first_rank_decides_a_tie(keys: st
     assert minority(list(keys), [10 + index for index in range(len(keys))]) == apart
 
 
-def test_a_single_rank_has_a_checksum_and_nobody_to_differ_from() -> None:
+def test_a_single_rank_has_a_checksum_and_no_desync() -> None:
     check = DesyncCheck(ReplicatedTensors(_model()), step=3, rank=0, device=CPU, now=5.0)
     event, findings = check.result()
     assert findings == []
@@ -230,7 +230,7 @@ def _follow(rank: int, world_size: int, folder: str) -> list[str]:
     return lines
 
 
-def test_a_difference_that_stays_is_told_once_and_that_it_is_over_too(gang: Gang, tmp_path: Path) -> None:
+def test_a_lasting_desync_is_raised_once_and_cleared_once(gang: Gang, tmp_path: Path) -> None:
     lines = gang.run(_follow, str(tmp_path))
     assert [[line.partition(":")[0] for line in each] for each in lines] == [
         ["desync at step 200", "desync is over at step 400"],
@@ -241,8 +241,8 @@ def test_a_difference_that_stays_is_told_once_and_that_it_is_over_too(gang: Gang
     assert [[event.step for event in each if isinstance(event, Checksum)] for each in events] == 3 * [
         [100, 200, 300, 400]
     ]
-    told = [[(e.state, e.step, e.rank) for e in each if isinstance(e, Finding)] for each in events]
-    assert told == [[("raised", 200, 1), ("cleared", 400, 1)], [], []]
+    findings = [[(e.state, e.step, e.rank) for e in each if isinstance(e, Finding)] for each in events]
+    assert findings == [[("raised", 200, 1), ("cleared", 400, 1)], [], []]
 
 
 DRIFTING = """
@@ -260,7 +260,7 @@ class Drifting(TinyTask):
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
-def test_a_training_that_ends_out_of_step_is_no_success_and_says_why(tmp_path: Path, recorded: bool) -> None:
+def test_a_training_that_ends_desynchronised_fails_with_the_reason(tmp_path: Path, recorded: bool) -> None:
     (tmp_path / "drifting_task.py").write_text(DRIFTING)
     support = Path(__file__).parents[1] / "support"
     words = ["--task", "drifting_task:Drifting", "--cpu", "--distributed-world-size", "2", "--max-updates", "6"]

@@ -32,7 +32,7 @@ def init(*, url: str | None, world_size: int, rank: int, **named: Any) -> None:
     distributed.distributed_init(init_method=url, world_size=world_size, rank=rank, **(request | named))
 
 
-def meet(*, url: str, world_size: int, rank: int, **named: Any) -> dict[str, Any]:
+def join_and_leave(*, url: str, world_size: int, rank: int, **named: Any) -> dict[str, Any]:
     """Join, see who is there, and leave."""
     init(url=url, world_size=world_size, rank=rank, **named)
     try:
@@ -48,7 +48,7 @@ def meet(*, url: str, world_size: int, rank: int, **named: Any) -> dict[str, Any
     return seen | {"interface_after": os.environ.get("GLOO_SOCKET_IFNAME")}
 
 
-def meet_reporting(report: str, **named: Any) -> list[tuple[list[int], list[int]]]:
+def join_reporting(report: str, **named: Any) -> list[tuple[list[int], list[int]]]:
     store.REPORT_EVERY_S = 0.02
     reports: list[tuple[list[int], list[int]]] = []
 
@@ -57,11 +57,11 @@ def meet_reporting(report: str, **named: Any) -> list[tuple[list[int], list[int]
         reports.append((joined, missing))
         Path(report).touch()
 
-    meet(on_waiting=on_waiting, **named)
+    join_and_leave(on_waiting=on_waiting, **named)
     return reports
 
 
-def meet_inattentively(report: str, **named: Any) -> None:
+def join_then_stall(report: str, **named: Any) -> None:
     """Join, but look away for a while as soon as the rank has been claimed."""
     store.REPORT_EVERY_S = 0.02
 
@@ -70,13 +70,13 @@ def meet_inattentively(report: str, **named: Any) -> None:
             Path(report).touch()
             time.sleep(0.3)
 
-    meet(on_waiting=on_waiting, **named)
+    join_and_leave(on_waiting=on_waiting, **named)
 
 
-def meet_in_environment(*, environ: dict[str, str], **named: Any) -> dict[str, Any]:
+def join_from_environment(*, environ: dict[str, str], **named: Any) -> dict[str, Any]:
     os.environ.update(environ)
     try:
-        return meet(url="env://", **named)
+        return join_and_leave(url="env://", **named)
     finally:
         for name in environ:
             del os.environ[name]
@@ -87,13 +87,13 @@ def claim_device(*, url: str, rank: int, world_size: int, device: str) -> bool:
     rdzv = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
     mine = rendezvous.own_registration(rank=rank, world_size=world_size, identity="", device=device)
     result = rendezvous.join(rdzv, mine, wait)
-    distributed._leave_store(rdzv.store, rank, world_size)
+    distributed.leave_store(rdzv.store, rank, world_size)
     if rank == 0:
         store.remove_store_file(rdzv)
     return len(result.machines) == 1
 
 
-def come_after_a_refusal(*, url: str, rank: int, world_size: int) -> None:
+def join_after_a_refusal(*, url: str, rank: int, world_size: int) -> None:
     """Serve the store, but claim a rank only when the others have refused each other."""
     wait = store.Wait(20.0, None)
     rdzv = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
@@ -103,12 +103,12 @@ def come_after_a_refusal(*, url: str, rank: int, world_size: int) -> None:
     rendezvous.join(rdzv, rendezvous.own_registration(rank=rank, world_size=world_size, identity="run-1"), wait)
 
 
-def stay(*, url: str, world_size: int, rank: int) -> list[int]:
+def join_and_gather(*, url: str, world_size: int, rank: int) -> list[int]:
     init(url=url, world_size=world_size, rank=rank)
     return distributed.all_gather_list(rank)
 
 
-def leave() -> None:
+def shut_down() -> None:
     distributed.shutdown()
 
 
@@ -149,7 +149,7 @@ def url(request: pytest.FixtureRequest, tcp: str, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_meet_and_leave_nothing_behind(processes: Processes, url: str, world_size: int, tmp_path: Path) -> None:
-    seen = processes.results(meet, requests(url, world_size))
+    seen = processes.results(join_and_leave, requests(url, world_size))
     assert [one["ranks"] for one in seen] == [list(range(world_size))] * world_size
     assert [one["master"] for one in seen] == [True] + [False] * (world_size - 1)
     assert all(one["world_size"] == world_size and one["group"] for one in seen)
@@ -159,38 +159,38 @@ def test_ranks_meet_and_leave_nothing_behind(processes: Processes, url: str, wor
 def test_ranks_of_one_machine_use_the_loopback_interface_and_clean_the_environment(
     processes: Processes, url: str
 ) -> None:
-    for one in processes.results(meet, requests(url, 2)):
+    for one in processes.results(join_and_leave, requests(url, 2)):
         assert (one["interface"], one["interface_after"]) == ("lo", None)
 
 
 def test_ranks_meet_where_the_environment_says(processes: Processes, tcp: str) -> None:
     environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": tcp.rpartition(":")[2]}
     asked = [{"environ": environ, "world_size": 2, "rank": rank} for rank in range(2)]
-    assert [one["ranks"] for one in processes.results(meet_in_environment, asked)] == [[0, 1], [0, 1]]
+    assert [one["ranks"] for one in processes.results(join_from_environment, asked)] == [[0, 1], [0, 1]]
 
 
 def test_one_meeting_place_serves_one_run_after_another(processes: Processes, url: str) -> None:
     for _ in range(3):
-        processes.results(meet, requests(url, 2))
+        processes.results(join_and_leave, requests(url, 2))
 
 
 @pytest.mark.parametrize(("first", "missing"), [(0, [1]), (1, [0])])
-def test_a_rank_waits_for_another_that_comes_later_and_says_so(
+def test_a_rank_waits_for_a_later_one_and_reports_the_wait(
     processes: Processes, url: str, tmp_path: Path, first: int, missing: list[int]
 ) -> None:
     early, late = processes.take(2)
     report = tmp_path / "report"
-    early.begin(meet_reporting, report=str(report), url=url, world_size=2, rank=first)
+    early.begin(join_reporting, report=str(report), url=url, world_size=2, rank=first)
     while not report.exists():
         time.sleep(0.005)
-    late.begin(meet, url=url, world_size=2, rank=1 - first)
+    late.begin(join_and_leave, url=url, world_size=2, rank=1 - first)
     reports = early.outcome()
     assert reports[0] == ([first], missing)
     assert late.outcome()["ranks"] == [0, 1]
 
 
 def test_a_join_that_times_out_names_the_missing_ranks_to_all(processes: Processes, url: str) -> None:
-    outcomes = processes.outcomes(meet, requests(url, 4, join_timeout_s=0.6)[:2])
+    outcomes = processes.outcomes(join_and_leave, requests(url, 4, join_timeout_s=0.6)[:2])
     for outcome in outcomes:
         assert outcome.kind == "JoinTimeoutError"
         assert outcome.message.startswith("ranks 2, 3 of 4 did not join within 0.6 s at " + url)
@@ -201,7 +201,7 @@ def test_a_join_that_times_out_names_the_missing_ranks_to_all(processes: Process
 
 
 def test_a_server_that_never_comes_is_named(processes: Processes, tcp: str) -> None:
-    (outcome,) = processes.outcomes(meet, requests(tcp, 2, join_timeout_s=0.3)[1:])
+    (outcome,) = processes.outcomes(join_and_leave, requests(tcp, 2, join_timeout_s=0.3)[1:])
     assert outcome.kind == "JoinTimeoutError"
     assert "rank 1 waited 0.3 s for rank 0 at 127.0.0.1:" in outcome.message
     assert "Connection refused" in outcome.message
@@ -210,7 +210,7 @@ def test_a_server_that_never_comes_is_named(processes: Processes, tcp: str) -> N
 def test_two_processes_that_claim_one_rank_are_named_to_all(processes: Processes, url: str) -> None:
     asked = requests(url, 3)
     asked[2]["rank"] = 1
-    outcomes = processes.outcomes(meet, asked)
+    outcomes = processes.outcomes(join_and_leave, asked)
     pids = [member.process.pid for member in processes.members]
     for outcome in outcomes:
         assert outcome.kind == "RequestError"
@@ -219,16 +219,16 @@ def test_two_processes_that_claim_one_rank_are_named_to_all(processes: Processes
         assert f"pid {pids[2]} on {socket.gethostname()}" in outcome.message
 
 
-def test_a_refusal_reaches_who_reads_it_late_also_before_rank_0_has_come(
+def test_a_refusal_reaches_late_ranks_also_before_rank_0_has_joined(
     processes: Processes, tcp: str, tmp_path: Path
 ) -> None:
     serving, late, double = processes.take(3)
     report = tmp_path / "report"
-    serving.begin(come_after_a_refusal, url=tcp, world_size=3, rank=0)
-    late.begin(meet_inattentively, report=str(report), url=tcp, world_size=3, rank=1)
+    serving.begin(join_after_a_refusal, url=tcp, world_size=3, rank=0)
+    late.begin(join_then_stall, report=str(report), url=tcp, world_size=3, rank=1)
     while not report.exists():
         time.sleep(0.005)
-    double.begin(meet, url=tcp, world_size=3, rank=1)
+    double.begin(join_and_leave, url=tcp, world_size=3, rank=1)
     outcomes = [member.outcome() for member in (serving, late, double)]
     assert [outcome.kind for outcome in outcomes] == ["RequestError"] * 3
     assert all("rank 1 is claimed twice" in outcome.message for outcome in outcomes)
@@ -237,7 +237,7 @@ def test_a_refusal_reaches_who_reads_it_late_also_before_rank_0_has_come(
 def test_ranks_that_disagree_on_the_world_size_are_named(processes: Processes, url: str) -> None:
     asked = requests(url, 2)
     asked[1]["world_size"] = 3
-    for outcome in processes.outcomes(meet, asked):
+    for outcome in processes.outcomes(join_and_leave, asked):
         assert outcome.kind == "RequestError"
         assert "ranks disagree on the world size" in outcome.message
         assert "2 says rank 0 (pid " in outcome.message
@@ -247,7 +247,7 @@ def test_ranks_that_disagree_on_the_world_size_are_named(processes: Processes, u
 def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> None:
     asked = requests(url, 2)
     asked[1]["identity"] = "run-2"
-    for outcome in processes.outcomes(meet, asked):
+    for outcome in processes.outcomes(join_and_leave, asked):
         assert outcome.kind == "RequestError"
         assert "ranks of two runs meet" in outcome.message
         assert "'run-1' is rank 0" in outcome.message
@@ -272,9 +272,9 @@ def test_two_ranks_on_one_gpu_are_refused(processes: Processes, url: str) -> Non
 def test_a_latecomer_to_a_complete_group_is_refused_and_the_group_goes_on(processes: Processes, url: str) -> None:
     first, second, third = processes.take(3)
     for rank, member in enumerate((first, second)):
-        member.begin(stay, url=url, world_size=2, rank=rank)
+        member.begin(join_and_gather, url=url, world_size=2, rank=rank)
     assert [first.outcome(), second.outcome()] == [[0, 1], [0, 1]]
-    third.begin(meet, url=url, world_size=2, rank=1)
+    third.begin(join_and_leave, url=url, world_size=2, rank=1)
     refused = third.outcome()
     assert refused.kind == "RequestError"
     assert ("after all 2 ranks had joined" in refused.message) == url.startswith("tcp")
@@ -282,7 +282,7 @@ def test_a_latecomer_to_a_complete_group_is_refused_and_the_group_goes_on(proces
         member.begin(distributed.all_gather_list, "still here")
     assert [first.outcome(), second.outcome()] == [["still here"] * 2] * 2
     for member in (first, second):
-        member.begin(leave)
+        member.begin(shut_down)
     assert [first.outcome(), second.outcome()] == [None, None]
 
 
@@ -290,7 +290,7 @@ def test_a_file_that_an_earlier_run_has_left_is_refused(processes: Processes, tm
     file, copy = tmp_path / "rdzv", tmp_path / "copy"
     processes.results(gather_and_keep_file, requests(f"file://{file}", 2, copy=str(copy)))
     copy.rename(file)
-    for outcome in processes.outcomes(meet, requests(f"file://{file}", 2)):
+    for outcome in processes.outcomes(join_and_leave, requests(f"file://{file}", 2)):
         assert outcome.kind == "RequestError"
         assert f"{file} is left from an earlier run" in outcome.message
 
@@ -298,11 +298,11 @@ def test_a_file_that_an_earlier_run_has_left_is_refused(processes: Processes, tm
 def test_a_file_left_by_ranks_that_died_while_joining_is_refused(processes: Processes, tmp_path: Path) -> None:
     file, report = tmp_path / "rdzv", tmp_path / "report"
     dying = Member()
-    dying.begin(meet_reporting, report=str(report), url=f"file://{file}", world_size=2, rank=0)
+    dying.begin(join_reporting, report=str(report), url=f"file://{file}", world_size=2, rank=0)
     while not report.exists():
         time.sleep(0.005)
     dying.kill()
-    outcomes = processes.outcomes(meet, requests(f"file://{file}", 2))
+    outcomes = processes.outcomes(join_and_leave, requests(f"file://{file}", 2))
     assert [outcome.kind for outcome in outcomes] == ["RequestError"] * 2
     assert f"{file} is left from an earlier run (rank 0, pid {dying.process.pid}" in outcomes[0].message
 
@@ -352,7 +352,7 @@ def test_a_file_of_another_program_is_refused_and_kept(tmp_path: Path, monkeypat
 def test_leaving_in_a_hurry_does_not_wait_for_a_peer_that_is_stuck(tmp_path: Path) -> None:
     members = [Member(), Member()]
     for rank, member in enumerate(members):
-        member.begin(stay, url=f"file://{tmp_path}/rdzv", world_size=2, rank=rank)
+        member.begin(join_and_gather, url=f"file://{tmp_path}/rdzv", world_size=2, rank=rank)
     assert [member.outcome() for member in members] == [[0, 1], [0, 1]]
     members[0].begin(abort_within_a_collective)
     assert members[0].outcome() < 1.0
@@ -460,7 +460,7 @@ def disagree(rank: int) -> list[str]:
     return [*found, raised_by(distributed.all_gather_list, "the next one")]
 
 
-def test_ranks_that_differ_are_told_so_and_named(processes: Processes, tcp: str) -> None:
+def test_ranks_that_differ_are_refused_and_named(processes: Processes, tcp: str) -> None:
     for rank, found in enumerate(processes.results(call, requests(tcp, 3, body=disagree))):
         names = "loss" if rank else "accuracy"
         assert found[0].startswith(f"ranks reduce unlike values: rank {rank} has {names}")

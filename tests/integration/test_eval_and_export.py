@@ -235,8 +235,12 @@ def test_tied_half_uneven_and_empty_tensors_come_back_as_they_were(
     }
     output = tmp_path / "out.safetensors"
     assert export(checkpoint(tmp_path, model), output) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["tensors"], told["left_out"], told["bytes"]) == (8, ["extra._extra_state"], output.stat().st_size)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["tensors"], report["left_out"], report["bytes"]) == (
+        8,
+        ["extra._extra_state"],
+        output.stat().st_size,
+    )
     found = load_file(output)
     del model["extra._extra_state"]
     assert found.keys() == model.keys()
@@ -266,9 +270,9 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     path = checkpoint(tmp_path, {"weight": torch.zeros(2, dtype=torch.complex128)})
     before = sorted(tmp_path.iterdir())
     assert export(path, tmp_path / output) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("trainer: " + message.format(output=tmp_path / output))
-    assert told.count("\n") == 1
+    report = capsys.readouterr().err
+    assert report.startswith("trainer: " + message.format(output=tmp_path / output))
+    assert report.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
 
 

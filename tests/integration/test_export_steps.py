@@ -17,7 +17,7 @@ import pytest
 import synthetic
 from commands import Command, command
 from long_record import long_run, loss_of, single
-from made_runs import append
+from made_runs import append_events
 from trace_rules import threads_of
 from waiting import LIMIT_S
 
@@ -56,7 +56,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """A run of two ranks whose rank 1 is late, with findings."""
     return synthetic.run(tmp_path / "home" / "runs", steps=40, status="finished", straggler=1)
 
@@ -107,24 +107,24 @@ def test_a_terminal_sees_how_far_the_export_is(long: Run, tmp_path: Path) -> Non
         [sys.executable, "-m", "gputrain_tui", *words], stdout=subprocess.PIPE, stderr=theirs, env=environment
     ) as process:
         os.close(theirs)
-        shown = b""
+        output = b""
         while select.select([ours], [], [], 60)[0]:
             try:
-                shown += os.read(ours, 1 << 16)
+                output += os.read(ours, 1 << 16)
             except OSError:  # the other side is closed
                 break
         os.close(ours)
         assert process.wait() == 0
-    draws = shown.decode().split("\r")
+    draws = output.decode().split("\r")
     assert f"{long.id} to jsonl  ━" in draws[1]
     assert "%" in draws[1]
     assert draws[-1] == "\x1b[K", "the bar is erased"
 
 
-def test_single_values_are_each_steps_own_and_means_are_marked(call: Command, made: Run) -> None:
+def test_single_values_are_each_steps_own_and_means_are_marked(call: Command, run: Run) -> None:
     steps = [single(0, number) for number in range(41, 47)]
-    append(made.dir, 0, merge(steps[:4]), merge(steps[4:5]), merge(steps[5:]))
-    done = call(made.id, "--to", "csv", "-o", "-", "--rank", 0)
+    append_events(run.dir, 0, merge(steps[:4]), merge(steps[4:5]), merge(steps[5:]))
+    done = call(run.id, "--to", "csv", "-o", "-", "--rank", 0)
     rows = list(csv.DictReader(io.StringIO(done.stdout)))[40:]
     assert [int(row["step"]) for row in rows] == list(range(41, 47))
     assert [int(row["averaged_over"]) for row in rows] == [4, 4, 4, 4, 1, 1]
@@ -137,17 +137,17 @@ def test_single_values_are_each_steps_own_and_means_are_marked(call: Command, ma
     assert [float(row["data_ms"]) for row in rows] == [1.5] * 4 + [2.0, 1.0]
     assert done.stderr == "gputrain: 46 steps of 1 rank, 1 to 46\n"
 
-    lines = call(made.id, "--to", "jsonl", "-o", "-", "--rank", 0).stdout.encode()
+    lines = call(run.id, "--to", "jsonl", "-o", "-", "--rank", 0).stdout.encode()
     read = [event for event in decode_events(lines) if isinstance(event, Step)]
     assert [(event.step, event.steps, event.loss) for event in read[40:]] == [(s.step, 1, s.loss) for s in steps]
     assert json.loads(lines.splitlines()[41]).items() >= {"attempt": 1, "averaged_over": 4, "step": 42}.items()
 
 
-def test_steps_that_a_failed_attempt_lost_stand_in_both_attempts(call: Command, made: Run) -> None:
+def test_steps_that_a_failed_attempt_lost_stand_in_both_attempts(call: Command, run: Run) -> None:
     for rank in range(2):
         again = [single(rank, number) for number in range(31, 36)]
-        append(made.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
-    rows = list(csv.DictReader(io.StringIO(call(made.id, "--to", "csv", "-o", "-").stdout)))
+        append_events(run.dir, rank, RankState(time=2e9, rank=rank, state="joining"), *again)
+    rows = list(csv.DictReader(io.StringIO(call(run.id, "--to", "csv", "-o", "-").stdout)))
     found = [(int(row["rank"]), int(row["attempt"]), int(row["step"])) for row in rows]
     assert found == [
         (rank, attempt, step)
@@ -160,32 +160,32 @@ def test_steps_that_a_failed_attempt_lost_stand_in_both_attempts(call: Command, 
 # -------------------------------------------------------------------------------------------- how far it goes
 
 
-def lose(run: Run) -> None:
+def lose_supervisor(run: Run) -> None:
     gone = identify()
     run.status.status = "running"
     run.status.supervisor = type(gone)(pid=2**22 + 1, start_ticks=1, boot_id=gone.boot_id, host=gone.host)
     write_status(run.dir, run.status)
 
 
-def go_on(run: Run) -> None:
+def keep_running(run: Run) -> None:
     run.status.status, run.status.supervisor = "running", identify()
     write_status(run.dir, run.status)
-    append(run.dir, 0, torn=b'{"type":"step","ti')  # it is being written
+    append_events(run.dir, 0, torn=b'{"type":"step","ti')  # it is being written
 
 
-def tear(run: Run) -> None:
-    append(run.dir, 0, torn=encode_event(single(0, 41))[:30])
+def tear_last_line(run: Run) -> None:
+    append_events(run.dir, 0, torn=encode_event(single(0, 41))[:30])
 
 
 def lose_steps(run: Run) -> None:
-    append(run.dir, 0, Lost(time=2e9, rank=0, events=7, message="disk full"), single(0, 48), single(0, 49))  # type: ignore[arg-type]
-    append(run.dir, 1, torn=b"\x00garbage\n")
+    append_events(run.dir, 0, Lost(time=2e9, rank=0, events=7, message="disk full"), single(0, 48), single(0, 49))  # type: ignore[arg-type]
+    append_events(run.dir, 1, torn=b"\x00garbage\n")
 
 
-def be_older(run: Run) -> None:
+def mix_older_events(run: Run) -> None:
     for rank in range(2):
         step = b'{"type":"step","time":1.8e9,"rank":%d,"step":50,"epoch":1,"steps":10,"samples":80,"loss":2.5}\n' % rank
-        append(run.dir, rank, torn=step + b'{"type":"mood","time":1}\n')
+        append_events(run.dir, rank, torn=step + b'{"type":"mood","time":1}\n')
 
 
 def lose_a_rank(run: Run) -> None:
@@ -193,12 +193,12 @@ def lose_a_rank(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happened", "steps", "told"),
+    ("happened", "steps", "warnings"),
     [
         (lambda run: None, 80, []),
-        (lose, 80, ["{run} has no end, its supervisor was killed: its record goes to step 40"]),
-        (go_on, 80, ["{run} is still running: its record goes to step 40 so far"]),
-        (tear, 80, ["rank 0: 1 line of its record cannot be read, and is left out"]),
+        (lose_supervisor, 80, ["{run} has no end, its supervisor was killed: its record goes to step 40"]),
+        (keep_running, 80, ["{run} is still running: its record goes to step 40 so far"]),
+        (tear_last_line, 80, ["rank 0: 1 line of its record cannot be read, and is left out"]),
         (
             lose_steps,
             82,
@@ -210,7 +210,7 @@ def lose_a_rank(run: Run) -> None:
             ],
         ),
         (
-            be_older,
+            mix_older_events,
             100,
             [
                 "rank 0: 1 line of its record cannot be read, and is left out",
@@ -223,19 +223,19 @@ def lose_a_rank(run: Run) -> None:
     ],
 )
 def test_what_a_record_has_is_exported_and_what_it_lacks_is_said(
-    call: Command, made: Run, happened: Callable[[Run], None], steps: int, told: list[str]
+    call: Command, run: Run, happened: Callable[[Run], None], steps: int, warnings: list[str]
 ) -> None:
-    happened(made)
-    before = contents(made.dir.path)
+    happened(run)
+    before = contents(run.dir.path)
     for form in FORMATS:
-        done = call(made.id, "--to", form, "-o", f"out.{form}")
+        done = call(run.id, "--to", form, "-o", f"out.{form}")
         assert done.returncode == 0
-        assert done.stderr.splitlines() == [f"gputrain: {line.format(run=made.id)}" for line in told]
+        assert done.stderr.splitlines() == [f"gputrain: {line.format(run=run.id)}" for line in warnings]
         assert f"out.{form}: {steps} steps of " in done.stdout
     assert len(Path("out.csv").read_text().splitlines()) == 1 + steps
     assert len(Path("out.jsonl").read_text().splitlines()) == steps
     json.loads(Path("out.chrome-trace").read_text())
-    assert contents(made.dir.path) == before
+    assert contents(run.dir.path) == before
 
 
 def test_a_failed_run_says_where_its_record_ends(call: Command, tmp_path: Path) -> None:
@@ -249,16 +249,16 @@ def test_a_failed_run_says_where_its_record_ends(call: Command, tmp_path: Path) 
 
 
 def test_a_timeline_keeps_the_rules_of_its_format_and_has_ranks_phases_buckets_and_findings(
-    call: Command, made: Run
+    call: Command, run: Run
 ) -> None:
     for rank in range(2):
-        append(made.dir, rank, merge([single(rank, number) for number in range(41, 65)]))
-    assert call(made.id, "--to", "chrome-trace", "-o", "t.json").returncode == 0
+        append_events(run.dir, rank, merge([single(rank, number) for number in range(41, 65)]))
+    assert call(run.id, "--to", "chrome-trace", "-o", "t.json").returncode == 0
     trace = json.loads(Path("t.json").read_text())
     events = trace["traceEvents"]
     threads = threads_of(trace)
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert named == {0: "rank 0", 1: "rank 1", 2: f"run {made.id}"}
+    assert named == {0: "rank 0", 1: "rank 1", 2: f"run {run.id}"}
     tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert sorted(tracks[0, tid] for pid, tid in tracks if pid == 0) == [
         "bucket 0", "bucket 1", "gradient synchronisation", "steps",
@@ -322,14 +322,14 @@ def test_the_timeline_of_a_real_run_keeps_the_rules_of_its_format(call: Command,
     ],
 )
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
-    call: Command, made: Run, tmp_path: Path, words: list[str], message: str
+    call: Command, run: Run, tmp_path: Path, words: list[str], message: str
 ) -> None:
     empty = synthetic.run(tmp_path / "home" / "runs", name="empty", steps=0, status="stopped")
     Path("here.csv").write_text("before")
     Path("folder").mkdir()
     Path("folder/mine.txt").touch()
     before = contents(tmp_path)
-    names = {"run": made.id, "empty": empty.id}
+    names = {"run": run.id, "empty": empty.id}
     done = call(*(word.format(**names) for word in words))
     assert done.returncode == 2
     assert done.stderr.startswith(f"gputrain: {message.format(**names)}")
@@ -337,32 +337,30 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
     assert contents(tmp_path) == before
 
 
-def test_a_file_is_replaced_when_that_is_asked_for(call: Command, made: Run) -> None:
+def test_a_file_is_replaced_when_that_is_asked_for(call: Command, run: Run) -> None:
     Path("here.csv").write_text("before")
-    assert call(made.id, "--to", "csv", "-o", "here.csv", "--force").returncode == 0
+    assert call(run.id, "--to", "csv", "-o", "here.csv", "--force").returncode == 0
     assert Path("here.csv").read_text().startswith("rank,attempt,step,")
 
 
 def test_without_the_package_tensorboard_is_refused_with_the_command_that_installs_it(
-    call: Command, made: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Command, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("tensorboard", "tensorboard.compat.proto"):  # which another test may have imported
         monkeypatch.setitem(sys.modules, name, None)
     before = contents(tmp_path)
-    done = call(made.id, "--to", "tensorboard")
+    done = call(run.id, "--to", "tensorboard")
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == "gputrain: tensorboard is not installed: pip install 'tensorboard>=2.14'\n"
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "archive"])
-def test_a_full_disk_leaves_the_file_that_was_there_and_no_part_of_another(
-    made: Run, tmp_path: Path, form: str
-) -> None:
+def test_a_full_disk_leaves_the_file_that_was_there_and_no_part_of_another(run: Run, tmp_path: Path, form: str) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "file").write_text("before")
-    words = ["export", str(made.dir.path), "--to", form, "-o", str(folder / "file"), "--force"]
+    words = ["export", str(run.dir.path), "--to", form, "-o", str(folder / "file"), "--force"]
     limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", sys.executable, "-m", "gputrain_tui", *words]
     done = subprocess.run(limited, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
@@ -370,11 +368,11 @@ def test_a_full_disk_leaves_the_file_that_was_there_and_no_part_of_another(
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("file", "before")]
 
 
-def test_an_interrupted_export_leaves_nothing(made: Run, tmp_path: Path) -> None:
+def test_an_interrupted_export_leaves_nothing(run: Run, tmp_path: Path) -> None:
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
-    record = RecordedSteps(made, [0, 1], advance=interrupt)
+    record = RecordedSteps(run, [0, 1], advance=interrupt)
     folder = tmp_path / "out"
     folder.mkdir()
     with pytest.raises(KeyboardInterrupt), output_file(folder / "x.csv") as file:
@@ -385,7 +383,7 @@ def test_an_interrupted_export_leaves_nothing(made: Run, tmp_path: Path) -> None
 def test_an_export_of_a_run_directory_that_the_trainer_made_alone(call: Command, tmp_path: Path) -> None:
     alone = RunDir(tmp_path / "alone")
     alone.events.mkdir(parents=True)
-    append(alone, 0, single(0, 1), single(0, 2))
+    append_events(alone, 0, single(0, 1), single(0, 2))
     done = call("./alone", "--to", "csv", "-o", "-")
     assert len(done.stdout.splitlines()) == 3
     assert open_run(alone.path) is None

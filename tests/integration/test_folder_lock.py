@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from forked_trainer import context
-from trained import Trained, train, train_spawned
+from trained import TrainingResult, train, train_spawned
 
 from trainer.checkpoint import CheckpointWriter, folder_lock
 from trainer.checkpoint.folder_lock import LOCK, FolderLock
@@ -150,7 +150,7 @@ def test_what_another_training_is_writing_is_not_cleared_away(tmp_path: Path) ->
 
 @pytest.mark.parametrize("train", [train, partial(train_spawned, ranks=2)], ids=["one rank", "two ranks"])
 def test_two_trainings_into_one_folder_are_refused_with_exit_code_2(
-    tmp_path: Path, train: Callable[..., Trained]
+    tmp_path: Path, train: Callable[..., TrainingResult]
 ) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()

@@ -94,7 +94,9 @@ def machine(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_the_second_of_two_launches_is_refused_with_who_has_the_gpu(tmp_path: Path, machine: dict[str, str]) -> None:
+def test_the_second_of_two_launches_is_refused_with_the_run_that_has_the_gpu(
+    tmp_path: Path, machine: dict[str, str]
+) -> None:
     def gputrain(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "gputrain_tui", *words]
         return subprocess.run(command, cwd=tmp_path, env=machine | more, capture_output=True, text=True, timeout=60)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from run_dirs import run_dir
-from screens_at_rest import in_loop, quiet_app, seen, settle, show
+from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 
 from gputrain_tui import paths
 from gputrain_tui.console.screens.compare import CompareScreen
@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def three(root: Path) -> list[Run]:
+def three_runs(root: Path) -> list[Run]:
     return [
         run_dir(root, "slow", started=T0, lr=0.01),
         run_dir(root, "fast", started=T0 + 100, lr=0.2, steps=80),
@@ -52,34 +52,34 @@ def test_a_runs_line_fits(width: int, root: Path) -> None:
 async def test_no_run_offers_the_demo(size: tuple[int, int]) -> None:
     app = quiet_app()
     async with app.run_test(size=size) as pilot:
-        await show(pilot, history())
-        assert "No run yet." in seen(app)
-        assert "d runs the demo" in seen(app)
+        await open_screen(pilot, history())
+        assert "No run yet." in screen_text(app)
+        assert "d runs the demo" in screen_text(app)
         await pilot.press("enter", "space", "c", "r", "e", "S", "x")
         assert app.place == "history"
 
 
 @in_loop
-async def test_runs_are_listed_newest_first_with_what_became_of_them(three: list[Run]) -> None:
+async def test_runs_are_listed_newest_first_with_what_became_of_them(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
-        rows = [row for row in seen(app).splitlines() if "20260921" in row]
+        await open_screen(pilot, history())
+        rows = [row for row in screen_text(app).splitlines() if "20260921" in row]
         assert [row.split()[1] for row in rows[:3]] == ["failed", "finished", "finished"]
         assert "80   1.0100       40 s" in rows[1]
-        assert "rank 1 ran out of memory" in seen(app)
+        assert "rank 1 ran out of memory" in screen_text(app)
         await pilot.press("enter")
         await settle(pilot)
         assert app.place == "run"
         assert app.live is not None
-        assert app.live.id == three[2].id
+        assert app.live.id == three_runs[2].id
 
 
 @in_loop
-async def test_a_run_is_deleted_only_after_a_yes(three: list[Run]) -> None:
+async def test_a_run_is_deleted_only_after_a_yes(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
+        await open_screen(pilot, history())
         await pilot.press("x", "n")
         await settle(pilot)
         assert len(list_runs()) == 3
@@ -87,8 +87,8 @@ async def test_a_run_is_deleted_only_after_a_yes(three: list[Run]) -> None:
         await pilot.pause(LEAST_KEY_GAP_S)
         await pilot.press("y")
         await settle(pilot)
-        assert [run.id for run in list_runs()] == [three[1].id, three[0].id]
-        assert three[2].id not in seen(app)
+        assert [run.id for run in list_runs()] == [three_runs[1].id, three_runs[0].id]
+        assert three_runs[2].id not in screen_text(app)
 
 
 def test_a_run_that_goes_on_is_not_deleted(root: Path) -> None:
@@ -103,26 +103,26 @@ async def test_the_screen_refuses_to_delete_a_running_run(root: Path) -> None:
     run_dir(root, "going", status="running")
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
+        await open_screen(pilot, history())
         await pilot.press("x")
         assert app.place == "history", "nothing is asked"
         assert len(list_runs()) == 1
 
 
 @in_loop
-async def test_marking_two_runs_compares_their_curves_and_recipes(three: list[Run]) -> None:
+async def test_marking_two_runs_compares_their_curves_and_recipes(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
+        await open_screen(pilot, history())
         await pilot.press("c")
         assert app.place == "history", "one must be marked first"
         await pilot.press("down", "space", "down", "space")
-        assert "2 marked, c compares them" in seen(app)
+        assert "2 marked, c compares them" in screen_text(app)
         await pilot.press("c")
         await settle(pilot)
         app.tick()
         await settle(pilot)
-        text = seen(app)
+        text = screen_text(app)
         assert isinstance(app.screen, CompareScreen)
         assert "nats over steps" in text
         assert "step 80" in text
@@ -131,17 +131,17 @@ async def test_marking_two_runs_compares_their_curves_and_recipes(three: list[Ru
         assert any("valid  1.5000" in row for row in text.splitlines())
         await pilot.press("t")
         await settle(pilot)
-        assert "nats over time since the start" in seen(app)
+        assert "nats over time since the start" in screen_text(app)
         await pilot.press("y", "m")
         await settle(pilot)
-        assert "smooth over 10 steps" in seen(app)
+        assert "smooth over 10 steps" in screen_text(app)
         await pilot.press("v")
         await settle(pilot)
-        assert "throughput  samples/s of all ranks over time since the start" in seen(app)
-        assert any("samples/s" in row and "32" in row for row in seen(app).splitlines()[-20:])
+        assert "throughput  samples/s of all ranks over time since the start" in screen_text(app)
+        assert any("samples/s" in row and "32" in row for row in screen_text(app).splitlines()[-20:])
         await pilot.press("v")
         await settle(pilot)
-        assert "sync wait  ms over time" in seen(app)
+        assert "sync wait  ms over time" in screen_text(app)
         await pilot.press("escape")
         await settle(pilot)
         assert app.place == "history"
@@ -153,36 +153,36 @@ async def test_six_runs_can_be_marked_and_not_a_seventh(root: Path) -> None:
         run_dir(root, f"run-{index}", started=T0 + index, steps=1)
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
+        await open_screen(pilot, history())
         for _ in range(7):
             await pilot.press("space", "down")
         assert len(app.screen.query_one(RunList).marked) == 6
 
 
 @in_loop
-async def test_a_run_without_a_checkpoint_cannot_be_resumed(three: list[Run]) -> None:
+async def test_a_run_without_a_checkpoint_cannot_be_resumed(three_runs: list[Run]) -> None:
     app = quiet_app()
-    said: list[str] = []
+    notices: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
-        app.report = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
-        await show(pilot, history())
+        app.report = lambda text, alarm=False: notices.append(text)  # type: ignore[method-assign]
+        await open_screen(pilot, history())
         await pilot.press("r")
         await settle(pilot)
-        assert "broken goes on from its newest checkpoint" in seen(app)
-        assert said == []
+        assert "broken goes on from its newest checkpoint" in screen_text(app)
+        assert notices == []
         await pilot.pause(LEAST_KEY_GAP_S)
         await pilot.press("y")
         await settle(pilot)
-        assert "has no checkpoint" in said[-1]
+        assert "has no checkpoint" in notices[-1]
         assert len(list_runs()) == 3
 
 
 @in_loop
-async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three: list[Run]) -> None:
+async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
-        names = [run.id.rpartition("-")[2] for run in reversed(three)]
+        await open_screen(pilot, history())
+        names = [run.id.rpartition("-")[2] for run in reversed(three_runs)]
 
         def listed() -> list[str]:
             return [entry["id"].rpartition("-")[2] for entry in app.screen.query_one(RunList).entries or ()]
@@ -191,56 +191,56 @@ async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three
         await pilot.press("s", "s", "s")
         await settle(pilot)
         assert listed() == ["fast", "broken", "slow"]
-        assert "by loss" in seen(app)
+        assert "by loss" in screen_text(app)
         await pilot.press("R")
         assert listed() == ["slow", "broken", "fast"]
         await pilot.press("slash", *"state:failed")
         assert listed() == ["broken"]
-        assert "1 of 3" in seen(app)
+        assert "1 of 3" in screen_text(app)
         await pilot.press(*" nosuch", "enter")
         await settle(pilot)
-        assert "None of 3 runs matches" in seen(app)
+        assert "None of 3 runs matches" in screen_text(app)
         await pilot.press("escape")
         assert len(listed()) == 3
 
 
 @in_loop
-async def test_a_filter_that_is_not_understood_stays_in_the_line(three: list[Run]) -> None:
+async def test_a_filter_that_is_not_understood_stays_in_the_line(three_runs: list[Run]) -> None:
     app = quiet_app()
-    said: list[str] = []
+    notices: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
-        app.report = lambda text, alarm=False: said.append(text)  # type: ignore[method-assign]
-        await show(pilot, history())
+        app.report = lambda text, alarm=False: notices.append(text)  # type: ignore[method-assign]
+        await open_screen(pilot, history())
         await pilot.press("slash", *"lss<2", "enter")
-        assert said == ["filter 'lss<2': no column 'lss'; did you mean 'loss'?"]
+        assert notices == ["filter 'lss<2': no column 'lss'; did you mean 'loss'?"]
         assert app.focused is app.screen.query_one("#editor")
 
 
 @in_loop
-async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three: list[Run]) -> None:
+async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
+        await open_screen(pilot, history())
         await pilot.press("n", *"quits at once", "enter")
         await settle(pilot)
         await pilot.press("t", *"lr-sweep bad", "enter")
         await settle(pilot)
-        assert read_notes(three[2].dir) == Notes(note="quits at once", tags=("bad", "lr-sweep"))
-        assert "[bad] [lr-sweep] quits at once" in seen(app)
+        assert read_notes(three_runs[2].dir) == Notes(note="quits at once", tags=("bad", "lr-sweep"))
+        assert "[bad] [lr-sweep] quits at once" in screen_text(app)
         await pilot.press("n", *" never", "escape")
         await settle(pilot)
-        assert read_notes(three[2].dir).note == "quits at once"
+        assert read_notes(three_runs[2].dir).note == "quits at once"
 
 
 @in_loop
-async def test_a_recipe_is_launched_again_with_edits_and_the_runs_own_stays(three: list[Run]) -> None:
+async def test_a_recipe_is_launched_again_with_edits_and_the_runs_own_stays(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
-        await show(pilot, history())
+        await open_screen(pilot, history())
         await pilot.press("e")
         await settle(pilot)
         assert app.place == "launch"
-        assert three[2].id in seen(app)
+        assert three_runs[2].id in screen_text(app)
         await pilot.press("s")
         await settle(pilot)
         assert app.screen.has_class("-editing"), "it is saved under another name"

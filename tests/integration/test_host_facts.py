@@ -70,7 +70,7 @@ def test_a_process_s_parent_start_and_owner_are_read() -> None:
     assert owner_and_name(2**22 + 1) is None
 
 
-def test_memory_is_what_psutil_says() -> None:
+def test_memory_agrees_with_psutil() -> None:
     memory, expected = read_memory(), psutil.virtual_memory()
     assert memory.total_bytes == expected.total
     assert memory.available_bytes == pytest.approx(expected.available, rel=0.2)

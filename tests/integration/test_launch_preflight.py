@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from launch_screens import TEXT, launching, put, small_folder
-from screens_at_rest import in_loop, seen, settle, toasts
+from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from screens_at_rest import in_loop, screen_text, settle, toasts
 
 from gputrain_tui.console.validate_recipe import remarks_by_field, validate_recipe
 from gputrain_tui.console.widgets.drawing import row_text
@@ -36,16 +36,16 @@ def rows(results: Sequence[CheckResult], *, problem: str = "", width: int = 60, 
 
 
 @pytest.mark.parametrize(
-    ("statuses", "said"),
+    ("statuses", "headline"),
     [
         (["ok", "note"], "✓ ready"),
         (["ok", "warning"], "! ready, 1 warning"),
         (["error", "warning", "warning"], "✗ 1 error, 2 warnings"),
     ],
 )
-def test_the_headline_says_whether_it_could_start(statuses: list[str], said: str) -> None:
+def test_the_headline_says_whether_it_could_start(statuses: list[str], headline: str) -> None:
     head = rows([result(status) for status in statuses])[0]
-    assert head.startswith(f"preflight  {said} ")
+    assert head.startswith(f"preflight  {headline} ")
     assert head.endswith(f"{len(statuses)} checks")
 
 
@@ -97,29 +97,29 @@ def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
 
 @in_loop
 async def test_missing_data_is_said_while_its_name_is_typed_and_goes_away_with_it() -> None:
-    async with launching() as (app, pilot, screen):
-        assert "preflight  ✓ ready" in seen(app)
+    async with open_launch_screen() as (app, pilot, screen):
+        assert "preflight  ✓ ready" in screen_text(app)
         screen.form.focus()
         screen.form.go_to("task.data")
         await pilot.press("enter", "x")
         await settle(pilot)
-        assert "x does not exist; set task.data to where it lies" in seen(app)
-        assert "preflight  ✓ ready" in seen(app), "what is being typed is not the recipe yet"
+        assert "x does not exist; set task.data to where it lies" in screen_text(app)
+        assert "preflight  ✓ ready" in screen_text(app), "what is being typed is not the recipe yet"
         assert screen.draft is not None
         assert not screen.draft.changes
         await pilot.press("backspace")
         await settle(pilot)
-        assert "does not exist" not in seen(app)
+        assert "does not exist" not in screen_text(app)
 
 
 @in_loop
 async def test_an_error_blocks_the_launch_with_its_line() -> None:
-    async with launching() as (app, pilot, screen):
-        await put(pilot, screen, "task.data", "nowhere.bin")
-        field = next(row for row in seen(app).splitlines() if "! data" in row)
+    async with open_launch_screen() as (app, pilot, screen):
+        await set_field(pilot, screen, "task.data", "nowhere.bin")
+        field = next(row for row in screen_text(app).splitlines() if "! data" in row)
         assert "nowhere.bin does not exist" in field
-        assert "preflight  ✗ 1 error" in seen(app)
-        assert "2 ranks on 1 node" in seen(app), "the plan can be seen all the same"
+        assert "preflight  ✗ 1 error" in screen_text(app)
+        assert "2 ranks on 1 node" in screen_text(app), "the plan can be seen all the same"
         await pilot.press("L")
         await settle(pilot)
         assert app.place == "launch"
@@ -129,13 +129,13 @@ async def test_an_error_blocks_the_launch_with_its_line() -> None:
 
 @in_loop
 async def test_what_is_said_of_a_refused_launch_covers_neither_the_preflight_nor_the_field() -> None:
-    async with launching(size=(80, 24)) as (app, pilot, screen):
-        await put(pilot, screen, "task.data", "nowhere.bin")
+    async with open_launch_screen(size=(80, 24)) as (app, pilot, screen):
+        await set_field(pilot, screen, "task.data", "nowhere.bin")
         preflight = screen.query_one("#readiness").region
-        before = seen(app).splitlines()[preflight.y : preflight.bottom]
+        before = screen_text(app).splitlines()[preflight.y : preflight.bottom]
         await pilot.press("L")
         await settle(pilot)
-        after = seen(app).splitlines()
+        after = screen_text(app).splitlines()
         assert any("nowhere.bin does not exist" in text for text in toasts(app))
         assert "✗ 1 error" in before[0]
         assert after[preflight.y : preflight.bottom] == before
@@ -144,10 +144,10 @@ async def test_what_is_said_of_a_refused_launch_covers_neither_the_preflight_nor
 
 @in_loop
 async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for() -> None:
-    async with launching() as (app, pilot, screen):
+    async with open_launch_screen() as (app, pilot, screen):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
-            await put(pilot, screen, "cluster.port", str(taken.getsockname()[1]))
+            await set_field(pilot, screen, "cluster.port", str(taken.getsockname()[1]))
             taken.listen()
             await pilot.press("L")
             await settle(pilot)
@@ -159,9 +159,9 @@ async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for(
 async def test_a_warning_leaves_the_recipe_ready(folder: Path) -> None:
     (folder / "kept").mkdir()
     (folder / "kept" / "step_00000001.pt").touch()
-    async with launching() as (app, pilot, screen):
-        await put(pilot, screen, "train.save_dir", "kept")
-        assert "preflight  ! ready, 1 warning" in seen(app)
+    async with open_launch_screen() as (app, pilot, screen):
+        await set_field(pilot, screen, "train.save_dir", "kept")
+        assert "preflight  ! ready, 1 warning" in screen_text(app)
 
 
 @in_loop
@@ -169,7 +169,7 @@ async def test_the_commands_of_nodes_elsewhere_are_copied(folder: Path) -> None:
     (folder / "recipes" / "tiny.toml").write_text(
         TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "192.0.2.7"')
     )
-    async with launching() as (app, pilot, _):
+    async with open_launch_screen() as (app, pilot, _):
         await pilot.press("c")
         assert "# node 0, 192.0.2.7" in app.clipboard
 

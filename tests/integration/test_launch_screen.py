@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch_screens import TEXT, launching, put, small_folder
-from screens_at_rest import in_loop, seen, settle, toasts
+from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from screens_at_rest import in_loop, screen_text, settle, toasts
 from textual.events import Key
 from textual.widgets import Input
 from waiting import LIMIT_S
@@ -85,8 +85,8 @@ def test_a_search_keeps_fields_whose_name_or_help_holds_the_words() -> None:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @in_loop
 async def test_a_recipe_its_form_and_its_plan_are_seen_at_every_size(size: tuple[int, int]) -> None:
-    async with launching(size) as (app, _pilot, _screen):
-        text = seen(app)
+    async with open_launch_screen(size) as (app, _pilot, _screen):
+        text = screen_text(app)
         for part in ("tiny", "recipes/tiny.toml", "names the run", "2 ranks on 1 node", "0–1", "CPU × 2"):
             assert part in text, part
         assert "-m trainer" in text  # also where the path of this interpreter is long
@@ -94,23 +94,23 @@ async def test_a_recipe_its_form_and_its_plan_are_seen_at_every_size(size: tuple
 
 @in_loop
 async def test_an_edit_is_checked_while_it_is_typed_and_moves_the_plan() -> None:
-    async with launching((120, 40)) as (app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("cluster.nodes[0].cpu_ranks")
         await pilot.press("enter", "backspace", "0")
-        assert "cpu_ranks is '0', but must be an integer >= 1" in seen(app)
+        assert "cpu_ranks is '0', but must be an integer >= 1" in screen_text(app)
         await pilot.press("enter")
         assert screen.has_class("-editing"), "what is wrong is not taken"
         await pilot.press("backspace", "3", "enter")
         await settle(pilot)
-        assert "3 ranks on 1 node" in seen(app)
-        assert "1 change not saved" in seen(app)
+        assert "3 ranks on 1 node" in screen_text(app)
+        assert "1 change not saved" in screen_text(app)
 
 
 @pytest.mark.parametrize(("key", "field"), [("tab", "cluster.nodes[0].ranks"), ("shift+tab", "cluster.nodes[0].gpus")])
 @in_loop
 async def test_tab_takes_what_was_typed_and_goes_to_the_next_field(key: str, field: str) -> None:
-    async with launching((120, 40)) as (_app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("cluster.nodes[0].cpu_ranks")
         await pilot.press("enter", "0", key)
@@ -127,7 +127,7 @@ async def test_tab_completes_a_path_before_it_takes_it(folder: Path) -> None:
     (folder / "texts").mkdir()
     (folder / "texts" / "one.txt").touch()
     (folder / "texts" / "other.txt").touch()
-    async with launching((120, 40)) as (app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("task.data")
         editor = screen.query_one("#editor", Input)
@@ -144,7 +144,7 @@ async def test_tab_completes_a_path_before_it_takes_it(folder: Path) -> None:
 
 @in_loop
 async def test_no_letter_is_a_command_while_a_value_is_typed_or_after_the_mouse_left_it() -> None:
-    async with launching((120, 40)) as (app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("name")
         await pilot.press("enter", *"LqSdaxu1")
@@ -157,7 +157,7 @@ async def test_no_letter_is_a_command_while_a_value_is_typed_or_after_the_mouse_
 
 @in_loop
 async def test_what_is_typed_ahead_goes_into_the_value() -> None:
-    async with launching((120, 40)) as (app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.max_updates")
         await settle(pilot)
@@ -172,7 +172,7 @@ async def test_what_is_typed_ahead_goes_into_the_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "key"),
+    ("query", "key"),
     [
         ("lr", "train.lr"),
         ("cpu", "cluster.nodes[0].cpu_ranks"),
@@ -183,37 +183,37 @@ async def test_what_is_typed_ahead_goes_into_the_value() -> None:
     ],
 )
 @in_loop
-async def test_a_search_goes_to_the_field_that_is_meant_and_escape_restores(typed: str, key: str) -> None:
-    async with launching((120, 40)) as (app, pilot, screen):
+async def test_a_search_goes_to_the_field_that_is_meant_and_escape_restores(query: str, key: str) -> None:
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.seed")
         await pilot.press("slash")
-        screen.query_one("#editor", Input).value = typed
+        screen.query_one("#editor", Input).value = query
         await pilot.pause()
         assert screen.form.field.key == key
-        assert any(row.lstrip().startswith("find ") or " find " in row for row in seen(app).splitlines())
+        assert any(row.lstrip().startswith("find ") or " find " in row for row in screen_text(app).splitlines())
         await pilot.press("escape")
         assert (screen.form.wanted, screen.form.field.key) == ("", "train.seed")
         await pilot.press("slash")
-        screen.query_one("#editor", Input).value = typed
+        screen.query_one("#editor", Input).value = query
         await pilot.press("enter")
-        assert (screen.form.wanted, screen.form.field.key) == (typed, key)
+        assert (screen.form.wanted, screen.form.field.key) == (query, key)
 
 
 @in_loop
 async def test_the_line_for_a_name_is_labelled() -> None:
-    async with launching((120, 40)) as (app, pilot, _screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, _screen):
         await pilot.press("A")
-        assert "save as recipes/tiny-2.toml" in seen(app)
+        assert "save as recipes/tiny-2.toml" in screen_text(app)
 
 
 @in_loop
 async def test_leaving_with_unsaved_changes_asks() -> None:
-    async with launching((120, 40)) as (app, pilot, screen):
-        await put(pilot, screen, "train.lr", "0.25")
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
+        await set_field(pilot, screen, "train.lr", "0.25")
         await pilot.press("q")
         assert isinstance(app.screen, Confirm)
-        assert "recipes/tiny.toml" in seen(app)
+        assert "recipes/tiny.toml" in screen_text(app)
         await pilot.press("n")
         assert app.screen is screen
         assert app.is_running
@@ -223,8 +223,8 @@ async def test_leaving_with_unsaved_changes_asks() -> None:
 
 @in_loop
 async def test_changes_are_undone_one_after_the_other_wherever_they_were_made() -> None:
-    async with launching((120, 40)) as (_app, pilot, screen):
-        await put(pilot, screen, "train.lr", "0.25")
+    async with open_launch_screen((120, 40)) as (_app, pilot, screen):
+        await set_field(pilot, screen, "train.lr", "0.25")
         await pilot.press("a")
         screen.form.go_to("train.shuffle")
         await pilot.press("space")
@@ -241,18 +241,20 @@ async def test_changes_are_undone_one_after_the_other_wherever_they_were_made() 
 async def test_adding_and_removing_a_node_changes_nothing(folder: Path) -> None:
     recipe = folder / "recipes" / "tiny.toml"
     recipe.write_text(recipe.read_text().replace("[[cluster.nodes]]\ncpu_ranks = 2           # here\n", ""))
-    async with launching((120, 40)) as (app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
         await pilot.press("a", "x")
         await settle(pilot)
         assert screen.draft.changes == {}
-        assert "not saved" not in seen(app)
+        assert "not saved" not in screen_text(app)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 30)])
 @in_loop
 async def test_errors_are_whole_and_the_cursor_goes_to_the_field_at_fault(size: tuple[int, int]) -> None:
-    async with launching(size) as (app, pilot, screen):
-        await put(pilot, screen, "task.data", "no/such/folder/with/a/rather/long/name/so/that/it/takes/two/lines.txt")
+    async with open_launch_screen(size) as (app, pilot, screen):
+        await set_field(
+            pilot, screen, "task.data", "no/such/folder/with/a/rather/long/name/so/that/it/takes/two/lines.txt"
+        )
         screen.form.go_to("train.seed")
         await pilot.press("L")
         await settle(pilot)
@@ -269,25 +271,25 @@ async def test_errors_are_whole_and_the_cursor_goes_to_the_field_at_fault(size: 
 
 @in_loop
 async def test_saving_what_is_wrong_goes_to_the_field_at_fault() -> None:
-    async with launching((120, 40)) as (_app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         screen.draft.set("train.lr", "-1")
-        await put(pilot, screen, "train.seed", "3")
+        await set_field(pilot, screen, "train.seed", "3")
         await pilot.press("s")
         assert screen.form.field.key == "train.lr"
 
 
 @in_loop
 async def test_slurm_and_the_environment_of_a_node_are_fields() -> None:
-    async with launching((120, 40)) as (_app, pilot, screen):
-        await put(pilot, screen, "cluster.nodes[0].env", "OMP_NUM_THREADS=2 NOTE='two words'")
-        await put(pilot, screen, "cluster.env", "NCCL_DEBUG=INFO")
+    async with open_launch_screen((120, 40)) as (_app, pilot, screen):
+        await set_field(pilot, screen, "cluster.nodes[0].env", "OMP_NUM_THREADS=2 NOTE='two words'")
+        await set_field(pilot, screen, "cluster.env", "NCCL_DEBUG=INFO")
         assert screen.session.recipe.cluster.of_node(0).env == {
             "NCCL_DEBUG": "INFO",
             "OMP_NUM_THREADS": "2",
             "NOTE": "two words",
         }
-        await put(pilot, screen, "slurm.partition", "gpu")
-        await put(pilot, screen, "slurm.extra", "--exclusive, --cpus-per-task=16")
+        await set_field(pilot, screen, "slurm.partition", "gpu")
+        await set_field(pilot, screen, "slurm.extra", "--exclusive, --cpus-per-task=16")
         slurm = screen.session.recipe.slurm
         assert (slurm.partition, slurm.extra) == ("gpu", ("--exclusive", "--cpus-per-task=16"))
         keys = {field.key for field in screen.draft.fields()}
@@ -299,7 +301,7 @@ async def test_slurm_and_the_environment_of_a_node_are_fields() -> None:
 
 @in_loop
 async def test_escape_leaves_the_editor_without_a_change() -> None:
-    async with launching((120, 40)) as (_app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.max_updates")
         await pilot.press("enter", "9", "escape")
@@ -310,7 +312,7 @@ async def test_escape_leaves_the_editor_without_a_change() -> None:
 
 @in_loop
 async def test_switches_and_choices_change_with_one_key_and_back() -> None:
-    async with launching((120, 40)) as (_app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.shuffle")
         await pilot.press("space")
@@ -327,20 +329,20 @@ async def test_switches_and_choices_change_with_one_key_and_back() -> None:
 
 @in_loop
 async def test_what_the_machines_cannot_do_stands_beside_the_field() -> None:
-    async with launching() as (app, pilot, screen):
+    async with open_launch_screen() as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("task.data")
         await pilot.press("enter", "x", "enter")
         screen.form.go_to("train.batch_size")
         await pilot.press("enter", *"1,2,3", "enter")
         await settle(pilot)
-        row = next(row for row in seen(app).splitlines() if "! batch_size" in row)
+        row = next(row for row in screen_text(app).splitlines() if "! batch_size" in row)
         assert "has 3 values, but the run has 2 ranks" in row
 
 
 @in_loop
 async def test_chosen_gpus_go_into_the_first_node() -> None:
-    async with launching((120, 40), gpus={"localhost": (1, 3)}) as (app, _pilot, screen):
+    async with open_launch_screen((120, 40), gpus={"localhost": (1, 3)}) as (app, _pilot, screen):
         assert screen.draft.nodes()[0] == {"gpus": [1, 3]}
         assert screen.form.field is not None
         assert screen.form.field.key == "cluster.nodes[0].gpus"
@@ -351,40 +353,40 @@ async def test_chosen_gpus_go_into_the_first_node() -> None:
 async def test_chosen_gpus_are_refused_by_a_recipe_for_other_machines(folder: Path) -> None:
     away = TEXT.replace("cpu_ranks = 2", 'host = "192.0.2.77"\ngpus = 2')
     (folder / "recipes" / "tiny.toml").write_text(away)
-    async with launching((120, 40), gpus={"localhost": (0,)}) as (_app, _pilot, screen):
+    async with open_launch_screen((120, 40), gpus={"localhost": (0,)}) as (_app, _pilot, screen):
         assert not screen.draft.changes
 
 
 @in_loop
 async def test_saving_keeps_the_comments_and_another_name_keeps_the_file(folder: Path) -> None:
-    async with launching((120, 40)) as (app, pilot, screen):
-        await put(pilot, screen, "train.lr", "0.25")
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
+        await set_field(pilot, screen, "train.lr", "0.25")
         await pilot.press("s")
         await settle(pilot)
         saved = (folder / "recipes" / "tiny.toml").read_text()
         assert "lr = 0.25" in saved
         assert "# here" in saved
         assert "# A recipe with a comment." in saved
-        await put(pilot, screen, "train.lr", "0.5")
+        await set_field(pilot, screen, "train.lr", "0.5")
         await pilot.press("A", "enter")
         await settle(pilot)
         copy = tomllib.loads((folder / "recipes" / "tiny-2.toml").read_text())
         assert copy["train"]["lr"] == 0.5
         assert (folder / "recipes" / "tiny.toml").read_text() == saved
-        assert "recipes/tiny-2.toml" in seen(app)
+        assert "recipes/tiny-2.toml" in screen_text(app)
 
 
 @in_loop
 async def test_what_is_wrong_is_not_saved(folder: Path) -> None:
-    async with launching((120, 40)) as (_app, pilot, screen):
-        await put(pilot, screen, "train.lr", "-1")
+    async with open_launch_screen((120, 40)) as (_app, pilot, screen):
+        await set_field(pilot, screen, "train.lr", "-1")
         await pilot.press("s")
         assert (folder / "recipes" / "tiny.toml").read_text() == TEXT
 
 
 @in_loop
 async def test_the_commands_go_to_the_clipboard_and_into_a_file(folder: Path) -> None:
-    async with launching((120, 40)) as (app, pilot, _screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, _screen):
         await pilot.press("c", "C")
         assert "--distributed-world-size 2" in app.clipboard
         assert (folder / "tiny-commands.txt").read_text() == app.clipboard
@@ -393,8 +395,8 @@ async def test_the_commands_go_to_the_clipboard_and_into_a_file(folder: Path) ->
 @in_loop
 async def test_a_folder_without_recipes_says_where_they_are_looked_for(folder: Path) -> None:
     (folder / "recipes" / "tiny.toml").unlink()
-    async with launching((80, 24)) as (app, pilot, _screen):
-        text = seen(app)
+    async with open_launch_screen((80, 24)) as (app, pilot, _screen):
+        text = screen_text(app)
         assert "No recipe here." in text
         assert "./recipes/*.toml" in text
         await pilot.press("enter", "s", "A", "c", "C", "L", "slash", "a", "x", "backspace", "space")
@@ -404,24 +406,24 @@ async def test_a_folder_without_recipes_says_where_they_are_looked_for(folder: P
 @in_loop
 async def test_changes_stay_with_their_recipe_while_another_is_looked_at(folder: Path) -> None:
     (folder / "recipes" / "zebra.toml").write_text(TEXT.replace("tiny", "zebra"))
-    async with launching((120, 40)) as (app, pilot, screen):
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.draft.set("train.lr", "0.5")
         await pilot.press("down")
         await settle(pilot)
-        assert "recipes/zebra.toml" in seen(app)
+        assert "recipes/zebra.toml" in screen_text(app)
         await pilot.press("up")
         await settle(pilot)
         assert screen.draft.changes == {"train.lr": "0.5"}
-        assert "1 change not saved" in seen(app)
+        assert "1 change not saved" in screen_text(app)
 
 
 @in_loop
 async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_check_warns(folder: Path) -> None:
     (folder / "kept").mkdir()
     (folder / "kept" / "step_00000001.pt").touch()
-    async with launching((120, 40)) as (app, pilot, screen):
-        await put(pilot, screen, "train.save_dir", "kept")
-        assert "ready, 1 warning" in seen(app)
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
+        await set_field(pilot, screen, "train.save_dir", "kept")
+        assert "ready, 1 warning" in screen_text(app)
         await pilot.press("L", "L")
         await settle(pilot)
         assert app.place == "run"
@@ -436,7 +438,7 @@ async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_chec
 
 @in_loop
 async def test_eighty_fields_do_not_make_the_screen_slow_to_show() -> None:
-    async with launching((120, 40)) as (app, _pilot, _screen):
+    async with open_launch_screen((120, 40)) as (app, _pilot, _screen):
         form = app.screen.query_one(Form)
         assert form.count() > 70
         assert len(form.children) == 0

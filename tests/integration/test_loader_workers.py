@@ -113,14 +113,14 @@ class Broken:
 
 
 def test_an_error_of_a_worker_is_told_as_that_worker_had_it() -> None:
-    told = []
+    messages = []
     for num_workers in (0, 1):
         with pytest.raises(OSError, match="Input/output error") as raised:
             list(DataLoader(Broken(), num_workers=num_workers))
-        told.append(error_line(raised.value))
+        messages.append(error_line(raised.value))
         del raised  # its traceback has the loader, and that its process
         gc.collect()
-    here, there = told
+    here, there = messages
     assert here.startswith("OSError: [Errno 5] Input/output error: 'shard-7.bin")
     assert there == f"{here} (in DataLoader worker process 0)"
 

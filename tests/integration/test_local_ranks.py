@@ -19,21 +19,21 @@ from trainer.host.ports import free_port
 SCRIPT = "import time\nend = time.monotonic() + 3.2\nwhile time.monotonic() < end: pass\n"
 
 
-def said(run_dir: RunDir, rank: int, pid: int, *, at: float, host: str = "here") -> None:
+def record_spawned(run_dir: RunDir, rank: int, pid: int, *, at: float, host: str = "here") -> None:
     run_dir.events.mkdir(exist_ok=True)
     event = RankState(time=at, rank=rank, state="spawned", host=host, pid=pid, device="cpu")
     with run_dir.node_events(0).open("ab") as file:
         file.write(encode_event(event))
 
 
-def test_ranks_are_known_once_they_have_said_so(tmp_path: Path) -> None:
+def test_ranks_are_found_once_they_are_recorded(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     neighbours = LocalRanks(run_dir, 0, "here", 2)
     assert neighbours.read() == {}
-    said(run_dir, 0, os.getpid(), at=time.time())
-    said(run_dir, 1, os.getpid(), at=time.time(), host="another machine of the same number")
+    record_spawned(run_dir, 0, os.getpid(), at=time.time())
+    record_spawned(run_dir, 1, os.getpid(), at=time.time(), host="another machine of the same number")
     assert neighbours.read() == {0: os.getpid()}
-    said(run_dir, 1, os.getppid(), at=time.time())
+    record_spawned(run_dir, 1, os.getppid(), at=time.time())
     assert neighbours.read() == {0: os.getpid(), 1: os.getppid()}
     assert neighbours.complete
 
@@ -42,8 +42,8 @@ def test_a_word_from_an_earlier_start_of_the_run_is_not_taken_for_a_process_of_n
     run_dir = RunDir(tmp_path)
     ended = subprocess.Popen(["true"])
     ended.wait()
-    said(run_dir, 0, ended.pid, at=time.time())
-    said(run_dir, 1, os.getpid(), at=1000.0)  # before this process was there
+    record_spawned(run_dir, 0, ended.pid, at=time.time())
+    record_spawned(run_dir, 1, os.getpid(), at=1000.0)  # before this process was there
     assert LocalRanks(run_dir, 0, "here", 2).read() == {}
 
 

@@ -3,27 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from made_runs import make_ended as make, say
+from made_runs import append_to_log, make_ended_run as make_run
+from utc_home import utc_home  # noqa: F401 - a fixture
 
 from gputrain_tui.history.runs import find
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with monkeypatch.context() as patch:
-        patch.setenv("GPUTRAIN_HOME", str(tmp_path))
-        patch.setenv("TZ", "UTC")
-        time.tzset()
-        yield tmp_path
-    time.tzset()
 
 
 def gputrain(*words: str) -> subprocess.CompletedProcess[bytes]:
@@ -34,9 +23,9 @@ def gputrain(*words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def test_one_rank_is_printed_as_it_is_and_several_with_their_names(home: Path) -> None:
-    run = make(home, world_size=11)
-    say(run, 10, b"ten\n")
-    say(run, 2, b"two\n\xff\x1b[31mraw\ntorn")
+    run = make_run(home, world_size=11)
+    append_to_log(run, 10, b"ten\n")
+    append_to_log(run, 2, b"two\n\xff\x1b[31mraw\ntorn")
     run.dir.node_log(0).write_bytes(b"node\n")
 
     one = gputrain("logs", "last", "--rank", "2")
@@ -48,7 +37,7 @@ def test_one_rank_is_printed_as_it_is_and_several_with_their_names(home: Path) -
 
 
 def test_a_rank_that_said_nothing_and_one_that_is_not_there_are_told_apart(home: Path) -> None:
-    run = make(home)
+    run = make_run(home)
     silent = gputrain("logs", "last", "--rank", "1")
     assert (silent.returncode, silent.stdout) == (0, b"")
     assert silent.stderr.decode() == f"nothing was printed by rank 1 of {run.id}\n"
@@ -62,7 +51,7 @@ def test_a_rank_that_said_nothing_and_one_that_is_not_there_are_told_apart(home:
     [("", b"\x1b[36m[rank 0]\x1b[0m red\r\n"), ("1", b"[rank 0] red\r\n")],
 )
 def test_a_real_terminal_gets_colour_unless_it_is_unwanted(home: Path, no_color: str, expected: bytes) -> None:
-    say(make(home), 0, b"\x1b[31mred\n")
+    append_to_log(make_run(home), 0, b"\x1b[31mred\n")
     master, slave = os.openpty()
     environ = {**os.environ, "NO_COLOR": no_color}
     subprocess.run(
@@ -78,7 +67,7 @@ def test_the_command_lists_runs_as_a_table_or_as_json(home: Path) -> None:
     assert (empty.returncode, empty.stdout) == (0, b"")
     assert empty.stderr.decode() == f"no run in {home}/runs yet; start one with `gputrain run RECIPE`\n"
     assert gputrain("runs", "--json").stdout == b"[]\n"
-    run = make(home)
+    run = make_run(home)
     assert gputrain("runs").stdout.decode().splitlines()[1].startswith(run.id)
     listed = msgspec.json.decode(gputrain("runs", "--json").stdout)
     assert [entry["id"] for entry in listed] == [run.id]

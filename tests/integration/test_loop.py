@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from trained import TASK, Trained, train, train_spawned
+from trained import TASK, TrainingResult, train, train_spawned
 
 from trainer.checkpoint import newest, write_file
 
@@ -27,7 +27,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-Begun = dict[str, Future[Trained]]
+Begun = dict[str, Future[TrainingResult]]
 Flags = tuple[object, ...]
 
 
@@ -41,7 +41,7 @@ def relative_error(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     run_dir = tmp_path_factory.mktemp("one")
     done = train(run_dir, "--batch-size", 24, "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double")
     assert done.code == 0, done.output
@@ -59,7 +59,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     ids=["two ranks", "uneven batch sizes", "two ranks accumulating", "one rank accumulating"],
 )
 def test_gradients_are_the_exact_mean_over_the_global_batch(
-    one_process: Trained, tmp_path: Path, ranks: int, flags: Flags
+    one_process: TrainingResult, tmp_path: Path, ranks: int, flags: Flags
 ) -> None:
     done = train(tmp_path, *flags, "--max-epochs", 3, "--optimizer", "sgd", "--lr", 0.5, "--double", ranks=ranks)
     assert done.code == 0, done.output
@@ -80,21 +80,23 @@ def test_a_rank_in_whose_batch_nothing_counts_trains_on_and_has_no_loss_of_its_o
     task = TASK.replace(":TinyTask", ":OneSidedTask")
     done = train(tmp_path, "--task", task, "--masked", "--batch-size", 5, "--max-updates", 4, ranks=2)
     assert done.code == 0, done.output
-    assert [sum(event["steps"] for event in done.of("step", rank)) for rank in (0, 1)] == [4, 4]
-    assert all("loss" in event for event in done.of("step", 0))
-    assert not any("loss" in event for event in done.of("step", 1))
+    assert [sum(event["steps"] for event in done.events_of("step", rank)) for rank in (0, 1)] == [4, 4]
+    assert all("loss" in event for event in done.events_of("step", 0))
+    assert not any("loss" in event for event in done.events_of("step", 1))
 
 
 def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) -> None:
     done = train_spawned(tmp_path, "--batch-size", 5, "--max-epochs", 2, "--dropout", 0.3, ranks=2)
     assert done.code == 0, done.output
     for rank in (0, 1):
-        assert sum(event["steps"] for event in done.of("step", rank)) == 10
-        assert done.of("rank_state", rank)[-1]["state"] == "finished"
-    assert {event["loss"] for event in done.of("step", 0)}.isdisjoint(event["loss"] for event in done.of("step", 1))
-    last = {event["rank"]: event for event in done.of("checksum")}
+        assert sum(event["steps"] for event in done.events_of("step", rank)) == 10
+        assert done.events_of("rank_state", rank)[-1]["state"] == "finished"
+    assert {event["loss"] for event in done.events_of("step", 0)}.isdisjoint(
+        event["loss"] for event in done.events_of("step", 1)
+    )
+    last = {event["rank"]: event for event in done.events_of("checksum")}
     assert last[0]["parameters"] == last[1]["parameters"]
-    assert sum(event["samples"] for event in done.of("step")) == 2 * 50
+    assert sum(event["samples"] for event in done.events_of("step")) == 2 * 50
 
 
 @pytest.mark.parametrize("stop", [4, 10], ids=["inside an epoch", "at the end of an epoch"])
@@ -123,8 +125,8 @@ def test_on_another_world_size_the_rest_of_the_epoch_is_seen_once(tmp_path: Path
     first = train(tmp_path / "first", *flags, "--max-updates", 3, ranks=2)
     second = train(tmp_path / "second", *flags, "--resume", tmp_path / "first" / "checkpoints", ranks=3)
     assert (first.code, second.code) == (0, 0), second.output
-    assert sum(event["samples"] for event in first.of("step")) == 24
-    assert sum(event["samples"] for event in second.of("step")) == 26
+    assert sum(event["samples"] for event in first.events_of("step")) == 24
+    assert sum(event["samples"] for event in second.events_of("step")) == 26
 
 
 def test_validation_does_not_depend_on_the_number_of_ranks(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_validation_does_not_depend_on_the_number_of_ranks(pool: ThreadPoolExecu
     results = []
     for done in pool.map(lambda ranks: train(tmp_path / str(ranks), *flags, ranks=ranks), (1, 2)):
         assert done.code == 0, done.output
-        results.append([(e["loss"], e["metrics"]["accuracy"]) for e in done.of("validation")])
+        results.append([(e["loss"], e["metrics"]["accuracy"]) for e in done.events_of("validation")])
     assert len(results[0]) == 1
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
 
@@ -172,9 +174,9 @@ def test_a_non_finite_number_is_named_with_step_and_module_and_what_to_try(
 ) -> None:
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison, ranks=2)
     assert done.code == 1
-    kinds = {event["kind"] for event in done.of("failure")}
+    kinds = {event["kind"] for event in done.events_of("failure")}
     assert "non_finite" in kinds, done.output
-    message = next(event["message"] for event in done.of("failure") if event["kind"] == "non_finite")
+    message = next(event["message"] for event in done.events_of("failure") if event["kind"] == "non_finite")
     assert f"non-finite {poison} at step 4: first in {where}" in message
     assert f"; {remedy}" in message
 
@@ -182,7 +184,7 @@ def test_a_non_finite_number_is_named_with_step_and_module_and_what_to_try(
 def test_an_overflow_of_half_precision_is_looked_for_in_half_precision(tmp_path: Path) -> None:
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", "half", "--precision", "fp16")
     assert done.code == 1
-    (failure,) = done.of("failure")
+    (failure,) = done.events_of("failure")
     assert failure["message"].startswith("non-finite loss at step 4: first in output of 4 (_Poison); ")
     assert failure["message"].endswith("or take bf16 instead of fp16")
 
@@ -199,7 +201,7 @@ def test_a_non_finite_number_that_does_not_come_again_is_told_with_what_is_known
 ) -> None:
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison)
     assert done.code == 1
-    (failure,) = done.of("failure")
+    (failure,) = done.events_of("failure")
     assert failure["kind"] == "non_finite"
     assert failure["message"].startswith(known)
 
@@ -227,8 +229,7 @@ def refused(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_request_that_only_the_ranks_can_refuse_is_one_line_and_exit_code_2(refused: Begun, line: str) -> None:
     done = refused[line].result()
     assert done.code == 2, done.output
-    told = [text for text in done.output.splitlines() if line in text]
-    assert len(told) == 1
+    assert len([text for text in done.output.splitlines() if line in text]) == 1
     assert "Traceback" not in done.output
 
 
@@ -280,7 +281,7 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_is_named(
     result = json.loads((tmp_path / "nodes" / "0.json").read_text())
     assert (result["failure"]["rank"], result["failure"]["kind"]) == (1, kind)
     assert message in result["failure"]["message"]
-    assert sum(event["steps"] for event in done.of("step", 0)) <= 3
+    assert sum(event["steps"] for event in done.events_of("step", 0)) <= 3
     if fault == "raise" and hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
         collectives = json.loads((tmp_path / "logs" / "collectives_1.json").read_text())["entries"]
         assert {entry["profiling_name"] for entry in collectives} >= {"gloo:all_reduce"}, "what it did before"
@@ -344,19 +345,19 @@ def test_a_training_whose_last_checkpoint_cannot_be_written_fails_in_one_line(tm
         env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    told = "trained, but there is no checkpoint of it; that of step 3 was not kept: File too large"
+    message = "trained, but there is no checkpoint of it; that of step 3 was not kept: File too large"
     last = done.stderr.splitlines()[-1]
-    assert (done.returncode, last) == (1, f"trainer: rank 0 on {socket.gethostname()}: {told}")
-    (failure,) = Trained(tmp_path, done).of("failure")
-    assert (failure["kind"], failure["message"], failure["step"]) == ("checkpoint_lost", told, 3)
+    assert (done.returncode, last) == (1, f"trainer: rank 0 on {socket.gethostname()}: {message}")
+    (failure,) = TrainingResult(tmp_path, done).events_of("failure")
+    assert (failure["kind"], failure["message"], failure["step"]) == ("checkpoint_lost", message, 3)
     result = json.loads((tmp_path / "nodes" / "0.json").read_bytes())
-    assert (result["exit_code"], result["failure"]["message"]) == (1, told)
+    assert (result["exit_code"], result["failure"]["message"]) == (1, message)
     assert not list((tmp_path / "checkpoints").glob("*.pt"))
 
 
 def test_an_epoch_that_ends_where_an_evaluation_is_due_by_updates_has_one_evaluation(tmp_path: Path) -> None:
     done = train(tmp_path, "--batch-size", 25, "--valid-every-updates", 1, "--max-epochs", 2)  # 50 samples
-    assert [event["step"] for event in done.of("validation")] == [1, 2, 3, 4]
+    assert [event["step"] for event in done.events_of("validation")] == [1, 2, 3, 4]
 
 
 def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no_update_is_made(tmp_path: Path) -> None:
@@ -370,6 +371,6 @@ def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no
     assert done.code == 0, done.output
     line = "no update is left to make, max_updates 3 reached: its last validation is made now"
     assert line in (tmp_path / "second" / "logs" / "0.log").read_text().splitlines()
-    assert [event["message"] for event in done.of("finding")] == [line], "who looks at the run sees it too"
-    assert [event["step"] for event in done.of("validation")] == [3]
-    assert done.of("step") == []
+    assert [event["message"] for event in done.events_of("finding")] == [line], "who looks at the run sees it too"
+    assert [event["step"] for event in done.events_of("validation")] == [3]
+    assert done.events_of("step") == []

@@ -32,10 +32,10 @@ def train(
     import tiny_task
     import torch
     from tiny_task import TinyOptions
+    from worker_contexts import worker_context
 
     from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
-    from trainer.engine.worker_context import WorkerContext
 
     writer = EventWriter(Path(record) / f"{rank}.ndjson" if record is not None else None, rank=rank)
     masked = task != "TinyTask"
@@ -49,15 +49,7 @@ def train(
     loop = Loop(
         getattr(tiny_task, task)(TinyOptions(samples=192, dropout=0.0 if masked else 0.1, width=32, masked=masked)),
         Training(**{**common, **options}),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=writer,
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=None,
-        ),
+        worker_context(rank, world_size, writer=writer),
     )
     before = torch.cat([p.detach().flatten() for p in loop.parameters]).clone()
     outcome = loop.run()

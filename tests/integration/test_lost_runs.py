@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_runs import make
+from made_runs import make_run
 
 from gputrain_tui.history import runs
 from gputrain_tui.history.runs import find
@@ -27,7 +27,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_running_run_whose_supervisor_was_killed_is_lost(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     supervisor = identify(sleeper.pid)
-    assert make(tmp_path, status="running", supervisor=supervisor).state == "running"
+    assert make_run(tmp_path, status="running", supervisor=supervisor).state == "running"
     sleeper.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
     assert find("last", tmp_path).state == "lost", "a zombie is as dead as one that was waited for"
@@ -36,7 +36,7 @@ def test_a_running_run_whose_supervisor_was_killed_is_lost(tmp_path: Path, sleep
 
 
 def test_a_run_whose_supervisor_is_dead_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    run = make(tmp_path, status="running", supervisor=identify(sleeper.pid)).dir
+    run = make_run(tmp_path, status="running", supervisor=identify(sleeper.pid)).dir
     assert not runs.is_over(run)
     sleeper.kill()
     sleeper.wait()

@@ -126,14 +126,14 @@ def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capsys:
         (["--run-dir", "/proc/nowhere"], "--run-dir /proc/nowhere cannot be made"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_and_nothing_starts(
+def test_a_wrong_request_is_one_line_and_nothing_starts(
     arguments: list[str], says: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words(data, *arguments), {}) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert told.startswith("trainer: ")
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert says in stderr
+    assert stderr.startswith("trainer: ")
+    assert stderr.count("\n") == 1
 
 
 def test_several_ranks_without_gpus_need_the_cpu_to_be_asked_for(
@@ -219,7 +219,7 @@ def test_one_process_is_its_own_rank_and_keeps_the_same_record(data: Path, tmp_p
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_control_c_stops_training_says_so_and_leaves_nothing(data: Path, tmp_path: Path, ranks: int) -> None:
+def test_ctrl_c_stops_training_with_a_message_and_leaves_no_process(data: Path, tmp_path: Path, ranks: int) -> None:
     run_dir = RunDir(tmp_path / "run")
     more = ["--distributed-world-size", str(ranks), "--run-dir", str(run_dir.path), "--max-updates", "1000000"]
     more += ["--num-workers", "1"]

@@ -23,7 +23,7 @@ from trainer.host.stop_request import LEASE_LOST, LEASE_RETURNED
 HERE = Path(__file__).parent
 
 
-class Parent:
+class RunningNodeAgent:
     """A running node's parent."""
 
     def __init__(self, run_dir: Path, temporary: str, *words: str, lease: bool = False) -> None:
@@ -64,6 +64,11 @@ class Parent:
     def outcome(self) -> NodeOutcome:
         return msgspec.json.decode(self.run_dir.node_result(0).read_bytes(), type=NodeOutcome)
 
+    def failure(self) -> Failure:
+        failure = self.outcome().failure
+        assert failure is not None
+        return failure
+
     def events(self) -> list[AnyEvent]:
         return list(decode_events(self.run_dir.node_events(0).read_bytes()))
 
@@ -76,23 +81,23 @@ class Parent:
             self.process.stdin.close()
 
 
-Start = Callable[..., Parent]
+Start = Callable[..., RunningNodeAgent]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    parents: list[Parent] = []
+    parents: list[RunningNodeAgent] = []
 
     # A killed parent leaves its socket's folder, which lies outside a run directory whose path is long.
     with tempfile.TemporaryDirectory() as temporary:
 
-        def begin(*words: str, lease: bool = False) -> Parent:
-            parents.append(Parent(tmp_path, temporary, *words, lease=lease))
+        def begin(*words: str, lease: bool = False) -> RunningNodeAgent:
+            parents.append(RunningNodeAgent(tmp_path, temporary, *words, lease=lease))
             return parents[-1]
 
         yield begin
-        for parent in parents:
-            parent.close()
+        for agent in parents:
+            agent.close()
 
 
 def alive(pid: int) -> bool:
@@ -115,130 +120,124 @@ def failure(kind: str, message: str = "", rank: int = 0) -> Failure:
 
 
 def test_ranks_that_finish_leave_a_record_and_nothing_else(start: Start) -> None:
-    parent = start("trains")
-    assert parent.wait() == 0
+    agent = start("trains")
+    assert agent.wait() == 0
     done = RankOutcome(exit_code=0, finished=True)
-    assert parent.outcome() == NodeOutcome(node=0, host="here", exit_code=0, ranks={0: done, 1: done})
-    spawned = [event for event in parent.events() if isinstance(event, RankState)]
+    assert agent.outcome() == NodeOutcome(node=0, host="here", exit_code=0, ranks={0: done, 1: done})
+    spawned = [event for event in agent.events() if isinstance(event, RankState)]
     assert [(event.rank, event.state, event.host, event.device) for event in spawned] == [
         (0, "spawned", "here", "cpu"),
         (1, "spawned", "here", "cpu"),
     ]
-    samples = [event for event in parent.events() if isinstance(event, NodeSample)]
+    samples = [event for event in agent.events() if isinstance(event, NodeSample)]
     sampled = [process for sample in samples for process in sample.ranks]
     assert sampled
     assert {process.rank for process in sampled} <= {0, 1}  # one may have ended before the other had begun
     assert all(process.rss_bytes for process in sampled)
-    assert parent.run_dir.rank_log(1).read_text() == "rank 1 prints\nand complains\n"
-    assert not parent.run_dir.tmp.exists()
-    assert parent.errors.read_text() == ""
+    assert agent.run_dir.rank_log(1).read_text() == "rank 1 prints\nand complains\n"
+    assert not agent.run_dir.tmp.exists()
+    assert agent.errors.read_text() == ""
 
 
 @pytest.mark.parametrize(
     ("target", "ended_by"), [("aborts_after_success", "SIGABRT"), ("hangs_after_success", "SIGKILL")]
 )
 def test_how_a_rank_exits_after_its_success_does_not_matter(start: Start, target: str, ended_by: str) -> None:
-    parent = start(target)
-    assert parent.wait() == 0
-    assert parent.outcome().ranks[1] == RankOutcome(signal=ended_by, finished=True)
-    assert parent.outcome().failure is None
+    agent = start(target)
+    assert agent.wait() == 0
+    assert agent.outcome().ranks[1] == RankOutcome(signal=ended_by, finished=True)
+    assert agent.outcome().failure is None
 
 
 def test_ranks_fork_with_torch_in_memory_and_one_thread(start: Start) -> None:
-    parent = start("tells_its_surroundings", "forkserver")
-    assert parent.wait() == 0
+    agent = start("tells_its_surroundings", "forkserver")
+    assert agent.wait() == 0
     # Two threads: the main one and the one that watches the parent.
-    assert parent.marks() == [f"True 2 2 1 {parent.run_dir.tmp / '0'}"] * 2
+    assert agent.marks() == [f"True 2 2 1 {agent.run_dir.tmp / '0'}"] * 2
 
 
 def test_torch_multiprocessing_starts_ranks_when_asked_to(start: Start) -> None:
-    parent = start("tells_its_surroundings", "spawn")
-    assert parent.wait() == 0
-    assert parent.marks() == [f"False 2 2 None {parent.run_dir.tmp / '0'}"] * 2
+    agent = start("tells_its_surroundings", "spawn")
+    assert agent.wait() == 0
+    assert agent.marks() == [f"False 2 2 None {agent.run_dir.tmp / '0'}"] * 2
 
 
 # --- failure --------------------------------------------------------------------------------------------------------
 
 
 def test_one_exception_stops_the_ranks_that_hang_in_c_and_is_reported(start: Start) -> None:
-    parent = start("one_raises")
-    assert parent.wait() == 1
-    outcome = parent.outcome()
+    agent = start("one_raises")
+    assert agent.wait() == 1
+    outcome = agent.outcome()
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.rank) == ("exception", 1)
     assert outcome.failure.message == "ZeroDivisionError: one over nothing"
     assert "in one_raises" in (outcome.failure.traceback or "")
     assert outcome.ranks[0] == RankOutcome(signal="SIGTERM")
-    assert "ZeroDivisionError" in parent.run_dir.rank_log(1).read_text()
+    assert "ZeroDivisionError" in agent.run_dir.rank_log(1).read_text()
 
 
 @pytest.mark.parametrize("kind", ["task", "script"])
 def test_a_rank_that_is_ended_because_of_another_has_its_last_steps_on_disk(kind: str, start: Start) -> None:
-    parent = start("one_raises_before_the_record_of_the_other_is_written", "light", "", kind)
-    assert parent.wait() == 1
-    events = decode_events(parent.run_dir.rank_events(0).read_bytes())
+    agent = start("one_raises_before_the_record_of_the_other_is_written", "light", "", kind)
+    assert agent.wait() == 1
+    events = decode_events(agent.run_dir.rank_events(0).read_bytes())
     assert [event.step for event in events if isinstance(event, Step)] == [1]
 
 
 def test_a_request_that_only_a_rank_can_refuse_ends_as_a_bad_request(start: Start) -> None:
-    parent = start("one_finds_the_request_wrong")
-    assert parent.wait() == 2
-    told = parent.outcome().failure
-    assert told is not None
-    assert (told.kind, told.message, told.traceback) == ("request", "/data is missing", None)
+    agent = start("one_finds_the_request_wrong")
+    assert agent.wait() == 2
+    reported = agent.failure()
+    assert (reported.kind, reported.message, reported.traceback) == ("request", "/data is missing", None)
 
 
 def test_the_cause_is_the_killed_rank_not_the_one_that_lost_it_first(start: Start) -> None:
-    parent = start("one_is_killed_and_the_other_loses_its_peer")
-    assert parent.wait() == 1
-    told = parent.outcome().failure
-    assert told is not None
-    assert (told.kind, told.rank) == ("signal", 1)
-    assert "SIGKILL" in told.message
+    agent = start("one_is_killed_and_the_other_loses_its_peer")
+    assert agent.wait() == 1
+    reported = agent.failure()
+    assert (reported.kind, reported.rank) == ("signal", 1)
+    assert "SIGKILL" in reported.message
     # The killed rank could not write it, so the parent's own events hold it.
-    assert [(event.rank, event.kind) for event in parent.events() if isinstance(event, Failure)] == [(1, "signal")]
-    assert ("failed", 1) in [(event.state, event.rank) for event in parent.events() if isinstance(event, RankState)]
+    assert [(event.rank, event.kind) for event in agent.events() if isinstance(event, Failure)] == [(1, "signal")]
+    assert ("failed", 1) in [(event.state, event.rank) for event in agent.events() if isinstance(event, RankState)]
 
 
 def test_a_lost_peer_is_the_cause_only_when_nothing_else_failed_here(start: Start) -> None:
-    parent = start("all_lose_a_peer")
-    assert parent.wait() == 1
-    told = parent.outcome().failure
-    assert told is not None
-    assert told.kind == "lost_peer"
+    agent = start("all_lose_a_peer")
+    assert agent.wait() == 1
+    reported = agent.failure()
+    assert reported.kind == "lost_peer"
 
 
 def test_leaving_without_having_trained_is_a_failure_whatever_the_exit_code(start: Start) -> None:
-    parent = start("leaves_early")
-    assert parent.wait() == 1
-    told = parent.outcome().failure
-    assert told is not None
-    assert (told.kind, told.rank) == ("exit", 1)
-    assert "exit code 0 before its training was complete" in told.message
+    agent = start("leaves_early")
+    assert agent.wait() == 1
+    reported = agent.failure()
+    assert (reported.kind, reported.rank) == ("exit", 1)
+    assert "exit code 0 before its training was complete" in reported.message
 
 
 def test_ranks_that_end_with_a_killed_fork_server_are_not_blamed(start: Start) -> None:
-    parent = start("all_hang")
-    pid = int(parent.marks()[0])
+    agent = start("all_hang")
+    pid = int(agent.marks()[0])
     server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    assert server != parent.process.pid
+    assert server != agent.process.pid
     os.kill(server, signal.SIGKILL)
-    assert parent.wait() == 1
-    told = parent.outcome().failure
-    assert told is not None
-    assert (told.kind, told.rank, told.host) == ("signal", None, "here")
-    assert told.message.startswith("the fork server, from which the ranks of this node come, was ended by SIGKILL")
-    assert [event for event in parent.events() if isinstance(event, Failure)] == [told]
-    assert still_alive(parent.family) == set()
+    assert agent.wait() == 1
+    reported = agent.failure()
+    assert (reported.kind, reported.rank, reported.host) == ("signal", None, "here")
+    assert reported.message.startswith("the fork server, from which the ranks of this node come, was ended by SIGKILL")
+    assert [event for event in agent.events() if isinstance(event, Failure)] == [reported]
+    assert still_alive(agent.family) == set()
 
 
 def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(start: Start) -> None:
-    parent = start("leaves_with_255")
-    assert parent.wait() == 1
-    told = parent.outcome().failure
-    assert told is not None
-    assert (told.kind, told.rank) == ("exit", 1)
-    assert "exit code 255" in told.message
+    agent = start("leaves_with_255")
+    assert agent.wait() == 1
+    reported = agent.failure()
+    assert (reported.kind, reported.rank) == ("exit", 1)
+    assert "exit code 255" in reported.message
 
 
 @pytest.mark.parametrize(
@@ -271,17 +270,16 @@ def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(sta
     ],
 )
 def test_a_rank_that_another_has_lost_is_the_cause(start: Start, target: str, kind: str, words: str) -> None:
-    parent = start(target)
-    assert parent.wait() == 1
-    told = parent.outcome().failure
-    assert told is not None
-    assert (told.kind, told.rank, told.message) == (kind, 1, words)
+    agent = start(target)
+    assert agent.wait() == 1
+    reported = agent.failure()
+    assert (reported.kind, reported.rank, reported.message) == (kind, 1, words)
 
 
 def test_what_ranks_started_ends_with_them_daemons_too(start: Start) -> None:
-    parent = start("has_children")
-    assert parent.wait() == 1
-    started = {int(pid) for mark in parent.marks() for pid in mark.split()}
+    agent = start("has_children")
+    assert agent.wait() == 1
+    started = {int(pid) for mark in agent.marks() for pid in mark.split()}
     assert len(started) == 6
     assert still_alive(started) == set()
 
@@ -291,39 +289,39 @@ def test_what_ranks_started_ends_with_them_daemons_too(start: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_stops_ranks_that_hang(start: Start, number: signal.Signals) -> None:
-    parent = start("all_hang")
-    parent.marks()
-    parent.process.send_signal(number)
-    assert parent.wait() == 130
-    assert still_alive(parent.family) == set()
-    assert (parent.outcome().exit_code, parent.outcome().failure) == (130, None)
+    agent = start("all_hang")
+    agent.marks()
+    agent.process.send_signal(number)
+    assert agent.wait() == 130
+    assert still_alive(agent.family) == set()
+    assert (agent.outcome().exit_code, agent.outcome().failure) == (130, None)
 
 
 def test_control_c_reaches_the_whole_group_and_stops_it_once_and_quietly(start: Start) -> None:
-    parent = start("all_hang")
-    parent.marks()
-    os.killpg(parent.process.pid, signal.SIGINT)
-    assert parent.wait() == 130
-    assert still_alive(parent.family) == set()
-    assert parent.errors.read_text() == ""
+    agent = start("all_hang")
+    agent.marks()
+    os.killpg(agent.process.pid, signal.SIGINT)
+    assert agent.wait() == 130
+    assert still_alive(agent.family) == set()
+    assert agent.errors.read_text() == ""
 
 
 def test_control_c_while_torch_is_loading_starts_no_rank_and_is_quiet(start: Start) -> None:
-    parent = start("trains", "forkserver")
-    until(lambda: bool(descendants(parent.process.pid)))
-    os.killpg(parent.process.pid, signal.SIGINT)
-    assert parent.wait() == 130
-    assert not any(isinstance(event, RankState) for event in parent.events())
-    assert parent.errors.read_text() == ""
+    agent = start("trains", "forkserver")
+    until(lambda: bool(descendants(agent.process.pid)))
+    os.killpg(agent.process.pid, signal.SIGINT)
+    assert agent.wait() == 130
+    assert not any(isinstance(event, RankState) for event in agent.events())
+    assert agent.errors.read_text() == ""
 
 
 def test_ranks_that_ignore_the_polite_signal_are_killed(start: Start) -> None:
-    parent = start("all_hang_and_ignore_sigterm")
-    parent.marks()
-    parent.process.send_signal(signal.SIGINT)
-    assert parent.wait() == 130
-    assert still_alive(parent.family) == set()
-    assert parent.outcome().ranks[0] == RankOutcome(signal="SIGKILL")
+    agent = start("all_hang_and_ignore_sigterm")
+    agent.marks()
+    agent.process.send_signal(signal.SIGINT)
+    assert agent.wait() == 130
+    assert still_alive(agent.family) == set()
+    assert agent.outcome().ranks[0] == RankOutcome(signal="SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -332,46 +330,46 @@ def test_ranks_that_ignore_the_polite_signal_are_killed(start: Start) -> None:
 def test_the_end_of_the_lease_stops_everything_and_it_is_known_whether_its_holder_ended_it(
     start: Start, word: bytes, reason: str
 ) -> None:
-    parent = start("all_hang", lease=True)
-    parent.marks()
-    assert parent.process.stdin is not None
-    os.write(parent.process.stdin.fileno(), word)
-    parent.process.stdin.close()
-    assert parent.wait() == 130
-    assert still_alive(parent.family) == set()
-    assert parent.outcome().stop_reason == reason
+    agent = start("all_hang", lease=True)
+    agent.marks()
+    assert agent.process.stdin is not None
+    os.write(agent.process.stdin.fileno(), word)
+    agent.process.stdin.close()
+    assert agent.wait() == 130
+    assert still_alive(agent.family) == set()
+    assert agent.outcome().stop_reason == reason
 
 
 @pytest.mark.parametrize("target", ["all_hang", "all_hang_with_the_gil"])
 def test_ranks_die_with_a_killed_parent_even_where_python_cannot_run(start: Start, target: str) -> None:
-    parent = start(target)
-    parent.marks()
-    parent.process.kill()
-    parent.wait()
-    until(lambda: not still_alive(parent.family))
+    agent = start(target)
+    agent.marks()
+    agent.process.kill()
+    agent.wait()
+    until(lambda: not still_alive(agent.family))
 
 
 def test_ranks_die_with_a_killed_parent_when_torch_multiprocessing_started_them(start: Start) -> None:
-    parent = start("all_hang_with_the_gil", "spawn")
-    parent.marks()
-    parent.process.kill()
-    parent.wait()
-    until(lambda: not still_alive(parent.family))
+    agent = start("all_hang_with_the_gil", "spawn")
+    agent.marks()
+    agent.process.kill()
+    agent.wait()
+    until(lambda: not still_alive(agent.family))
 
 
 def test_ranks_inside_a_real_collective_die_with_a_killed_parent(start: Start) -> None:
-    parent = start("all_reduces_for_ever", "forkserver", f"tcp://127.0.0.1:{free_port()}")
-    parent.marks()
-    parent.process.kill()
-    parent.wait()
-    until(lambda: not still_alive(parent.family))
+    agent = start("all_reduces_for_ever", "forkserver", f"tcp://127.0.0.1:{free_port()}")
+    agent.marks()
+    agent.process.kill()
+    agent.wait()
+    until(lambda: not still_alive(agent.family))
 
 
 def test_stacks_are_printed_into_the_ranks_log_on_request(start: Start) -> None:
-    parent = start("all_hang")
-    pid = int(parent.marks()[1])
+    agent = start("all_hang")
+    pid = int(agent.marks()[1])
     os.kill(pid, signal.SIGQUIT)
-    log = parent.run_dir.rank_log(1)
+    log = agent.run_dir.rank_log(1)
     until(lambda: "in all_hang" in log.read_text())
     assert alive(pid)
 

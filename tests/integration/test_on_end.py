@@ -88,7 +88,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(
     until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
 
 
-def test_nobody_waits_for_the_command_who_asks_again(tmp_path: Path) -> None:
+def test_a_signal_ends_the_wait_for_the_command_at_the_end(tmp_path: Path) -> None:
     run = stand_in_run(tmp_path / "runs", "finish", recipe=on_end_recipe("echo begun; exec sleep 600"))
     supervisor = start_supervisor(run.dir, leased=False)
     until(lambda: run.dir.on_end_log.exists() and run.dir.on_end_log.read_text())

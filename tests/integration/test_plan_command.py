@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from commands import Command, command
-from plans import named, planned, remote
+from plans import named_nodes, plan_for, remote_nodes
 from waiting import LIMIT_S
 
 from gputrain_tui.plan.batch_script import script
@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[2]
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [named(4, 4), named(4, 2, 1), remote(2, 2), ["cpu_ranks = 2"]])
+@pytest.mark.parametrize("nodes", [named_nodes(4, 4), named_nodes(4, 2, 1), remote_nodes(2, 2), ["cpu_ranks = 2"]])
 def test_batch_scripts_are_valid_bash(nodes: list[str]) -> None:
-    text = script(planned(*nodes), name="a b/c")
+    text = script(plan_for(*nodes), name="a b/c")
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
     assert "#SBATCH --job-name=a-b-c" in text
     assert text.count("srun --nodes=1 --ntasks=1") == len(nodes)
@@ -42,7 +42,7 @@ def test_a_batch_script_ends_with_its_steps_and_fails_with_the_first_of_them(
     srun.write_text(f"#!/bin/bash\n{fail}echo started\n" + ("exec sleep 3600\n" if failing else ""))
     srun.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-3]"}
-    text = script(planned(*named(1, 1, 1)), name="x").replace("tries=50", "tries=3")
+    text = script(plan_for(*named_nodes(1, 1, 1)), name="x").replace("tries=50", "tries=3")
     ended = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, timeout=LIMIT_S)
     assert ended.returncode == (3 if failing else 0)
 
@@ -134,29 +134,29 @@ def test_commands_that_are_typed_by_hand_are_a_run_with_a_record_like_any_other(
     shutil.copy(ROOT / "tests/support/tiny_task.py", tmp_path)
     environ = os.environ | {"GPUTRAIN_HOME": str(tmp_path / "home")}
 
-    def typed(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_gputrain(*words: str) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, "-m", "gputrain_tui", *words]
         return subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
 
     def listed() -> dict[str, Any]:
-        (entry,) = json.loads(typed("runs", "--json").stdout)
+        (entry,) = json.loads(run_gputrain("runs", "--json").stdout)
         return dict(entry)
 
-    lines = typed("plan", "r.toml", "--shell", "--run-dir", "rec").stdout.splitlines()
+    lines = run_gputrain("plan", "r.toml", "--shell", "--run-dir", "rec").stdout.splitlines()
     commands = [line for line in lines if not line.startswith("#")]
     assert (listed()["state"], listed()["recipe"], listed()["world_size"]) == ("starting", "r", 2)
-    refused = typed("stop", "./rec")
+    refused = run_gputrain("stop", "./rec")
     assert (refused.returncode, "were typed by hand" in refused.stderr) == (2, True)
     nodes = [
         subprocess.Popen(command, shell=True, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
         for command in commands
     ]
-    shown = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
-    assert "finished: max_updates 3 reached\n" in shown[0], "rank 0 shows where training is"
-    assert shown[1] == ""
+    assert "finished: max_updates 3 reached\n" in outputs[0], "rank 0 shows where training is"
+    assert outputs[1] == ""
     assert (listed()["state"], listed()["exit_code"], listed()["step"]) == ("finished", 0, 3)
-    assert "finished: max_updates 3 reached" in typed("logs", listed()["id"]).stdout
+    assert "finished: max_updates 3 reached" in run_gputrain("logs", listed()["id"]).stdout
     for name in ("plan.json", "recipe.toml", "status.json"):
         (tmp_path / "rec" / name).unlink()
-    assert "finished: max_updates 3 reached" in typed("logs", "./rec").stdout, "as of a command without any plan"
+    assert "finished: max_updates 3 reached" in run_gputrain("logs", "./rec").stdout, "as of a command without any plan"

@@ -5,24 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipe_texts import recipe_of, refusal
 
-from gputrain_tui.recipe.model import Recipe, RecipeError, build
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
-
-
-def of(text: str, *settings: str) -> Recipe:
-    return build(text, name="r.toml", overrides=settings)
-
-
-def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
-    with pytest.raises(RecipeError) as caught:
-        build(text, name=name, overrides=settings)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 USER_TASK = """
@@ -44,14 +32,14 @@ def test_a_users_task_is_asked_once_until_its_file_changes(tmp_path: Path, monke
     file = tmp_path / "mine.py"
     file.write_text(USER_TASK)
     text = f'[train]\ntask = "{file}:Mine"\n[task]\npath = "p"\nwidth = 3\n'
-    assert of(text).task_options == {"path": "p", "width": 3}
+    assert recipe_of(text).task_options == {"path": "p", "width": 3}
     kept = list((tmp_path / "home" / "cache" / "tasks").glob("*.json"))
     assert len(kept) == 1
     before = kept[0].stat().st_mtime_ns
     assert "r.toml:5: task.wdth is not known; did you mean 'width'?" in refusal(text.replace("width", "wdth"))
     assert kept[0].stat().st_mtime_ns == before
     file.write_text(USER_TASK.replace("width", "breadth"))
-    assert of(text.replace("width", "breadth")).task_options["breadth"] == 3
+    assert recipe_of(text.replace("width", "breadth")).task_options["breadth"] == 3
 
 
 def test_a_users_task_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

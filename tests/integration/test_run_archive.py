@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import synthetic
 from commands import Command, command
-from made_runs import say
+from made_runs import append_to_log
 
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.runs import Run, find, read_plan, write_status
@@ -56,7 +56,7 @@ SECRETS = (TOKEN, "wandb-0123456789", "12345678", "AKIA/short", "task-secret-1",
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> Run:
     """A run that had secrets, and printed and recorded one."""
     run = synthetic.run(tmp_path / "home" / "runs", steps=40, status="failed", straggler=1, failed_rank=1)
     run.dir.recipe.write_text(RECIPE)
@@ -65,8 +65,8 @@ def made(tmp_path: Path) -> Run:
     plan.nodes[0].argv += ["--api-key", "task-secret-1", "--max-tokens", "4096", "--hub-token=task-secret-1"]
     run.dir.plan.write_bytes(msgspec.json.encode(plan))
     for number in range(3000):
-        say(run, 0, b"%d: logged in with %s\n" % (number, TOKEN.encode()))
-    say(run, 1, b"MY_API_TOKEN is from-my-shell-1\n")
+        append_to_log(run, 0, b"%d: logged in with %s\n" % (number, TOKEN.encode()))
+    append_to_log(run, 1, b"MY_API_TOKEN is from-my-shell-1\n")
     failure = Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message=f"401 for {TOKEN}", traceback="…")
     with run.dir.rank_events(0).open("ab") as file:
         file.write(encode_event(failure))
@@ -92,69 +92,69 @@ def members(archive: Path) -> dict[str, bytes]:
         return {info.name: (tar.extractfile(info) or io.BytesIO()).read() for info in tar.getmembers()}
 
 
-def test_an_archive_has_the_record_without_checkpoints_and_without_secrets(call: Command, made: Run) -> None:
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made.dir.path.rglob("*") if path.is_file()}
-    done = call("export", made.id, "--to", "archive")
+def test_an_archive_has_the_record_without_checkpoints_and_without_secrets(call: Command, run: Run) -> None:
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.dir.path.rglob("*") if path.is_file()}
+    done = call("export", run.id, "--to", "archive")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{made.id}.tar.gz: 9 files of {made.id}, ")
+    assert done.stdout.startswith(f"{run.id}.tar.gz: 9 files of {run.id}, ")
     names = "DB_PASSWORD, HF_TOKEN, MY_API_TOKEN, WANDB_API_KEY, api-key, api_key, aws_secret_access_key, hub-token"
     assert f"masked, by their names: {names}\n" in done.stderr
-    found = members(Path(f"{made.id}.tar.gz"))
-    assert {name.removeprefix(f"{made.id}/") for name in found} == {
+    found = members(Path(f"{run.id}.tar.gz"))
+    assert {name.removeprefix(f"{run.id}/") for name in found} == {
         "recipe.toml", "plan.json", "status.json", "events/0.ndjson", "events/1.ndjson", "events/node-0.ndjson",
         "events/run.ndjson", "logs/0.log", "logs/1.log",
     }  # fmt: skip
     whole = b"".join(found.values())
     assert not [secret for secret in SECRETS if secret.encode() in whole]
-    recipe = tomllib.loads(found[f"{made.id}/recipe.toml"].decode())
+    recipe = tomllib.loads(found[f"{run.id}/recipe.toml"].decode())
     assert recipe["cluster"]["env"]["NCCL_DEBUG"] == "INFO"
     assert recipe["cluster"]["setup"] == ("module load cuda; export WANDB_API_KEY=******** OMP_NUM_THREADS=4")
     assert (recipe["train"]["max_tokens"], recipe["task"]["tokenizer"]) == (4096, "wordpiece")
-    assert found[f"{made.id}/recipe.toml"].startswith(b"# as it was asked for\n")
-    kept, original = found[f"{made.id}/events/0.ndjson"], made.dir.rank_events(0).read_bytes()
+    assert found[f"{run.id}/recipe.toml"].startswith(b"# as it was asked for\n")
+    kept, original = found[f"{run.id}/events/0.ndjson"], run.dir.rank_events(0).read_bytes()
     assert len(kept) == len(original)
     assert decode_events(kept)[:-1] == decode_events(original)[:-1]
-    after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in made.dir.path.rglob("*") if path.is_file()}
+    after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.dir.path.rglob("*") if path.is_file()}
     assert after == before
 
 
-def test_an_archive_opens_where_there_is_no_run(call: Command, made: Run, tmp_path: Path) -> None:
+def test_an_archive_opens_where_there_is_no_run(call: Command, run: Run, tmp_path: Path) -> None:
     archive = tmp_path / "shared.tar.gz"
-    csv = call("export", made.id, "--to", "csv", "-o", "-").stdout
-    logs = call("logs", made.id, "--rank", 1).stdout
-    assert call("export", made.id, "--to", "archive", "-o", archive).returncode == 0
+    csv = call("export", run.id, "--to", "csv", "-o", "-").stdout
+    logs = call("logs", run.id, "--rank", 1).stdout
+    assert call("export", run.id, "--to", "archive", "-o", archive).returncode == 0
     environment = {**os.environ, "GPUTRAIN_HOME": str(tmp_path / "elsewhere")}
 
-    def elsewhere(*words: object) -> str:
+    def run_elsewhere(*words: object) -> str:
         line = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
         return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 
-    assert elsewhere("export", archive, "--to", "csv", "-o", "-") == csv
-    assert elsewhere("logs", archive, "--rank", 1) == logs.replace("from-my-shell-1", "*" * 15)
+    assert run_elsewhere("export", archive, "--to", "csv", "-o", "-") == csv
+    assert run_elsewhere("logs", archive, "--rank", 1) == logs.replace("from-my-shell-1", "*" * 15)
     assert not list(tmp_path.glob("gputrain-archive-*")), "what was unpacked is deleted"
 
     live = LiveRun(find(str(archive)))
     while live.poll():
         pass
     live.close()
-    assert (live.id, live.status, live.over) == (made.id, "failed", True)
+    assert (live.id, live.status, live.over) == (run.id, "failed", True)
     assert live.state.root_cause is not None
     assert live.state.root_cause.kind == "out_of_memory"
     assert oct(live.run.dir.path.parent.stat().st_mode & 0o777) == "0o700"
 
 
-def test_the_archive_of_a_running_run_is_no_running_run(call: Command, made: Run, tmp_path: Path) -> None:
-    made.status.status, made.status.ended, made.status.exit_code = "running", None, None
-    write_status(made.dir, made.status)
-    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
-    assert f"{made.id} is still running: its record goes to step 40 so far" in done.stderr
+def test_the_archive_of_a_running_run_is_no_running_run(call: Command, run: Run, tmp_path: Path) -> None:
+    run.status.status, run.status.ended, run.status.exit_code = "running", None, None
+    write_status(run.dir, run.status)
+    done = call("export", run.id, "--to", "archive", "-o", "x.tar.gz")
+    assert f"{run.id} is still running: its record goes to step 40 so far" in done.stderr
     assert find("x.tar.gz").state == "lost"
     with pytest.raises(RequestError, match="is an archive, of which nothing runs"):
         stop_by_name("x.tar.gz")
     with pytest.raises(RequestError, match="is an archive, which holds no checkpoints"):
         load(None, overrides=(), resume="x.tar.gz", stdin=None)
-    told = call("export", "x.tar.gz", "--to", "csv", "-o", "-").stderr
-    assert f"{made.id} has no end, it was archived while it ran: its record goes to step 40" in told
+    stderr = call("export", "x.tar.gz", "--to", "csv", "-o", "-").stderr
+    assert f"{run.id} has no end, it was archived while it ran: its record goes to step 40" in stderr
 
 
 # ---------------------------------------------------------------------------------------------- hostile archives
@@ -278,22 +278,22 @@ def test_an_archive_without_a_recipe_is_none(call: Command, tmp_path: Path) -> N
     assert call("logs", "x.tgz").stderr == "gputrain: x.tgz is no archive of a run: it has no recipe.toml\n"
 
 
-def test_a_run_directory_packed_by_hand_opens_too(call: Command, made: Run, tmp_path: Path) -> None:
+def test_a_run_directory_packed_by_hand_opens_too(call: Command, run: Run, tmp_path: Path) -> None:
     kept = ["recipe.toml", "plan.json", "status.json", "events", "logs/0.log", "logs/1.log"]
-    words = ["tar", "czf", "x.tar.gz", "-C", made.dir.path.parent, *(f"{made.id}/{name}" for name in kept)]
+    words = ["tar", "czf", "x.tar.gz", "-C", run.dir.path.parent, *(f"{run.id}/{name}" for name in kept)]
     subprocess.run(words, cwd=tmp_path, check=True)
     assert "logged in" in call("logs", "x.tar.gz", "--rank", 0).stdout
 
 
-def test_a_recipe_that_cannot_be_read_is_left_out_with_what_it_may_hide(call: Command, made: Run) -> None:
-    made.dir.recipe.write_text(f'name = "demo\nHF_TOKEN={TOKEN}')
-    made.dir.plan.write_bytes(b"{")
-    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
+def test_a_recipe_that_cannot_be_read_is_left_out_with_what_it_may_hide(call: Command, run: Run) -> None:
+    run.dir.recipe.write_text(f'name = "demo\nHF_TOKEN={TOKEN}')
+    run.dir.plan.write_bytes(b"{")
+    done = call("export", run.id, "--to", "archive", "-o", "x.tar.gz")
     assert "left out: recipe.toml: it is not there, or cannot be read as TOML\n" in done.stderr
     assert "left out: plan.json: it is not there, or cannot be read as JSON\n" in done.stderr
     found = members(Path("x.tar.gz"))
-    assert found[f"{made.id}/recipe.toml"] == b'name = "demo"\n'
-    assert json.loads(found[f"{made.id}/status.json"])["run"] == made.id
+    assert found[f"{run.id}/recipe.toml"] == b'name = "demo"\n'
+    assert json.loads(found[f"{run.id}/status.json"])["run"] == run.id
 
 
 COMMAND = "curl -H 'Authorization: Bearer abc' -u me:on-end-secret https://me:pw@ntfy.example/x"
@@ -309,34 +309,37 @@ COMMAND = "curl -H 'Authorization: Bearer abc' -u me:on-end-secret https://me:pw
     ],
     ids=["table", "dotted", "inline", "several lines"],
 )
-def test_the_command_at_the_end_is_left_out_with_what_it_printed(call: Command, made: Run, table: str) -> None:
-    made.dir.recipe.write_text(f'name = "demo"  # on_end = "curl -u me:abc"\n{table}')
-    made.dir.on_end_log.write_text("+ curl -H 'Authorization: Bearer abc'\n")
-    say(made, 0, b"sent on-end-secret\n")
-    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
+def test_the_command_at_the_end_is_left_out_with_what_it_printed(call: Command, run: Run, table: str) -> None:
+    run.dir.recipe.write_text(f'name = "demo"  # on_end = "curl -u me:abc"\n{table}')
+    run.dir.on_end_log.write_text("+ curl -H 'Authorization: Bearer abc'\n")
+    append_to_log(run, 0, b"sent on-end-secret\n")
+    done = call("export", run.id, "--to", "archive", "-o", "x.tar.gz")
     assert done.returncode == 0, done.stderr
     assert "left out: on_end of recipe.toml: " in done.stderr
     assert "left out: logs/on_end.log: " in done.stderr
     found = members(Path("x.tar.gz"))
-    assert tomllib.loads(found[f"{made.id}/recipe.toml"].decode()) == {"name": "demo", "report": {"tensorboard": True}}
+    assert tomllib.loads(found[f"{run.id}/recipe.toml"].decode()) == {
+        "name": "demo",
+        "report": {"tensorboard": True},
+    }
     whole = b"".join(found.values())
     assert not [secret for secret in (b"Bearer abc", b"me:abc", b"on-end-secret", b"me:pw") if secret in whole]
 
 
-def test_passwords_in_addresses_and_settings_that_were_commented_out_are_masked(call: Command, made: Run) -> None:
-    made.dir.recipe.write_text(
+def test_passwords_in_addresses_and_settings_that_were_commented_out_are_masked(call: Command, run: Run) -> None:
+    run.dir.recipe.write_text(
         'name = "demo"\n# HF_TOKEN = "hf-old-token-1"\n[cluster.env]\nHTTPS_PROXY = "http://me:proxy-pass-1@proxy:3128"\n'
         'SENTRY_DSN = "dsn-secret-1"\nGREETING = "# no = comment"\n[train]\nscript = "s.py"\n'
         'args = ["--header", "X-Api-Key: header-key-1", "--data", "s3://bucket/x"]\n'
     )
-    say(made, 0, b"proxy refused me:proxy-pass-1\n")
-    done = call("export", made.id, "--to", "archive", "-o", "x.tar.gz")
+    append_to_log(run, 0, b"proxy refused me:proxy-pass-1\n")
+    done = call("export", run.id, "--to", "archive", "-o", "x.tar.gz")
     assert done.returncode == 0, done.stderr
     found = members(Path("x.tar.gz"))
     whole = b"".join(found.values())
     for secret in (b"hf-old-token-1", b"proxy-pass-1", b"dsn-secret-1", b"header-key-1"):
         assert secret not in whole
-    recipe = tomllib.loads(found[f"{made.id}/recipe.toml"].decode())
+    recipe = tomllib.loads(found[f"{run.id}/recipe.toml"].decode())
     assert recipe["cluster"]["env"]["HTTPS_PROXY"] == "http://********@proxy:3128"
     assert recipe["cluster"]["env"]["GREETING"] == "# no = comment"
     assert recipe["train"]["args"][2:] == ["--data", "s3://bucket/x"]

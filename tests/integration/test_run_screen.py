@@ -39,7 +39,7 @@ def _calm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     time.tzset()
 
 
-def shown(screen: RunScreen) -> set[str]:
+def visible_panels(screen: RunScreen) -> set[str]:
     return {child.id or "" for child in screen.query_one("#panels").children if child.display}
 
 
@@ -181,19 +181,19 @@ async def test_keys_choose_the_panel_of_a_small_terminal_and_enlarge_it(tmp_path
         await settle(pilot)
         screen = app.screen
         assert isinstance(screen, RunScreen)
-        assert shown(screen) == {"ranks", "loss", "findings"}
+        assert visible_panels(screen) == {"ranks", "loss", "findings"}
         for key, panel in (("g", "sync"), ("b", "bars"), ("h", "late")):
             await press(pilot, key)
-            assert shown(screen) == {"ranks", "loss", panel}
+            assert visible_panels(screen) == {"ranks", "loss", panel}
         await press(pilot, "o")
-        assert shown(screen) == {"ranks", "log"}
+        assert visible_panels(screen) == {"ranks", "log"}
         await press(pilot, "escape", "l", "l")
-        assert shown(screen) == {"loss"}
+        assert visible_panels(screen) == {"loss"}
         await press(pilot, "escape")
-        assert shown(screen) == {"ranks", "loss", "sync"}  # the findings gave way to the log
+        assert visible_panels(screen) == {"ranks", "loss", "sync"}  # the findings gave way to the log
         await press(pilot, "t")
         await press(pilot, "t")
-        assert shown(screen) == {"ranks"}
+        assert visible_panels(screen) == {"ranks"}
 
 
 @played
@@ -203,10 +203,10 @@ async def test_resizing_is_immediate(tmp_path: Path) -> None:
         await settle(pilot)
         screen = app.screen
         assert isinstance(screen, RunScreen)
-        assert shown(screen) == {"ranks", "loss", "sync"}
+        assert visible_panels(screen) == {"ranks", "loss", "sync"}
         await pilot.resize_terminal(200, 60)
         await pilot.pause()
-        assert shown(screen) == set(PANELS)
+        assert visible_panels(screen) == set(PANELS)
         assert all(len(row) == 200 for row in rows(app))
 
 
@@ -465,14 +465,14 @@ async def test_the_hardware_takes_the_whole_screen_and_gives_it_back(tmp_path: P
     app = console(two_ranks(tmp_path))
     async with app.run_test(size=(120, 35)) as pilot:
         await settle(pilot)
-        before = shown(app.screen)  # type: ignore[arg-type]
+        before = visible_panels(app.screen)  # type: ignore[arg-type]
         await press(pilot, "H")
-        assert shown(app.screen) == {"hardware"}  # type: ignore[arg-type]
+        assert visible_panels(app.screen) == {"hardware"}  # type: ignore[arg-type]
         assert any("use %" in row for row in rows(app))
         await press(pilot, "p", "H", "H")
-        assert shown(app.screen) == before  # type: ignore[arg-type]
+        assert visible_panels(app.screen) == before  # type: ignore[arg-type]
         await press(pilot, "H", "escape")
-        assert shown(app.screen) == before  # type: ignore[arg-type]
+        assert visible_panels(app.screen) == before  # type: ignore[arg-type]
 
 
 @played

@@ -28,7 +28,7 @@ from trainer.host.processes import descendants
 HERE = Path(__file__).parent
 
 
-class Ran:
+class ScriptRun:
     """What the node of a script left behind."""
 
     def __init__(self, folder: Path, code: int, stderr: str) -> None:
@@ -80,10 +80,10 @@ def begin(
     )
 
 
-def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more: Sequence[str] = ()) -> Ran:
+def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more: Sequence[str] = ()) -> ScriptRun:
     process = begin(folder, script, *arguments, ranks=ranks, more=more)
     _, stderr = process.communicate(timeout=LIMIT_S)
-    return Ran(folder, process.returncode, stderr)
+    return ScriptRun(folder, process.returncode, stderr)
 
 
 # --- success --------------------------------------------------------------------------------------------------------
@@ -199,8 +199,8 @@ list(DataLoader(Broken(), num_workers=1))
 """
     done = run(tmp_path, script, ranks=1)
     assert done.code == 1
-    told = "OSError: [Errno 5] Input/output error: 'shard-7.bin' (in DataLoader worker process 0)"
-    assert done.failure.message == told
+    message = "OSError: [Errno 5] Input/output error: 'shard-7.bin' (in DataLoader worker process 0)"
+    assert done.failure.message == message
 
 
 def test_the_script_finds_what_an_interpreter_of_its_own_would_give_it(tmp_path: Path) -> None:
@@ -309,7 +309,9 @@ HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)
         ("open(", "exception", "SyntaxError: '(' was never closed"),
     ],
 )
-def test_how_a_script_failed_is_told_and_its_peers_end(tmp_path: Path, end: str, kind: str, message: str) -> None:
+def test_the_failure_of_a_script_is_reported_and_its_peers_end(
+    tmp_path: Path, end: str, kind: str, message: str
+) -> None:
     whole = end if end == "open(" else HANG + end
     done = run(tmp_path, whole, ranks=1 if end == "open(" else 2)
     rank = 0 if end == "open(" else 1
@@ -436,9 +438,9 @@ def test_a_wrong_request_is_refused_in_one_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments, {}) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1
 
 
 def assignment(device_id: int | None = None, local_world_size: int = 2) -> RankAssignment:
@@ -462,7 +464,7 @@ def assignment(device_id: int | None = None, local_world_size: int = 2) -> RankA
     )
 
 
-def test_a_rank_is_told_its_place_as_torchrun_tells_it() -> None:
+def test_a_rank_has_the_environment_variables_of_torchrun() -> None:
     found = launcher_environment(assignment(), ("10.0.0.1", 29600), {})
     assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
         "RANK": "5",

@@ -113,19 +113,19 @@ def test_the_average_is_what_is_validated_and_saved_and_the_plain_weights_train_
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "said"),
+    ("there", "here", "warning"),
     [
         (0.0, 0.5, "the average of the weights begins with these weights"),
         (0.5, 0.0, "the average of the weights ends, and the weights beside it go on"),
     ],
 )
 def test_an_average_that_begins_or_ends_on_resuming_is_told(
-    two_ranks: Gang, tmp_path: Path, there: float, here: float, said: str
+    two_ranks: Gang, tmp_path: Path, there: float, here: float, warning: str
 ) -> None:
     straight = trained(two_ranks, None, max_updates=8)
     trained(two_ranks, tmp_path, max_updates=4, ema_decay=there)
     resumed = trained(two_ranks, tmp_path, max_updates=8, ema_decay=here, resume=str(tmp_path))
-    assert said in resumed["said"]
+    assert warning in resumed["said"]
     assert same(resumed["model"], straight["model"])
 
 
@@ -270,7 +270,9 @@ def test_a_warm_start_has_the_weights_and_everything_else_fresh(pretrained: Path
     found = state_of(tmp_path / "fits" / "checkpoints")
     assert same(found["model"], state_of(pretrained)["model"])
     assert (found["updates"], found["position"]["epoch"], found["position"]["consumed"]) == (1, 1, 8)
-    assert [event["message"] for event in done.of("finding")] == [f"the model begins with 4 weights of {pretrained}"]
+    assert [event["message"] for event in done.events_of("finding")] == [
+        f"the model begins with 4 weights of {pretrained}"
+    ]
     wider = train_spawned(tmp_path / "wider", *flags, "--width", 17, ranks=2)
     assert wider.code == 2
     line = f"{pretrained} does not fit this model, of another shape: 0.weight is [16, 8] and in the model [17, 8], "
@@ -280,14 +282,14 @@ def test_a_warm_start_has_the_weights_and_everything_else_fresh(pretrained: Path
     assert torch.equal(
         state_of(tmp_path / "some" / "checkpoints")["model"]["3.bias"], state_of(pretrained)["model"]["3.bias"]
     )
-    assert "not with what does not fit: of another shape: 0.weight is" in some.of("finding")[0]["message"]
+    assert "not with what does not fit: of another shape: 0.weight is" in some.events_of("finding")[0]["message"]
 
 
 def test_without_saving_nothing_is_written_and_every_step_may_be_printed(tmp_path: Path) -> None:
     done = train(tmp_path, "--batch-size", 4, "--max-updates", 3, "--no-save", "--log-interval", 1)
     assert done.code == 0, done.output
     assert not list((tmp_path / "checkpoints").glob("*.pt"))
-    assert done.of("checkpoint") == []
+    assert done.events_of("checkpoint") == []
     lines = (tmp_path / "logs" / "0.log").read_text().splitlines()
     assert [line.partition(":")[0] for line in lines if " step " in line and line.startswith("epoch")] == [
         "epoch 1 step 1",

@@ -275,11 +275,11 @@ def test_another_comm_hook_is_wrapped_and_its_bytes_are_counted(gang: Gang, tmp_
     assert event.bucket_ms is not None
 
 
-def test_a_hook_that_is_there_already_is_left_alone_and_told_once(gang: Gang, tmp_path: Path) -> None:
+def test_an_existing_comm_hook_is_kept_and_reported_once(gang: Gang, tmp_path: Path) -> None:
     gang.run(_train_with, str(tmp_path), {"hook_of_its_own": True})
-    told = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
-    assert [(event.kind, event.severity) for event in told] == [("not_measured", "info")]
-    assert "comm hook already" in told[0].message
+    findings = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
+    assert [(event.kind, event.severity) for event in findings] == [("not_measured", "info")]
+    assert "comm hook already" in findings[0].message
     last = _steps(tmp_path, 0)[-1]
     assert last.sync_ms is not None
     assert last.bucket_ms is last.local_grad_norm is None
@@ -329,11 +329,11 @@ def _train_without_the_private_interface(rank: int, world_size: int, folder: str
         DistributedDataParallel._get_ddp_logging_data = original  # type: ignore[method-assign]
 
 
-def test_without_ddps_private_logger_its_values_are_absent_and_told_once(gang: Gang, tmp_path: Path) -> None:
+def test_without_ddps_private_logger_its_values_are_absent_and_reported_once(gang: Gang, tmp_path: Path) -> None:
     gang.run(_train_without_the_private_interface, str(tmp_path))
     events = _steps(tmp_path, 0)
-    told = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
-    assert ["no DDP runtime logger" in event.message for event in told] == [True]
+    findings = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
+    assert ["no DDP runtime logger" in event.message for event in findings] == [True]
     assert len(events) == 8
     assert all(event.sync_ms is event.sync_exposed_ms is event.backward_ms is None for event in events)
     assert all(event.forward_ms is not None for event in events)

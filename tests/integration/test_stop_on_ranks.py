@@ -66,18 +66,18 @@ def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path, ranks: int, numb
     await_steps(tmp_path / "first", ranks)
     process.send_signal(number)
     code, stderr = end(process)
-    told = outcome(tmp_path / "first")
-    assert told.stopped_at is not None
-    path = tmp_path / "first" / "checkpoints" / f"step_{told.stopped_at:08}.pt"
-    assert (code, told.exit_code, told.failure, told.saved) == (130, 130, None, str(path))
-    assert f"trainer: stopped at update {told.stopped_at}, saved {path}" in stderr
-    assert load(path)["updates"] == told.stopped_at
-    flags = ["--task", TASK, *FLAGS, "--max-updates", told.stopped_at + 9]
+    reported = outcome(tmp_path / "first")
+    assert reported.stopped_at is not None
+    path = tmp_path / "first" / "checkpoints" / f"step_{reported.stopped_at:08}.pt"
+    assert (code, reported.exit_code, reported.failure, reported.saved) == (130, 130, None, str(path))
+    assert f"trainer: stopped at update {reported.stopped_at}, saved {path}" in stderr
+    assert load(path)["updates"] == reported.stopped_at
+    flags = ["--task", TASK, *FLAGS, "--max-updates", reported.stopped_at + 9]
     assert train(tmp_path / "second", *flags, "--resume", path, ranks=ranks).code == 0
     assert train(tmp_path / "straight", *flags, ranks=ranks).code == 0
     ends = [newest(tmp_path / name / "checkpoints") for name in ("second", "straight")]
     states = [found[1] for found in ends if found is not None]
-    assert states[0]["updates"] == states[1]["updates"] == told.stopped_at + 9
+    assert states[0]["updates"] == states[1]["updates"] == reported.stopped_at + 9
     for name, tensor in states[0]["model"].items():
         assert torch.equal(tensor, states[1]["model"][name])
     assert states[0]["best"] == states[1]["best"]
@@ -100,12 +100,12 @@ def test_a_signal_to_every_process_of_a_job_loses_nothing(tmp_path: Path, number
         with suppress(ProcessLookupError):
             os.kill(pid, number)
     code, stderr = end(process)
-    told = outcome(tmp_path)
-    assert told.stopped_at is not None
-    path = tmp_path / "checkpoints" / f"step_{told.stopped_at:08}.pt"
-    assert (code, told.exit_code, told.failure, told.saved) == (130, 130, None, str(path))
-    assert f"trainer: stopped at update {told.stopped_at}, saved {path}" in stderr
-    assert load(path)["updates"] == told.stopped_at
+    reported = outcome(tmp_path)
+    assert reported.stopped_at is not None
+    path = tmp_path / "checkpoints" / f"step_{reported.stopped_at:08}.pt"
+    assert (code, reported.exit_code, reported.failure, reported.saved) == (130, 130, None, str(path))
+    assert f"trainer: stopped at update {reported.stopped_at}, saved {path}" in stderr
+    assert load(path)["updates"] == reported.stopped_at
 
 
 def test_all_ranks_stop_in_order_when_somebody_ends_one_of_them(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_all_ranks_stop_in_order_when_somebody_ends_one_of_them(tmp_path: Path) 
     await_steps(tmp_path)
     os.kill(pid_of(tmp_path, 1), signal.SIGTERM)
     code, _ = end(process)
-    told = outcome(tmp_path)
-    assert (code, told.failure, told.unanswered) == (130, None, [])
-    assert told.saved is not None
+    reported = outcome(tmp_path)
+    assert (code, reported.failure, reported.unanswered) == (130, None, [])
+    assert reported.saved is not None
 
 
 def test_a_validation_is_broken_off_and_made_up_for(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_nodes_stop_after_the_same_update_whichever_of_them_is_asked(tmp_path: P
     await_steps(tmp_path)
     nodes[1].terminate()
     assert [end(node)[0] for node in nodes] == [130, 130]
-    told = [outcome(tmp_path, node) for node in range(2)]
-    assert told[0].stopped_at == told[1].stopped_at
-    assert [one.saved is not None for one in told] == [True, False], "rank 0 saves"
+    reported = [outcome(tmp_path, node) for node in range(2)]
+    assert reported[0].stopped_at == reported[1].stopped_at
+    assert [one.saved is not None for one in reported] == [True, False], "rank 0 saves"
 
 
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path) -> None:

@@ -60,12 +60,12 @@ Epoch = list[tuple[int, int, list[tuple[list[int], int]]]]
 
 
 def read(source: StreamBatches, update_freq: int, updates: int = 10**6) -> Epoch:
-    told: Epoch = []
+    lines: Epoch = []
     for update in source.updates(update_freq):
-        told.append((update.micro_steps, update.global_samples, [(m.batch, m.samples) for m in update]))
-        if len(told) == updates:
+        lines.append((update.micro_steps, update.global_samples, [(m.batch, m.samples) for m in update]))
+        if len(lines) == updates:
             break
-    return told
+    return lines
 
 
 def samples_of(ranks: list[Epoch]) -> list[int]:
@@ -101,7 +101,7 @@ def test_every_sample_is_read_once_and_all_ranks_end_the_epoch_together(
         assert samples_of(firsts) == list(range(samples)), (samples, parts, sizes)
         shapes = {tuple(update[:2] for update in first) for first in firsts}
         assert len(shapes) == 1, "every rank makes the same micro-steps and knows what all of them read"
-        assert sum(told for _, told in next(iter(shapes))) == samples
+        assert sum(lines for _, lines in next(iter(shapes))) == samples
         assert all(rank["second"] == rank["first"] for rank in ranks)
         assert {(rank["ended"], rank["state"]["epoch"], rank["state"]["consumed"]) for rank in ranks} == {(0, 2, 0)}
 
@@ -136,7 +136,7 @@ def in_the_middle(_rank: int, _world_size: int, dataset: Any, sizes: list[int]) 
 
 def test_on_another_world_size_the_rest_of_a_stream_is_read_once(three_ranks: Gang) -> None:
     ranks = three_ranks.run(in_the_middle, Count(31), [3, 1, 2])
-    alone = batches(Count(31), [4], exchange=lambda told: [told])
+    alone = batches(Count(31), [4], exchange=lambda lines: [lines])
     alone.load_state_dict(ranks[0][1])
     assert samples_of([*(epoch for epoch, _ in ranks), read(alone, 1)]) == list(range(31))
 
@@ -157,9 +157,9 @@ def test_on_another_world_size_the_rest_of_a_stream_is_read_once(three_ranks: Ga
     ],
 )
 def test_what_cannot_be_passed_over_is_told_in_one_line(state: dict[str, Any], line: str) -> None:
-    source = batches(Count(31), [4], exchange=lambda told: [told])
+    source = batches(Count(31), [4], exchange=lambda lines: [lines])
     read(source, 1, 2)
-    other = batches(Count(31), [4], exchange=lambda told: [told])
+    other = batches(Count(31), [4], exchange=lambda lines: [lines])
     with pytest.raises(RequestError) as refusal:  # noqa: PT012 - at the latest when it is read
         other.load_state_dict(source.state_dict() | state)
         read(other, 1)
@@ -227,9 +227,9 @@ def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, s
     done = trained(three_ranks, None, stream, max_epochs=2, task_options={"valid_stream": True})
     assert (done["error"], done["updates"]) == ("", 2 * updates)
     assert done["best"][0] is not None
-    told = [line for line in done["said"] if "its length says" in line]
+    lines = [line for line in done["said"] if "its length says" in line]
     liar = "an epoch of the training data has 50 samples, but its length says 57"
-    assert told == ([liar, liar] if stream == "Liar" else [])
+    assert lines == ([liar, liar] if stream == "Liar" else [])
 
 
 @pytest.mark.parametrize(

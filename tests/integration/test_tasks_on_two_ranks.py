@@ -26,32 +26,23 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
     import os
 
     import torch
+    from worker_contexts import worker_context
 
     from trainer.contract.options import Training
-    from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
-    from trainer.engine.worker_context import WorkerContext
 
     os.environ["GPUTRAIN_CACHE"] = cache
-    said: list[str] = []
+    narration: list[str] = []
     kind = load_task(task_name)
     loop = Loop(
         kind(kind.Options(**task_options)),
         Training(task=task_name, batch_size=(6,), max_epochs=2, optimizer="adamw", lr=(3e-3,), save_every_epochs=0),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=EventWriter(None),
-            set_state=lambda state: None,
-            say=said.append,
-            checkpoints=None,
-        ),
+        worker_context(rank, world_size, say=narration.append),
     )
     outcome = loop.run()
     parameters = torch.cat([p.detach().flatten() for p in loop.raw_model.parameters()])
     return {
-        "said": said,
+        "said": narration,
         "updates": outcome.updates,
         "best": outcome.best.value,
         "parameters": parameters.double().sum().item(),

@@ -13,7 +13,7 @@ import torch
 from odd_tasks import NormTask
 from rank_group import Gang
 from tiny_task import TinyOptions
-from trained import TASK, Trained, train, train_spawned
+from trained import TASK, TrainingResult, train, train_spawned
 
 from trainer.checkpoint import newest
 from trainer.contract.options import Training
@@ -29,8 +29,8 @@ def two_ranks() -> Iterator[Gang]:
     gang.close()
 
 
-def failure(done: Trained) -> dict[str, Any]:
-    return next(event for event in done.of("failure") if event["kind"] == "non_finite")
+def failure(done: TrainingResult) -> dict[str, Any]:
+    return next(event for event in done.events_of("failure") if event["kind"] == "non_finite")
 
 
 # ------------------------------------------------------------------------------------------------- fp16
@@ -44,7 +44,7 @@ def test_fp16_that_never_steps_ends_with_step_and_module_named(tmp_path: Path, r
     message = failure(done)["message"]
     assert message.startswith("the loss scale is 6.1e-05, below --min-loss-scale 0.0001, and 30 steps in a row were ")
     assert "left out: non-finite gradient at step 4: first in gradient of 3.bias on rank 0" in message
-    assert max(event["step"] for event in done.of("step")) == 3
+    assert max(event["step"] for event in done.events_of("step")) == 3
 
 
 def test_the_least_loss_scale_can_be_chosen(tmp_path: Path) -> None:
@@ -58,11 +58,11 @@ def test_only_steps_that_were_taken_count(tmp_path: Path) -> None:
     flags += ("--lr-scheduler", "polynomial_decay", "--total-num-update", 10, "--optimizer", "sgd")
     done = train(tmp_path, *flags, "--poison", "gradient once")
     assert done.code == 0, done.output
-    assert [event["step"] for event in done.of("step")] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [event["step"] for event in done.of("validation")] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert done.of("step")[-1]["lr"] == pytest.approx(1e-3 * 0.3)
-    told = "step 4 was left out: a gradient overflowed; the loss scale is now 32768"
-    assert told in (tmp_path / "logs" / "0.log").read_text()
+    assert [event["step"] for event in done.events_of("step")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [event["step"] for event in done.events_of("validation")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert done.events_of("step")[-1]["lr"] == pytest.approx(1e-3 * 0.3)
+    expected = "step 4 was left out: a gradient overflowed; the loss scale is now 32768"
+    assert expected in (tmp_path / "logs" / "0.log").read_text()
     found = newest(tmp_path / "checkpoints")
     assert found is not None
     assert (found[1]["updates"], found[1]["position"]["consumed"]) == (8, 45)
@@ -74,7 +74,7 @@ def test_the_local_gradient_norm_is_that_of_the_gradient_without_the_loss_scale(
         flags = ("--batch-size", 5, "--max-updates", 20, "--sync-detail-every", 1, "--valid-every-updates", 1)
         done = train(tmp_path / precision, *flags, "--precision", precision, "--masked", ranks=2)
         assert done.code == 0, done.output
-        norms.append([event["local_grad_norm"] for event in done.of("step", 0) if "local_grad_norm" in event])
+        norms.append([event["local_grad_norm"] for event in done.events_of("step", 0) if "local_grad_norm" in event])
     assert norms[0]
     assert norms[1] == pytest.approx(norms[0], rel=0.02)
 
@@ -130,11 +130,10 @@ def train_queued(
     """Train on the CPU as on a GPU: numbers are on their way to the host until an event has been reached."""
     from host_waits import HostWaits
     from tiny_task import TinyTask
+    from worker_contexts import worker_context
 
-    from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
     from trainer.engine.non_finite import NonFiniteError
-    from trainer.engine.worker_context import WorkerContext
 
     Queue.waited, Queue.prompt = 0, prompt
     waited_in_steps: list[int] = []
@@ -149,16 +148,7 @@ def train_queued(
     loop = Loop(
         Task(TinyOptions(**task)),
         Training(task="tiny", batch_size=(5,), **({"optimizer": "adam"} | options)),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=rank),
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=Path(folder),
-            copies=HostWaits(QueuedEvent).copies,
-        ),
+        worker_context(rank, world_size, checkpoints=Path(folder), copies=HostWaits(QueuedEvent).copies),
     )
     message = ""
     try:
@@ -202,7 +192,7 @@ def test_a_number_that_has_arrived_ends_training_on_all_ranks_without_waiting_fo
     assert all("non-finite gradient at step 4: first in gradient of 3.bias" in each["message"] for each in results)
 
 
-def test_no_step_waits_for_a_device_to_be_looked_at(two_ranks: Gang, tmp_path: Path) -> None:
+def test_no_step_synchronises_with_the_device(two_ranks: Gang, tmp_path: Path) -> None:
     options = {"max_updates": 9, "valid_every_epochs": 0, "save_every_epochs": 0}
     for result in two_ranks.run(train_queued, str(tmp_path), options, {"samples": 1000}, False):
         assert (result["message"], result["updates"]) == ("", 9)
@@ -233,7 +223,7 @@ def test_what_is_validated_is_what_is_saved_where_ranks_have_other_statistics(tm
     flags = ("--task", f"{ODD}NormTask", "--batch-size", 5, "--max-updates", 5, "--lr", 0.1)
     done = train(tmp_path, *flags, "--valid-samples", 300, ranks=2)
     assert done.code == 0, done.output
-    (told,) = (event["loss"] for event in done.of("validation"))
+    (expected,) = (event["loss"] for event in done.events_of("validation"))
     task = NormTask(TinyOptions(valid_samples=300))
     model = task.model()
     found = newest(tmp_path / "checkpoints")
@@ -243,8 +233,8 @@ def test_what_is_validated_is_what_is_saved_where_ranks_have_other_statistics(tm
     valid = task.datasets()["valid"]
     with torch.no_grad():
         loss, count, _ = task.loss(model, task.collate([valid[index] for index in range(len(valid))]))
-    assert told == pytest.approx(float(loss / count), rel=1e-6)
-    assert {event["message"] for event in done.of("finding") if event["kind"] == "desync"} == set()
+    assert expected == pytest.approx(float(loss / count), rel=1e-6)
+    assert {event["message"] for event in done.events_of("finding") if event["kind"] == "desync"} == set()
 
 
 # ------------------------------------------------------------------------------------------------- seeds
@@ -255,24 +245,15 @@ def splits(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, lis
     import random
 
     from odd_tasks import SplitTask
+    from worker_contexts import worker_context
 
-    from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
-    from trainer.engine.worker_context import WorkerContext
 
     random.seed(1000 + rank)  # whatever a process has drawn before
     loop = Loop(
         SplitTask(TinyOptions()),
         Training(task="split", batch_size=(5,), max_updates=1, **options),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=rank),
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=None,
-        ),
+        worker_context(rank, world_size),
     )
     return {
         "after": [random.getrandbits(30)],
@@ -297,7 +278,9 @@ def test_the_same_seed_gives_the_same_bits(tmp_path: Path, workers: int) -> None
     first, second = (train(tmp_path / name, *flags, "--num-workers", workers, ranks=2) for name in ("first", "second"))
     assert (first.code, second.code) == (0, 0), first.output
     assert torch.equal(first.parameters, second.parameters)
-    assert [event["loss"] for event in first.of("validation")] == [event["loss"] for event in second.of("validation")]
+    assert [event["loss"] for event in first.events_of("validation")] == [
+        event["loss"] for event in second.events_of("validation")
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- data
@@ -315,8 +298,8 @@ def test_a_last_batch_of_one_sample_that_a_batch_norm_cannot_take_is_refused_at_
     assert "Traceback" not in done.output
     dropped = train(tmp_path / "dropped", *flags, "--drop-last", ranks=2)
     assert dropped.code == 0, dropped.output
-    assert sum(event["samples"] * 1 for event in dropped.of("step")) == 2 * 40
-    assert next(event["updates_per_epoch"] for event in dropped.of("training_plan")) == 4
+    assert sum(event["samples"] * 1 for event in dropped.events_of("step")) == 2 * 40
+    assert next(event["updates_per_epoch"] for event in dropped.events_of("training_plan")) == 4
 
 
 def test_a_rank_without_samples_runs_a_batch_norm_all_the_same(tmp_path: Path) -> None:
@@ -324,7 +307,7 @@ def test_a_rank_without_samples_runs_a_batch_norm_all_the_same(tmp_path: Path) -
     flags = ("--task", f"{ODD}NormTask", "--samples", 34, "--batch-size", 8, "--max-epochs", 2)
     done = train(tmp_path, *flags, ranks=3)
     assert done.code == 0, done.output
-    assert sum(event["samples"] for event in done.of("step")) == 2 * 34
+    assert sum(event["samples"] for event in done.events_of("step")) == 2 * 34
 
 
 def test_a_training_that_left_out_its_last_samples_resumes_at_the_next_epoch(tmp_path: Path) -> None:
@@ -334,7 +317,7 @@ def test_a_training_that_left_out_its_last_samples_resumes_at_the_next_epoch(tmp
     second = train(tmp_path / "second", *flags, "--resume", tmp_path / "first" / "checkpoints")
     assert (straight.code, first.code, second.code) == (0, 0, 0), second.output
     assert torch.equal(second.parameters, straight.parameters)
-    assert sum(event["samples"] for event in straight.of("step")) == 3 * 48
+    assert sum(event["samples"] for event in straight.events_of("step")) == 3 * 48
 
 
 @pytest.mark.parametrize(("workers", "share"), [(0, 0.0), (2, 1.0)])
@@ -342,7 +325,7 @@ def test_validation_reads_with_as_many_processes_as_training(tmp_path: Path, wor
     flags = ("--task", f"{ODD}ReaderTask", "--batch-size", 5, "--max-epochs", 2, "--num-workers", workers)
     done = train(tmp_path, *flags)
     assert done.code == 0, done.output
-    assert [event["metrics"]["in_worker"] for event in done.of("validation")] == [share, share]
+    assert [event["metrics"]["in_worker"] for event in done.events_of("validation")] == [share, share]
 
 
 # ------------------------------------------------------------------------------------------------- what loss returns
@@ -351,7 +334,7 @@ def test_validation_reads_with_as_many_processes_as_training(tmp_path: Path, wor
 def test_a_loss_may_return_two_values(tmp_path: Path) -> None:
     done = train(tmp_path, "--task", f"{ODD}TwoValueTask", "--batch-size", 10, "--max-epochs", 1)
     assert done.code == 0, done.output
-    assert [event.get("metrics", {}) for event in done.of("validation")] == [{}]
+    assert [event.get("metrics", {}) for event in done.events_of("validation")] == [{}]
 
 
 @pytest.mark.parametrize(
@@ -382,10 +365,9 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
     """Train with every wait for a device refused, from the first step to the last; return the steps."""
     from host_waits import HostWaits
     from tiny_task import TinyTask
+    from worker_contexts import worker_context
 
-    from trainer.contract.record import EventWriter
     from trainer.engine.loop import Loop
-    from trainer.engine.worker_context import WorkerContext
 
     waits = HostWaits()
 
@@ -409,14 +391,9 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
             valid_every_epochs=0,
             shuffle=False,  # the order is on the host, and is not told from what is on a device
         ),
-        WorkerContext(
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
-            writer=EventWriter(None, rank=rank),
-            set_state=lambda state: None,
-            say=lambda line: None,
-            checkpoints=None,
+        worker_context(
+            rank,
+            world_size,
             waits=waits.stop,  # before the last evaluation and the save, which may wait
             copies=waits.copies,
         ),

@@ -23,7 +23,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 COMMON = ("--cpu", "--distributed-no-spawn", "--distributed-timeout", "20", "--batch-size", "4", "--threads", "1")
 
 
-class TypedTrainer:
+class TrainerProcess:
     """``python -m trainer`` in a folder whose modules come first."""
 
     def __init__(self, words: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> None:
@@ -43,7 +43,7 @@ def train(
     *,
     task: str = TASK,
     folders: Sequence[Path] = (),
-    begin: type[ForkedTrainer | TypedTrainer] = ForkedTrainer,
+    begin: type[ForkedTrainer | TrainerProcess] = ForkedTrainer,
 ) -> list[tuple[int, str]]:
     """Start one process per list of flags as one group, each as a person types it; exit codes and what was printed."""
     places = folders or [folder] * len(own)
@@ -186,7 +186,7 @@ def test_other_code_on_a_rank_is_refused_by_name(tmp_path: Path, file: str, name
             shutil.copytree(Path(trainer.__file__).parent, folder / "trainer")
         with (folder / file).open("a") as written:
             written.write(f"# of rank {rank}\n")
-    begin = TypedTrainer if file.startswith("trainer") else ForkedTrainer
+    begin = TrainerProcess if file.startswith("trainer") else ForkedTrainer
     for code, output in train(tmp_path, [[], []], task="own:Own", folders=folders, begin=begin):
         assert code == 2, output
         assert named in output

@@ -9,7 +9,7 @@ from trainer.checkpoint import CheckpointWriter, Saved
 from trainer.checkpoint.folder_lock import LOCK
 
 
-class Log:
+class CheckpointLog:
     """What a writer has reported."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Log:
         )
 
 
-def names(folder: Path) -> list[str]:
+def checkpoint_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from screens_at_rest import quiet_app, settle, show
+from screens_at_rest import open_screen, quiet_app, settle
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -85,7 +85,7 @@ NOT_READY = msgspec.structs.replace(
 )
 
 
-def validated(
+def validate_on_fixed_machine(
     text: str,
     *,
     name: str,
@@ -105,7 +105,7 @@ def validated(
 
 
 @asynccontextmanager
-async def launching(
+async def open_launch_screen(
     size: tuple[int, int] = (140, 40), *, gpus: dict[str, tuple[int, ...]] | None = None
 ) -> AsyncIterator[tuple[GputrainApp, Pilot[int], LaunchScreen]]:
     """Open the launch screen on the recipes here, with GPUs that were chosen before."""
@@ -113,11 +113,11 @@ async def launching(
     async with app.run_test(size=size, notifications=True) as pilot:
         app.session.gpus = gpus or {}
         screen = LaunchScreen(debounce_s=0)
-        await show(pilot, screen)
+        await open_screen(pilot, screen)
         yield app, pilot, screen
 
 
-async def put(pilot: Pilot[int], screen: LaunchScreen, key: str, value: str) -> None:
+async def set_field(pilot: Pilot[int], screen: LaunchScreen, key: str, value: str) -> None:
     """Type a value into a field."""
     screen.form.focus()
     screen.form.go_to(key)

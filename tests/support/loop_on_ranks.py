@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from worker_contexts import worker_context
 
 from trainer.checkpoint import load, newest
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.contract.options import Training
-from trainer.contract.record import EventWriter
 from trainer.engine.loop import Loop
-from trainer.engine.worker_context import WorkerContext
 
 
 def train_on(rank: int, world_size: int, task: str, folder: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,15 +34,9 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     again, trace = given.pop("again", False), given.pop("trace", False)
     own = kind.Options(**given.pop("task_options", {}))
     training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
-    said: list[str] = []
-    context = WorkerContext(
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        writer=EventWriter(None, rank=rank),
-        set_state=lambda state: None,
-        say=said.append,
-        checkpoints=None if folder is None else Path(folder),
+    narration: list[str] = []
+    context = worker_context(
+        rank, world_size, say=narration.append, checkpoints=None if folder is None else Path(folder)
     )
     seen: list[Any] = []
     weights: list[dict[str, torch.Tensor]] = []
@@ -62,16 +55,16 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         if training.finetune_from:
             fitting, other = loop.fitting_weights(training.finetune_from, partial=training.finetune_partial)
             loop.begin_with(fitting)
-            said.append(other)
+            narration.append(other)
         if training.resume:
             state = state_of(training.resume)
             loop.load_state_dict(state, source=training.resume, again=again)
         loop.run()
     except (RequestError, TrainingError) as error:
-        return {"error": str(error), "said": said}
+        return {"error": str(error), "said": narration}
     return {
         "error": "",
-        "said": said,
+        "said": narration,
         "updates": loop.updates,
         "model": {name: value.detach().clone() for name, value in loop.raw_model.state_dict().items()},
         "batches": seen,

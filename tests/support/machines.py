@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 from run_dirs import run_dir
-from screens_at_rest import settle, show
+from screens_at_rest import open_screen, settle
 from textual.pilot import Pilot
 
 from gputrain_tui.console.app import GputrainApp
@@ -81,7 +81,7 @@ def machine(*gpus: Gpu, note: str = "") -> Inventory:
     )
 
 
-def other(host: str, *gpus: Gpu, load: float, cores: int, used: int, note: str = "") -> HostReport:
+def host_report(host: str, *gpus: Gpu, load: float, cores: int, used: int, note: str = "") -> HostReport:
     found = Inventory(
         host=host,
         time=0.0,
@@ -99,7 +99,7 @@ def other(host: str, *gpus: Gpu, load: float, cores: int, used: int, note: str =
     return HostReport(host=host, inventory=found)
 
 
-def small(index: int, *, user: str = "") -> Gpu:
+def small_gpu(index: int, *, user: str = "") -> Gpu:
     process = GpuProcess(pid=7100 + index, user=user, name="python3", memory_bytes=31 * GIB)
     return replace(
         gpu(index),
@@ -117,16 +117,23 @@ def small(index: int, *, user: str = "") -> Gpu:
 
 
 ANSWERS = {
-    "gpu1": other("gpu1", *(gpu(index, busy=index < 2) for index in range(4)), load=21.5, cores=192, used=310),
-    "ada@gpu2": other(
-        "gpu2", small(0, user="ada"), small(1, user="bob"), small(2), small(3), load=88.0, cores=96, used=980
+    "gpu1": host_report("gpu1", *(gpu(index, busy=index < 2) for index in range(4)), load=21.5, cores=192, used=310),
+    "ada@gpu2": host_report(
+        "gpu2",
+        small_gpu(0, user="ada"),
+        small_gpu(1, user="bob"),
+        small_gpu(2),
+        small_gpu(3),
+        load=88.0,
+        cores=96,
+        used=980,
     ),
-    "cpu9": other("cpu9", load=3.0, cores=64, used=40, note="no NVIDIA driver on this machine; CPU ranks work"),
+    "cpu9": host_report("cpu9", load=3.0, cores=64, used=40, note="no NVIDIA driver on this machine; CPU ranks work"),
     "gpu3": HostReport(host="gpu3", problem="it refuses the key: `ssh gpu3 true` must work without a password"),
 }
 
 
-def a_run(folder: Path) -> list[Run]:
+def run_on_gpu1(folder: Path) -> list[Run]:
     """A run with two ranks on gpu1, under a name that does not change."""
     run = run_dir(folder, "llm", status="running", steps=1)
     node = PlannedNode(
@@ -137,11 +144,11 @@ def a_run(folder: Path) -> list[Run]:
     return [replace(run, dir=RunDir(run.dir.path.rename(folder / "llm-1")))]
 
 
-async def several(pilot: Pilot[Any], folder: Path) -> None:
+async def open_several_hosts(pilot: Pilot[Any], folder: Path) -> None:
     app = pilot.app
     assert isinstance(app, GputrainApp)
     app.session.hosts, app.session.hostfile = parse_hosts(HOSTS, name="hosts"), "hosts"
-    runs = a_run(folder)
+    runs = run_on_gpu1(folder)
     screen = ClusterScreen(
         take=lambda: machine(gpu(0, busy=True), gpu(1, hot=True)),
         ask=ANSWERS.__getitem__,
@@ -149,6 +156,6 @@ async def several(pilot: Pilot[Any], folder: Path) -> None:
         clocked=False,
         now=lambda: 100.0,
     )
-    await show(pilot, screen)
+    await open_screen(pilot, screen)
     await pilot.press("down", "down", "down", "down", "down", "down", "space", "down", "space")
     await settle(pilot)

@@ -13,7 +13,7 @@ NOON = 1_795_262_400.0
 """2026-11-21 12:00:00 UTC."""
 
 
-def make(root: Path, recipe: str = "demo", *, started: float = NOON, world_size: int = 2, **changes: object) -> Run:
+def make_run(root: Path, recipe: str = "demo", *, started: float = NOON, world_size: int = 2, **changes: object) -> Run:
     run = create(
         recipe,
         world_size=world_size,
@@ -27,11 +27,11 @@ def make(root: Path, recipe: str = "demo", *, started: float = NOON, world_size:
     return find(run.id, root)
 
 
-def make_ended(home: Path, recipe: str = "demo", **changes: object) -> Run:
-    return make(home / "runs", recipe, **{"status": "finished", **changes})  # type: ignore[arg-type]
+def make_ended_run(home: Path, recipe: str = "demo", **changes: object) -> Run:
+    return make_run(home / "runs", recipe, **{"status": "finished", **changes})  # type: ignore[arg-type]
 
 
-def say(run: Run, rank: int, text: bytes) -> None:
+def append_to_log(run: Run, rank: int, text: bytes) -> None:
     """Print as a rank."""
     with run.dir.rank_log(rank).open("ab") as file:
         file.write(text)
@@ -41,7 +41,7 @@ def step(rank: int, number: int, moment: float = NOON) -> Step:
     return Step(time=moment, rank=rank, step=number, epoch=1, steps=1, samples=8, loss=1.5)
 
 
-def append(run: RunDir, rank: int, *events: Step | RankState, torn: bytes = b"") -> None:
+def append_events(run: RunDir, rank: int, *events: Step | RankState, torn: bytes = b"") -> None:
     """Record as a rank."""
     with run.rank_events(rank).open("ab") as file:
         file.write(b"".join(encode_event(event) for event in events) + torn)

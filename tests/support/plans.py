@@ -22,15 +22,15 @@ def recipe(*nodes: str, cluster: str = "", train: str = "") -> Any:
     )
 
 
-def remote(*gpus: int) -> list[str]:
+def remote_nodes(*gpus: int) -> list[str]:
     """Nodes by address."""
     return [f'host = "10.0.123.{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 
-def named(*gpus: int) -> list[str]:
+def named_nodes(*gpus: int) -> list[str]:
     """Nodes by name."""
     return [f'host = "n{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 
-def planned(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> Plan:
+def plan_for(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> Plan:
     return plan(recipe(*nodes, **tables), has or {}, local=local)

@@ -13,11 +13,11 @@ from typing import Any
 from unittest import mock
 
 import synthetic
-from launch_screens import NOT_READY, TEXT, two_recipes, validated
-from machines import ANSWERS, NO_DRIVER, TWO_NODES, gpu, machine, several
+from launch_screens import NOT_READY, TEXT, two_recipes, validate_on_fixed_machine
+from machines import ANSWERS, NO_DRIVER, TWO_NODES, gpu, machine, open_several_hosts
 from run_dirs import run_dir
 from screen_frames import NOW, console, press, settle
-from screens_at_rest import settle as rest, show
+from screens_at_rest import open_screen, settle as rest
 from textual.pilot import Pilot
 
 from gputrain_tui import paths
@@ -176,13 +176,13 @@ async def history(pilot: Pilot[Any]) -> None:
     run_dir(RUNS, "fast", started=T0 + 100, lr=0.2, steps=80)
     run_dir(RUNS, "a-name-that-needs-all-the-room-there-is", started=T0 + 150, status="stopped", steps=7)
     run_dir(RUNS, "broken", started=T0 + 200, status="failed", message="rank 1 ran out of memory in backward")
-    await show(pilot, HistoryScreen(now=lambda: T0 + 1000, clocked=False))
+    await open_screen(pilot, HistoryScreen(now=lambda: T0 + 1000, clocked=False))
     await pilot.press("end", "space", "up", "space", "home")
     await rest(pilot)
 
 
 async def history_empty(pilot: Pilot[Any]) -> None:
-    await show(pilot, HistoryScreen(clocked=False))
+    await open_screen(pilot, HistoryScreen(clocked=False))
 
 
 async def compare(pilot: Pilot[Any]) -> None:
@@ -196,13 +196,13 @@ async def compare(pilot: Pilot[Any]) -> None:
 
 async def cluster(pilot: Pilot[Any]) -> None:
     gpus = [gpu(index, busy=index < 3, hot=index == 2) for index in range(8)]
-    await show(pilot, ClusterScreen(take=lambda: machine(*gpus), runs=list, clocked=False))
+    await open_screen(pilot, ClusterScreen(take=lambda: machine(*gpus), runs=list, clocked=False))
     await pilot.press("end", "space", "home")
     await rest(pilot)
 
 
 async def cluster_without_gpus(pilot: Pilot[Any]) -> None:
-    await show(pilot, ClusterScreen(take=lambda: machine(note=NO_DRIVER), runs=list, clocked=False))
+    await open_screen(pilot, ClusterScreen(take=lambda: machine(note=NO_DRIVER), runs=list, clocked=False))
 
 
 async def cluster_recipe(pilot: Pilot[Any]) -> None:
@@ -211,21 +211,21 @@ async def cluster_recipe(pilot: Pilot[Any]) -> None:
     screen = ClusterScreen(
         take=lambda: machine(note=NO_DRIVER), ask=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0
     )
-    await show(pilot, screen)
+    await open_screen(pilot, screen)
 
 
 async def cluster_hosts(pilot: Pilot[Any]) -> None:
-    await several(pilot, Path())
+    await open_several_hosts(pilot, Path())
 
 
 async def cluster_silent(pilot: Pilot[Any]) -> None:
-    await several(pilot, Path())
+    await open_several_hosts(pilot, Path())
     await pilot.press("end")
     await rest(pilot)
 
 
 async def launch(pilot: Pilot[Any]) -> None:
-    await show(pilot, LaunchScreen(debounce_s=0, validate=validated))
+    await open_screen(pilot, LaunchScreen(debounce_s=0, validate=validate_on_fixed_machine))
     await pilot.press("down")
     await rest(pilot)
 
@@ -238,16 +238,16 @@ async def launch_not_ready(pilot: Pilot[Any]) -> None:
         .replace("text.txt", "data/books")
         .replace("threads", 'save_dir = "/scratch/ours"\nthreads')
     )
-    screen = LaunchScreen(debounce_s=0, validate=partial(validated, facts=NOT_READY))
-    await show(pilot, screen)
+    screen = LaunchScreen(debounce_s=0, validate=partial(validate_on_fixed_machine, facts=NOT_READY))
+    await open_screen(pilot, screen)
     screen.form.focus()
     screen.form.go_to("task.data")
     await rest(pilot)
 
 
 async def launch_editing(pilot: Pilot[Any]) -> None:
-    screen = LaunchScreen(debounce_s=0, validate=validated)
-    await show(pilot, screen)
+    screen = LaunchScreen(debounce_s=0, validate=validate_on_fixed_machine)
+    await open_screen(pilot, screen)
     assert screen.draft is not None
     screen.draft.set("train.batch_size", "1, 2, 3")
     screen.form.focus()

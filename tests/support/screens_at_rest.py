@@ -39,12 +39,12 @@ async def settle(pilot: Pilot[int]) -> None:
     raise AssertionError(f"background work does not end: {list(pilot.app.workers)}")
 
 
-async def show(pilot: Pilot[int], screen: Screen[None]) -> None:
+async def open_screen(pilot: Pilot[int], screen: Screen[None]) -> None:
     await pilot.app.push_screen(screen)
     await settle(pilot)
 
 
-def seen(app: GputrainApp) -> str:
+def screen_text(app: GputrainApp) -> str:
     """Return what is on the screen, row by row."""
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)

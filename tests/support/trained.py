@@ -25,7 +25,7 @@ ENVIRON = {key: value for key, value in os.environ.items() if not key.startswith
 ENVIRON |= {"GLOO_SOCKET_IFNAME": "lo"}
 
 
-class Trained:
+class TrainingResult:
     """What a finished `python -m trainer` left behind."""
 
     def __init__(self, run_dir: Path, done: subprocess.CompletedProcess[str]) -> None:
@@ -37,17 +37,17 @@ class Trained:
             self.events += [json.loads(line) for line in file.read_text().splitlines()]
         self.events.sort(key=lambda event: float(event["time"]))
 
-    def of(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
+    def events_of(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
         return [e for e in self.events if e["type"] == kind and (rank is None or e.get("rank") == rank)]
 
     def sum_of(self, value: str, rank: int, *, after: int = 0) -> float:
         """Over the steps; how many steps share an event depends on how fast they were, the sum does not."""
-        return sum(event[value] * event["steps"] for event in self.of("step", rank) if event["step"] > after)
+        return sum(event[value] * event["steps"] for event in self.events_of("step", rank) if event["step"] > after)
 
     def curve(self) -> list[float]:
         """The loss of each step: the mean over the ranks, whose batches are equally large."""
         losses: dict[int, list[float]] = {}
-        for event in self.of("step"):
+        for event in self.events_of("step"):
             assert event["steps"] == 1
             losses.setdefault(event["step"], []).append(event["loss"])
         return [statistics.fmean(losses[step]) for step in sorted(losses)]
@@ -59,11 +59,11 @@ class Trained:
         return torch.cat([tensor.flatten().double() for tensor in found[1]["model"].values()])
 
 
-def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:
+def train(run_dir: Path, *flags: object, ranks: int = 1) -> TrainingResult:
     """Train with as many processes, each started by hand as a rank of its own."""
     words = ["--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1", *map(str, flags)]
     if ranks == 1:
-        return Trained(run_dir, ForkedTrainer(words, environ=ENVIRON).finish())
+        return TrainingResult(run_dir, ForkedTrainer(words, environ=ENVIRON).finish())
     with tempfile.TemporaryDirectory() as folder:
         words += ["--distributed-no-spawn", "--distributed-world-size", str(ranks)]
         words += ["--distributed-init-method", f"file://{folder}/meeting", "--distributed-rank"]
@@ -71,12 +71,14 @@ def train(run_dir: Path, *flags: object, ranks: int = 1) -> Trained:
         done = [process.finish() for process in begun]
     code = max(each.returncode for each in done)
     output = "".join(each.stdout + each.stderr for each in done)
-    return Trained(run_dir, subprocess.CompletedProcess(words, code, output, ""))
+    return TrainingResult(run_dir, subprocess.CompletedProcess(words, code, output, ""))
 
 
-def train_spawned(run_dir: Path, *flags: object, ranks: int) -> Trained:
+def train_spawned(run_dir: Path, *flags: object, ranks: int) -> TrainingResult:
     """Train with one command, whose node agent starts the ranks."""
     words = ["--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1"]
     words += ["--distributed-world-size", str(ranks), *map(str, flags)]
     command = [sys.executable, "-m", "trainer", *words]
-    return Trained(run_dir, subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRON))
+    return TrainingResult(
+        run_dir, subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRON)
+    )

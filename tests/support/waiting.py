@@ -10,9 +10,9 @@ LIMIT_S = 120.0
 """Far above what anything takes on a busy machine: what takes so long hangs."""
 
 
-def until(happened: Callable[[], Any], what: str = "it") -> Any:
+def until(happened: Callable[[], Any], what: str = "it", limit_s: float = LIMIT_S) -> Any:
     """Wait until a condition holds and return its value."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while not (value := happened()):
         assert time.monotonic() < deadline, f"{what} did not come true"
         time.sleep(0.01)

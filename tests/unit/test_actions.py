@@ -143,10 +143,10 @@ def test_while_the_log_has_the_keys_the_footer_shows_its_own_and_none_that_it_ta
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.parametrize(("width", "said"), [(80, "1–4 Screens"), (120, "1–4 Screens"), (160, "1 Cluster  2 Launch")])
-def test_the_screens_of_a_run_say_how_to_get_to_the_others(width: int, said: str) -> None:
+@pytest.mark.parametrize(("width", "hints"), [(80, "1–4 Screens"), (120, "1–4 Screens"), (160, "1 Cluster  2 Launch")])
+def test_the_screens_of_a_run_say_how_to_get_to_the_others(width: int, hints: str) -> None:
     row, spots = draw_keys(footer("run"), width)
-    assert said in row_text(row)
+    assert hints in row_text(row)
     assert {"go('cluster')", "go('history')"} <= {action.name for _, _, action in spots}
 
 

@@ -431,8 +431,8 @@ def test_evaluation_reads_every_sample_once(samples: int, batch_sizes: list[int]
         assert list(source) == micro_batches  # and again at the next evaluation
         seen += samples_of([micro_batches])
     assert sorted(seen) == list(range(samples))
-    [(said, was)] = counts
-    assert said == was == -(-samples // sum(batch_sizes))
+    [(warnings, was)] = counts
+    assert warnings == was == -(-samples // sum(batch_sizes))
 
 
 def test_evaluation_reads_by_length() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_log import Log, names, step_of
+from checkpoint_log import CheckpointLog, checkpoint_names, step_of
 from torch import nn
 
 from trainer.checkpoint import (
@@ -36,8 +36,8 @@ from trainer.distributed.encoding import encode
 
 
 @pytest.fixture
-def log() -> Log:
-    return Log()
+def log() -> CheckpointLog:
+    return CheckpointLog()
 
 
 def a_training() -> dict[str, Any]:
@@ -63,7 +63,7 @@ def a_training() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- saving and loading
 
 
-def test_a_training_comes_back_as_it_was_saved(tmp_path: Path, log: Log) -> None:
+def test_a_training_comes_back_as_it_was_saved(tmp_path: Path, log: CheckpointLog) -> None:
     state = a_training()
     writer = log.writer(tmp_path)
     writer.save(state, step=12)
@@ -75,7 +75,7 @@ def test_a_training_comes_back_as_it_was_saved(tmp_path: Path, log: Log) -> None
     (saved,) = log.saved
     assert (saved.step, saved.path, saved.bytes, saved.best) == (12, path, path.stat().st_size, False)
     assert saved.write_ms > 0
-    assert names(tmp_path) == ["step_00000012.pt"]
+    assert checkpoint_names(tmp_path) == ["step_00000012.pt"]
 
 
 def test_any_torch_reads_the_file_without_this_program(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_any_torch_reads_the_file_without_this_program(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "step_00000001.pt", weights_only=True)["weight"].tolist() == [0, 1, 2]
 
 
-def test_training_may_go_on_while_its_state_is_written(tmp_path: Path, log: Log) -> None:
+def test_training_may_go_on_while_its_state_is_written(tmp_path: Path, log: CheckpointLog) -> None:
     weight, nested = torch.zeros(1000, 1000), {"seen": [1, 2]}
     writer = log.writer(tmp_path)
     writer.save({"weight": weight, "nested": nested}, step=1)
@@ -138,13 +138,15 @@ def test_values_come_back_as_plain_ones(tmp_path: Path, value: Any, expected: An
         ([b""], "state['x'][0] is empty bytes"),
     ],
 )
-def test_a_state_that_could_not_come_back_is_refused_at_once(tmp_path: Path, log: Log, value: Any, words: str) -> None:
+def test_a_state_that_could_not_come_back_is_refused_at_once(
+    tmp_path: Path, log: CheckpointLog, value: Any, words: str
+) -> None:
     writer = log.writer(tmp_path)
     with pytest.raises(CheckpointError) as raised:
         writer.save({"x": value}, step=1)
     assert str(raised.value).startswith(words)
     writer.close()
-    assert names(tmp_path) == []
+    assert checkpoint_names(tmp_path) == []
 
 
 # ---------------------------------------------------------------------------------------------------- what is kept
@@ -161,28 +163,28 @@ def test_a_state_that_could_not_come_back_is_refused_at_once(tmp_path: Path, log
     ],
 )
 def test_the_last_ones_and_the_best_stay(
-    tmp_path: Path, log: Log, keep_last: int, best: tuple[int, ...], expected: list[str]
+    tmp_path: Path, log: CheckpointLog, keep_last: int, best: tuple[int, ...], expected: list[str]
 ) -> None:
     writer = log.writer(tmp_path, keep_last=keep_last)
     for step in (10, 20, 30, 40, 50):
         writer.save({"step": step}, step=step, best=step in best)
         writer.wait()
     writer.close()
-    assert names(tmp_path) == expected
+    assert checkpoint_names(tmp_path) == expected
     assert [saved.step for saved in log.saved if saved.best] == list(best)
     if best:
         assert load(tmp_path / "best.pt")["step"] == best[-1]
     assert step_of(newest(tmp_path)) == 50
 
 
-def test_the_best_is_a_name_and_not_a_second_copy(tmp_path: Path, log: Log) -> None:
+def test_the_best_is_a_name_and_not_a_second_copy(tmp_path: Path, log: CheckpointLog) -> None:
     writer = log.writer(tmp_path)
     for _ in range(2):  # saving a step again as the best replaces both names
         writer.save({"step": 1}, step=1, best=True)
         writer.wait()
     writer.close()
     assert (tmp_path / "best.pt").samefile(tmp_path / "step_00000001.pt")
-    assert names(tmp_path) == ["best.pt", "step_00000001.pt"]
+    assert checkpoint_names(tmp_path) == ["best.pt", "step_00000001.pt"]
 
 
 def test_a_gpus_tensors_are_waited_for_by_the_writing_thread_and_not_by_training(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_memory_that_cannot_be_locked_costs_a_wait_and_no_checkpoint() -> None:
 
 
 def test_where_a_file_system_has_no_links_the_best_is_a_copy(
-    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: CheckpointLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: Any) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -242,23 +244,23 @@ def test_where_a_file_system_has_no_links_the_best_is_a_copy(
     writer.wait()
     writer.save({"step": 2}, step=2)
     writer.close()
-    assert names(tmp_path) == ["best.pt", "step_00000002.pt"]
+    assert checkpoint_names(tmp_path) == ["best.pt", "step_00000002.pt"]
     assert load(tmp_path / "best.pt")["step"] == 1
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_the_best_of_the_training_before_is_kept_beside_the_first_checkpoint_and_is_never_the_newest(
-    tmp_path: Path, log: Log, there: bool
+    tmp_path: Path, log: CheckpointLog, there: bool
 ) -> None:
     before = tmp_path / "before"
-    first = Log().writer(before)
+    first = CheckpointLog().writer(before)
     for step in (7, 8, 9):  # so that the places there are higher than the first ones here
         first.save({"step": step}, step=step, best=step == 9)
         first.wait()
     first.close()
     writer = log.writer(tmp_path / "here")
     writer.inherit_best(before / "best.pt", step=9)
-    assert names(tmp_path / "here") == [], "alone it would be the newest"
+    assert checkpoint_names(tmp_path / "here") == [], "alone it would be the newest"
     if not there:
         shutil.rmtree(before)
     for step in (10, 11):
@@ -266,7 +268,7 @@ def test_the_best_of_the_training_before_is_kept_beside_the_first_checkpoint_and
         writer.wait()
     writer.close()
     kept = ["step_00000010.pt", "step_00000011.pt"]
-    assert names(tmp_path / "here") == (["best.pt", *kept] if there else kept)
+    assert checkpoint_names(tmp_path / "here") == (["best.pt", *kept] if there else kept)
     assert step_of(newest(tmp_path / "here")) == 11
     if there:
         assert load(tmp_path / "here" / "best.pt") == {"step": 9}
@@ -278,18 +280,20 @@ def test_the_best_of_the_training_before_is_kept_beside_the_first_checkpoint_and
         ]
 
 
-def test_a_run_continued_from_an_earlier_step_is_newer_than_the_branch_it_left(tmp_path: Path, log: Log) -> None:
+def test_a_run_continued_from_an_earlier_step_is_newer_than_the_branch_it_left(
+    tmp_path: Path, log: CheckpointLog
+) -> None:
     writer = log.writer(tmp_path)
     for step in (100, 200, 110):
         writer.save({"step": step}, step=step)
         writer.wait()
     writer.close()
-    assert names(tmp_path) == ["step_00000110.pt", "step_00000200.pt"]
+    assert checkpoint_names(tmp_path) == ["step_00000110.pt", "step_00000200.pt"]
     assert step_of(newest(tmp_path)) == 110
 
 
 def test_a_clock_that_is_set_back_costs_no_checkpoint(
-    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: CheckpointLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(10**18, 0, -(10**15)))
     monkeypatch.setattr(time, "time_ns", lambda: next(clock))
@@ -300,7 +304,7 @@ def test_a_clock_that_is_set_back_costs_no_checkpoint(
             writer.wait()
             assert step_of(newest(tmp_path)) == step
         writer.close()
-    assert names(tmp_path) == ["step_00000030.pt", "step_00000040.pt"]
+    assert checkpoint_names(tmp_path) == ["step_00000030.pt", "step_00000040.pt"]
 
 
 def dated(path: Path, time_ns: int) -> None:
@@ -311,7 +315,7 @@ def dated(path: Path, time_ns: int) -> None:
     path.write_bytes(changed + hashlib.blake2b(changed, digest_size=32).digest())
 
 
-def test_what_is_saved_is_newer_than_files_that_come_from_the_future(tmp_path: Path, log: Log) -> None:
+def test_what_is_saved_is_newer_than_files_that_come_from_the_future(tmp_path: Path, log: CheckpointLog) -> None:
     for step in (100, 200):
         write_file(tmp_path / f"step_{step:08}.pt", {"step": step})
         dated(tmp_path / f"step_{step:08}.pt", time.time_ns() + step * 10**12)
@@ -322,10 +326,10 @@ def test_what_is_saved_is_newer_than_files_that_come_from_the_future(tmp_path: P
         writer.wait()
         assert step_of(newest(tmp_path)) == step
     writer.close()
-    assert names(tmp_path) == ["step_00000210.pt", "step_00000220.pt"]
+    assert checkpoint_names(tmp_path) == ["step_00000210.pt", "step_00000220.pt"]
 
 
-def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, log: Log) -> None:
+def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, log: CheckpointLog) -> None:
     torch.save({"mine": 1}, tmp_path / "step_00000001.pt")
     (tmp_path / "notes.txt").write_text("keep")
     writer = log.writer(tmp_path, keep_last=1)
@@ -333,13 +337,15 @@ def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path, log: Log) ->
         writer.save({"step": step}, step=step)
         writer.wait()
     writer.close()
-    assert names(tmp_path) == ["notes.txt", "step_00000001.pt", "step_00000003.pt"]
+    assert checkpoint_names(tmp_path) == ["notes.txt", "step_00000001.pt", "step_00000003.pt"]
 
 
 # ------------------------------------------------------------------------------------- when saves come fast or fail
 
 
-def held_writer(folder: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> tuple[CheckpointWriter, threading.Event]:
+def held_writer(
+    folder: Path, log: CheckpointLog, monkeypatch: pytest.MonkeyPatch
+) -> tuple[CheckpointWriter, threading.Event]:
     """Return a writer whose disk holds up the first save until the event is set."""
     go, begun = threading.Event(), threading.Event()
     write = writing.write_file
@@ -367,7 +373,7 @@ def held_writer(folder: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> tupl
 )
 def test_saves_faster_than_the_disk_are_superseded_but_the_best_is_not_lost(
     tmp_path: Path,
-    log: Log,
+    log: CheckpointLog,
     monkeypatch: pytest.MonkeyPatch,
     following: tuple[int, ...],
     best: tuple[int, ...],
@@ -381,17 +387,19 @@ def test_saves_faster_than_the_disk_are_superseded_but_the_best_is_not_lost(
     assert [saved.step for saved in log.saved] == written
 
 
-def test_a_save_waits_for_nothing_but_its_copy(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_nothing_but_its_copy(
+    tmp_path: Path, log: CheckpointLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer, go = held_writer(tmp_path, log, monkeypatch)
     writer.save({"step": 2}, step=2)  # would never return if it waited for the held one
-    assert names(tmp_path) == []
+    assert checkpoint_names(tmp_path) == []
     go.set()
     writer.wait()
-    assert names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
+    assert checkpoint_names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
     writer.close()
 
 
-def test_a_folder_that_was_deleted_is_made_again_and_held(tmp_path: Path, log: Log) -> None:
+def test_a_folder_that_was_deleted_is_made_again_and_held(tmp_path: Path, log: CheckpointLog) -> None:
     folder = tmp_path / "checkpoints"
     writer = log.writer(folder)
     writer.save({"step": 1}, step=1)
@@ -404,10 +412,10 @@ def test_a_folder_that_was_deleted_is_made_again_and_held(tmp_path: Path, log: L
     assert writer.close() == []
     assert [saved.step for saved in log.saved] == [1, 2]
     assert log.failed == [(2, f"{folder} was deleted, and the checkpoints in it; it is made again")]
-    assert names(folder) == ["step_00000002.pt"]
+    assert checkpoint_names(folder) == ["step_00000002.pt"]
 
 
-def test_a_deleted_run_directory_stays_deleted(tmp_path: Path, log: Log) -> None:
+def test_a_deleted_run_directory_stays_deleted(tmp_path: Path, log: CheckpointLog) -> None:
     writer = log.writer(tmp_path / "run" / "checkpoints")
     shutil.rmtree(tmp_path / "run")
     for step in (1, 2, 3):
@@ -419,25 +427,25 @@ def test_a_deleted_run_directory_stays_deleted(tmp_path: Path, log: Log) -> None
 
 
 def test_a_fault_in_telling_of_one_checkpoint_does_not_cost_the_next(tmp_path: Path) -> None:
-    told: list[int] = []
+    saved_steps: list[int] = []
     failed: list[int] = []
 
-    def tell(saved: Saved) -> None:
-        told.append(saved.step)
+    def on_saved(saved: Saved) -> None:
+        saved_steps.append(saved.step)
         if saved.step == 1:
             raise ValueError("surrogates not allowed")
 
-    writer = CheckpointWriter(tmp_path, keep_last=2, on_saved=tell, on_failed=lambda step, _: failed.append(step))
+    writer = CheckpointWriter(tmp_path, keep_last=2, on_saved=on_saved, on_failed=lambda step, _: failed.append(step))
     for step in (1, 2):
         writer.save({"step": step}, step=step)
         writer.wait()
     writer.close()
-    assert (told, failed) == ([1, 2], [1])
-    assert names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
+    assert (saved_steps, failed) == ([1, 2], [1])
+    assert checkpoint_names(tmp_path) == ["step_00000001.pt", "step_00000002.pt"]
 
 
 @pytest.mark.parametrize("name", ["file/checkpoints", "file"])
-def test_a_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path, log: Log, name: str) -> None:
+def test_a_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path, log: CheckpointLog, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RequestError, match="no folder for checkpoints"):
         log.writer(tmp_path / name)
@@ -476,7 +484,7 @@ DAMAGES: list[tuple[Callable[[bytes], bytes], str]] = [
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=[f"{words}-{i}" for i, (_, words) in enumerate(DAMAGES)])
 def test_a_bad_file_is_refused_in_one_line_and_the_one_before_is_used(
-    tmp_path: Path, log: Log, damage: Callable[[bytes], bytes], words: str
+    tmp_path: Path, log: CheckpointLog, damage: Callable[[bytes], bytes], words: str
 ) -> None:
     writer = log.writer(tmp_path)
     for step in (1, 2):
@@ -508,7 +516,7 @@ def test_a_missing_file_is_one_line_and_an_empty_folder_is_no_checkpoint(tmp_pat
     assert newest(tmp_path / "missing") is None
 
 
-def test_the_best_is_used_when_nothing_else_is_good(tmp_path: Path, log: Log) -> None:
+def test_the_best_is_used_when_nothing_else_is_good(tmp_path: Path, log: CheckpointLog) -> None:
     writer = log.writer(tmp_path, keep_last=1)
     for step in (1, 2):
         writer.save({"step": step}, step=step, best=step == 1)

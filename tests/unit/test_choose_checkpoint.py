@@ -18,7 +18,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make(home: Path, *, own: str, elsewhere: str, recorded: str, name: str = "trained") -> str:
+def make_run(home: Path, *, own: str, elsewhere: str, recorded: str, name: str = "trained") -> str:
     """Make a run with these checkpoints in its directory and in another folder, and in its record; return its id."""
     run = run_dirs.run_dir(home / "home" / "runs", name)
     kept = home / "kept"
@@ -52,7 +52,7 @@ def make(home: Path, *, own: str, elsewhere: str, recorded: str, name: str = "tr
 def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(
     home: Path, own: str, elsewhere: str, recorded: str, which: str | None, chosen: str
 ) -> None:
-    run = make(home, own=own, elsewhere=elsewhere, recorded=recorded)
+    run = make_run(home, own=own, elsewhere=elsewhere, recorded=recorded)
     found = choose_checkpoint("last", which)
     folder = home / "home" / "runs" / run / "checkpoints"
     assert found.path == {"own": folder, "kept": home / "kept"}[chosen.partition("/")[0]] / chosen.partition("/")[2]
@@ -75,7 +75,7 @@ def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(
     ],
 )
 def test_what_a_run_does_not_have_is_one_line(home: Path, own: str, which: str | None, message: str) -> None:
-    run = make(home, own=own, elsewhere="", recorded="")
+    run = make_run(home, own=own, elsewhere="", recorded="")
     with pytest.raises(RequestError) as refused:
         choose_checkpoint(run, which)
     assert str(refused.value).startswith(message.format(run=run))

@@ -187,7 +187,7 @@ def impostor() -> Iterator[int]:
         thread.join()
 
 
-def test_counts_of_somebody_else_are_not_believed(impostor: int) -> None:
+def test_counts_of_a_foreign_process_are_refused(impostor: int) -> None:
     with pytest.raises(TrainingError, match="what answers there is not node 0 of this Slurm step"):
         exchange_counts(exchange(1, 2, impostor), 2, timeout_s=0.2)
 

@@ -80,10 +80,10 @@ class Run:
             events = self.one_step(slow, loss)
             self.state.apply_all(events)
             if self.step % every == 0:
-                found += self.look()
+                found += self.diagnose()
         return found
 
-    def look(self, after_s: float = 0.0) -> list[Finding]:
+    def diagnose(self, after_s: float = 0.0) -> list[Finding]:
         self.now += after_s
         found = self.diagnosis.update(self.state, self.now)
         self.state.apply_all(found)
@@ -138,7 +138,7 @@ def late(rank: int, first: int = 61, last: int = 10**9, **extra: float) -> Slow:
     return lambda step, who: extra if who == rank and first <= step < last else {}
 
 
-def told(found: list[Finding]) -> list[tuple[str, str, int | None, str | None]]:
+def summaries(found: list[Finding]) -> list[tuple[str, str, int | None, str | None]]:
     return [(finding.kind, finding.state, finding.rank, finding.cause) for finding in found]
 
 
@@ -151,7 +151,7 @@ def test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps(ranks: int,
     run = Run(ranks)
     assert run.steps(60) == []
     found = run.steps(20, late(1, **{part: 30.0}))
-    assert told(found) == [("straggler", "raised", 1, part)]
+    assert summaries(found) == [("straggler", "raised", 1, part)]
     finding = found[0]
     assert (finding.host, finding.device, finding.severity) == ("node0", "cpu", "critical")
     assert finding.evidence["late_ms"] == pytest.approx(30.0, rel=0.1)
@@ -175,7 +175,7 @@ def test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps(ranks: int,
 def test_a_cause_is_named_only_when_it_covers_four_fifths(extra: dict[str, float], cause: str) -> None:
     run = Run(device="cuda:0")
     run.steps(60)
-    assert told(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
+    assert summaries(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
 
 
 def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_longest_part() -> None:
@@ -195,9 +195,9 @@ def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_l
         return Run(device="cuda:0").steps(100, longer)
 
     [found] = found_with(slower)
-    assert told([found]) == [("straggler", "raised", 2, "unattributed")]
+    assert summaries([found]) == [("straggler", "raised", 2, "unattributed")]
     assert "as all that it does takes longer, most of all its backward pass (+4" in found.message
-    assert told(found_with({"backward": slower["backward"]})) == [("straggler", "raised", 2, "backward")]
+    assert summaries(found_with({"backward": slower["backward"]})) == [("straggler", "raised", 2, "backward")]
 
 
 def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
@@ -210,7 +210,7 @@ def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
         late_ms = pattern[step % len(pattern)] if rank == 1 else 0.0
         return {"backward": 0.7 * late_ms, "forward": 0.3 * late_ms}
 
-    assert told(run.steps(60, uneven)) == [("straggler", "raised", 1, "unattributed")]
+    assert summaries(run.steps(60, uneven)) == [("straggler", "raised", 1, "unattributed")]
 
 
 def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does() -> None:
@@ -225,21 +225,21 @@ def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_
         assert run.steps(60) == []
     began = run.now
     found = run.steps(90, late(1, first=run.step + 1, **all_longer))
-    assert told(found) == [("straggler", "raised", 1, "unattributed")]
+    assert summaries(found) == [("straggler", "raised", 1, "unattributed")]
     assert 4.0 < found[0].time - began < 7.0
 
 
 def test_a_rank_that_is_slow_from_the_first_step_is_found() -> None:
-    assert told(Run().steps(60, late(3, first=1, backward=10.0))) == [("straggler", "raised", 3, "backward")]
+    assert summaries(Run().steps(60, late(3, first=1, backward=10.0))) == [("straggler", "raised", 3, "backward")]
 
 
 def test_a_finding_is_cleared_once_and_raised_again() -> None:
     run = Run()
     slow = late(1, first=61, last=101, forward=30.0)
-    assert told(run.steps(100, slow)) == [("straggler", "raised", 1, "forward")]
-    assert told(run.steps(40, slow)) == [("straggler", "cleared", 1, "forward")]
+    assert summaries(run.steps(100, slow)) == [("straggler", "raised", 1, "forward")]
+    assert summaries(run.steps(40, slow)) == [("straggler", "cleared", 1, "forward")]
     assert run.state.findings == {}
-    assert told(run.steps(20, late(1, data=30.0))) == [("straggler", "raised", 1, "data")]
+    assert summaries(run.steps(20, late(1, data=30.0))) == [("straggler", "raised", 1, "data")]
 
 
 def test_faults_that_are_over_are_not_taken_for_the_noise_of_the_machine() -> None:
@@ -248,16 +248,16 @@ def test_faults_that_are_over_are_not_taken_for_the_noise_of_the_machine() -> No
     for turn, part in enumerate(["forward", "backward", "data", "optimizer"] * 3):
         rank = turn % 2
         found = run.steps(20, lambda _, who: {part: 30.0} if who == rank else {})  # noqa: B023 - called at once
-        assert told(found) == [("straggler", "raised", rank, part)]
+        assert summaries(found) == [("straggler", "raised", rank, part)]
         found = run.steps(15, lambda _, who: {part: 30.0} if who == rank else {}) + run.steps(25)  # noqa: B023
-        assert told(found) == [("straggler", "cleared", rank, part)]
+        assert summaries(found) == [("straggler", "cleared", rank, part)]
 
 
 def test_a_finding_stands_while_more_than_half_of_the_threshold_is_left() -> None:
     run = Run(noise=0.0)
-    assert told(run.steps(120, late(1, forward=6.0))) == [("straggler", "raised", 1, "forward")]
+    assert summaries(run.steps(120, late(1, forward=6.0))) == [("straggler", "raised", 1, "forward")]
     assert run.steps(60, late(1, forward=3.5)) == []
-    assert told(run.steps(40, late(1, forward=1.5))) == [("straggler", "cleared", 1, "forward")]
+    assert summaries(run.steps(40, late(1, forward=1.5))) == [("straggler", "cleared", 1, "forward")]
 
 
 def test_a_little_lateness_must_last_longer_than_much() -> None:
@@ -287,7 +287,7 @@ def test_lateness_within_the_noise_is_no_finding() -> None:
     quiet, noisy = Run(noise=0.02), Run(noise=0.6)
     quiet.steps(60)
     noisy.steps(60)
-    assert told(quiet.steps(20, late(1, forward=10.0))) == [("straggler", "raised", 1, "forward")]
+    assert summaries(quiet.steps(20, late(1, forward=10.0))) == [("straggler", "raised", 1, "forward")]
     assert noisy.steps(20, late(1, forward=10.0)) == []
 
 
@@ -303,7 +303,7 @@ def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_part
     assert {finding.kind for finding in run.steps(300, stolen)} == {"imbalance"}
     first = run.step + 1
     found = run.steps(20, lambda step, rank: {**stolen(step, rank), **({part: 30.0} if rank == 0 else {})})
-    assert told(found) == [("straggler", "raised", 0, part)]
+    assert summaries(found) == [("straggler", "raised", 0, part)]
     assert first < (found[0].step or 0) < first + 20
     assert found[0].evidence["noise_ms"] < 30.0
 
@@ -322,12 +322,12 @@ def test_who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow(ra
     run = Run(ranks, broadcast=TREES[ranks])
     assert run.steps(60) == []
     found = run.steps(60, late(slow, **{part: 30.0}))
-    assert told(found) == [("straggler", "raised", slow, part)]
+    assert summaries(found) == [("straggler", "raised", slow, part)]
     assert found[0].evidence["late_ms"] == pytest.approx(30.0, rel=0.1)
     waiting = [rank for rank in TREES[ranks] if slow in TREES[ranks][rank] or (slow == 0 and rank)]
     assert found[0].evidence.get("followers", 0) == len(waiting)
     assert ("buffers that DDP broadcasts" in found[0].message) == bool(waiting)
-    assert told(run.steps(40)) == [("straggler", "cleared", slow, part)]
+    assert summaries(run.steps(40)) == [("straggler", "cleared", slow, part)]
 
 
 def test_without_a_broadcast_two_ranks_that_are_slow_in_two_ways_are_both_named() -> None:
@@ -371,13 +371,13 @@ def test_a_delay_is_found_among_waits_for_cores_that_are_longer() -> None:
     busy = busy_machine(4, bursts=True)
     run.steps(60, busy)
     found = run.steps(20, lambda step, rank: {**busy(step, rank), **({"backward": 30.0} if rank == 0 else {})})
-    assert told(found) == [("straggler", "raised", 0, "backward")]
+    assert summaries(found) == [("straggler", "raised", 0, "backward")]
 
 
 def test_a_rank_that_shares_its_core_is_found_to_wait_for_it() -> None:
     run = Run()
     found = run.steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
-    assert told(found) == [("straggler", "raised", 2, "core_wait")]
+    assert summaries(found) == [("straggler", "raised", 2, "core_wait")]
 
 
 def test_what_other_guests_take_is_named_when_one_node_alone_suffers() -> None:
@@ -386,7 +386,7 @@ def test_what_other_guests_take_is_named_when_one_node_alone_suffers() -> None:
         run.state.apply(NodeSample(time=run.now, node=node, host=f"node{node}", steal_percent=steal))
     run.steps(60)
     found = run.steps(20, lambda step, rank: {"forward": 10.0, "backward": 20.0} if rank == 3 else {})
-    assert told(found) == [("straggler", "raised", 3, "cpu_steal")]
+    assert summaries(found) == [("straggler", "raised", 3, "cpu_steal")]
 
 
 def test_a_throttled_gpu_is_named_by_its_clock() -> None:
@@ -396,7 +396,7 @@ def test_a_throttled_gpu_is_named_by_its_clock() -> None:
         run.state.apply(NodeSample(time=run.now, node=rank // 2, host=f"node{rank // 2}", gpus=[gpu]))
     run.steps(60)
     found = run.steps(20, lambda step, rank: {"forward": 20.0, "backward": 40.0} if rank == 3 else {})
-    assert told(found) == [("straggler", "raised", 3, "gpu_clock")]
+    assert summaries(found) == [("straggler", "raised", 3, "gpu_clock")]
 
 
 def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[Finding]:
@@ -417,7 +417,7 @@ def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[F
             last.tokens = sum(event.tokens or 0 for event in (last, *before)) if last.tokens else None
             last.steps, last.core_wait_ms = steps, None
             run.state.apply(last)
-        found += run.look()
+        found += run.diagnose()
     return found
 
 
@@ -425,7 +425,7 @@ def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[F
 def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
     run = Run(2)
     assert covering(run, 60, steps) == []
-    assert told(covering(run, 20, steps, late(1, first=run.step + 1, optimizer=30.0))) == [
+    assert summaries(covering(run, 20, steps, late(1, first=run.step + 1, optimizer=30.0))) == [
         ("straggler", "raised", 1, "optimizer")
     ]
 
@@ -435,8 +435,8 @@ def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_
     assert covering(run, 60, 25) == []
     slow = late(1, first=run.step + 1, forward=200.0)
     assert covering(run, 3, 2, slow) == []
-    assert told(covering(run, 3, 2, slow)) == [("straggler", "raised", 1, "forward")]
-    assert told(covering(run, 40, 25)) == [("straggler", "cleared", 1, "forward")]
+    assert summaries(covering(run, 3, 2, slow)) == [("straggler", "raised", 1, "forward")]
+    assert summaries(covering(run, 40, 25)) == [("straggler", "cleared", 1, "forward")]
 
 
 @pytest.mark.parametrize("covered", [(2, 2, 1), (1, 1, 1, 2), (2, 1)])
@@ -450,7 +450,7 @@ def test_slow_steps_of_which_some_share_an_event_and_some_have_their_own_are_tol
     while not found and run.step < first + 30:
         for steps in covered:
             found += covering(run, 1, steps, late(1, first=first, data=200.0))
-    assert told(found) == [("straggler", "raised", 1, "data")]
+    assert summaries(found) == [("straggler", "raised", 1, "data")]
     assert found[0].step is not None
     assert found[0].step < first + 14
 
@@ -477,7 +477,7 @@ def test_events_that_cover_several_noisy_balanced_steps_are_no_finding(steps: in
 
 def test_a_slow_network_is_found_step_by_step_within_events() -> None:
     found = covering(Run(2, wire_ms=50.0), 80, 6)
-    assert told(found) == [("communication_bound", "raised", None, "communication")]
+    assert summaries(found) == [("communication_bound", "raised", None, "communication")]
     assert found[0].evidence["wire_exposed_ms"] == pytest.approx(50.0, rel=0.1)
 
 
@@ -485,28 +485,28 @@ def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one()
     run = Run(2)
     assert covering(run, 30, 2) == []
     found = run.steps(20, late(1, backward=30.0))
-    assert told(found) == [("straggler", "raised", 1, "backward")]
+    assert summaries(found) == [("straggler", "raised", 1, "backward")]
 
 
 def holding(run: Run, number: int, models: str) -> list[Finding]:
     """Let each rank tell a checksum; ranks with the same letter hold the same model."""
     for rank, letter in enumerate(models):
         run.state.apply(Checksum(time=run.now, rank=rank, step=number, parameters=letter, buffers=""))
-    return run.look()
+    return run.diagnose()
 
 
 def test_ranks_that_only_tell_their_checksums_and_hold_another_model_are_named_once_until_they_agree() -> None:
     run = Run(4)
     assert holding(run, 100, "aaaa") == []
     (found,) = holding(run, 200, "aaba")
-    assert told([found]) == [("desync", "raised", 2, "parameters")]
+    assert summaries([found]) == [("desync", "raised", 2, "parameters")]
     assert (found.severity, found.step, found.host) == ("critical", 200, "node1")
     assert found.message == "rank 2 holds other parameters than the rest"
     assert holding(run, 300, "aaca") == []
-    assert told(holding(run, 400, "dddd")) == [("desync", "cleared", 2, "parameters")]
+    assert summaries(holding(run, 400, "dddd")) == [("desync", "cleared", 2, "parameters")]
 
 
-def test_a_desync_that_the_ranks_found_themselves_is_not_told_again() -> None:
+def test_a_desync_found_by_the_ranks_is_not_raised_again() -> None:
     run = Run(2)
     run.state.apply(Finding(time=run.now, kind="desync", rank=1, cause="parameters", message="first in parameter w"))
     assert holding(run, 100, "ab") == []
@@ -514,12 +514,12 @@ def test_a_desync_that_the_ranks_found_themselves_is_not_told_again() -> None:
 
 def test_a_step_whose_synchronisation_was_not_measured_changes_nothing() -> None:
     run = Run(2)
-    assert told(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
+    assert summaries(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
     run.step += 1
     for event in run.one_step(late(1, forward=30.0), 2.0):
         event.sync_exposed_ms = event.sync_ms = None
         run.state.apply(event)
-    assert run.look() == []
+    assert run.diagnose() == []
 
 
 def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
@@ -529,10 +529,10 @@ def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
         for event in run.one_step(late(1, forward=30.0), 2.0):
             event.sync_exposed_ms = event.sync_ms = None
             run.state.apply(event)
-        assert run.look() == []
+        assert run.diagnose() == []
 
 
-def test_one_rank_alone_is_nobody_s_straggler() -> None:
+def test_a_single_rank_is_no_straggler() -> None:
     assert Run(1).steps(200, late(0, forward=50.0)) == []
 
 
@@ -544,10 +544,10 @@ def test_a_rank_that_has_not_reported_is_waited_for() -> None:
 
 def test_a_restarted_run_is_judged_anew() -> None:
     run = Run(2)
-    assert told(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
+    assert summaries(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
     for rank in (0, 1):
         run.state.apply(RankState(time=run.now, rank=rank, state="spawned"))
-    assert told(run.look()) == [("straggler", "cleared", 1, "forward")]
+    assert summaries(run.diagnose()) == [("straggler", "cleared", 1, "forward")]
     assert run.steps(60) == []
 
 
@@ -557,18 +557,18 @@ def test_a_restarted_run_is_judged_anew() -> None:
 def test_waiting_for_data_on_all_ranks_is_input_bound() -> None:
     run = Run()
     found = run.steps(100, lambda _step, _rank: {"data": 40.0})
-    assert told(found) == [("input_bound", "raised", None, "data")]
+    assert summaries(found) == [("input_bound", "raised", None, "data")]
     assert found[0].evidence["data_share"] == pytest.approx(0.48, abs=0.05)
-    assert told(run.steps(100)) == [("input_bound", "cleared", None, "data")]
+    assert summaries(run.steps(100)) == [("input_bound", "cleared", None, "data")]
 
 
 def test_a_slow_reader_alone_does_not_bind_the_run() -> None:
-    assert told(Run(2).steps(150, late(1, first=1, data=60.0))) == [("straggler", "raised", 1, "data")]
+    assert summaries(Run(2).steps(150, late(1, first=1, data=60.0))) == [("straggler", "raised", 1, "data")]
 
 
 def test_bare_transfers_bind_a_run_but_waiting_for_a_late_rank_does_not() -> None:
     found = Run(wire_ms=50.0).steps(100)
-    assert told(found) == [("communication_bound", "raised", None, "communication")]
+    assert summaries(found) == [("communication_bound", "raised", None, "communication")]
     assert "update_freq" in found[0].advice
     assert found[0].evidence["wire_exposed_ms"] == pytest.approx(50.0, rel=0.1)
     late_rank = Run().steps(100, late(0, first=1, forward=80.0))
@@ -588,11 +588,11 @@ def test_a_loss_that_is_no_number_is_a_finding(loss: float | None) -> None:
     run = Run(2)
     run.steps(40)
     found = run.steps(3, loss=loss)
-    assert told(found) == [("non_finite", "raised", 0, "loss")]
+    assert summaries(found) == [("non_finite", "raised", 0, "loss")]
     assert found[0].message.startswith("the loss of rank 0 and of 1 other rank is NaN or infinite since step 41")
     assert "a checkpoint that is older than step 41" in found[0].advice
     assert run.steps(2 * HISTORY, loss=loss) == [], "it stands for as long as it lasts"
-    assert told(run.steps(1)) == [("non_finite", "cleared", 0, "loss")]
+    assert summaries(run.steps(1)) == [("non_finite", "cleared", 0, "loss")]
 
 
 def norms(run: Run, *norms: float | None) -> list[Finding]:
@@ -603,7 +603,7 @@ def norms(run: Run, *norms: float | None) -> list[Finding]:
         for event in run.one_step(balanced, 2.0):
             event.grad_norm = norm
             run.state.apply(event)
-        found += run.look()
+        found += run.diagnose()
     return found
 
 
@@ -614,8 +614,8 @@ def test_the_first_rank_that_is_not_finite_stays_the_one_that_is_named() -> None
     events = run.one_step(balanced, 2.0)
     events[1].loss = None
     run.state.apply_all(events)
-    found = run.look() + run.steps(5, loss=None)
-    assert told(found) == [("non_finite", "raised", 1, "loss")]
+    found = run.diagnose() + run.steps(5, loss=None)
+    assert summaries(found) == [("non_finite", "raised", 1, "loss")]
     assert found[0].message.startswith("the loss of rank 1 is NaN or infinite since step 41")
 
 
@@ -624,10 +624,10 @@ def test_a_step_that_a_loss_scaler_leaves_out_is_no_finding_and_gradients_that_s
     run.steps(40)
     for _ in range(3):
         assert norms(run, None, None, 1.0, 1.0) == []
-    assert told(norms(run, None, None, None, None)) == [("non_finite", "raised", 0, "grad_norm")]
+    assert summaries(norms(run, None, None, None, None)) == [("non_finite", "raised", 0, "grad_norm")]
 
 
-def test_a_loss_that_is_told_now_and_then_is_no_finding() -> None:
+def test_a_loss_reported_only_at_some_steps_is_no_finding() -> None:
     run = Run(2)
     found = []
     for _ in range(40):
@@ -641,7 +641,7 @@ def test_a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not() -> None:
         run.steps(1, loss=2.0 + run.random.gauss(0, 0.05))
     assert run.steps(1, loss=9.0) == []
     assert run.steps(3, loss=2.0) == []
-    assert told(run.steps(4, loss=9.0)) == [("loss_spike", "raised", None, None)]
+    assert summaries(run.steps(4, loss=9.0)) == [("loss_spike", "raised", None, None)]
 
 
 # --- stalls ---------------------------------------------------------------------------------------------------------
@@ -653,9 +653,9 @@ def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
     run.step += 1
     run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
     run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=[RankSample(rank=2, cpu_percent=99.0)]))
-    assert run.look(5.0) == []
-    found = run.look(10.0)
-    assert told(found) == [("stalled", "raised", 2, "busy")]
+    assert run.diagnose(5.0) == []
+    found = run.diagnose(10.0)
+    assert summaries(found) == [("stalled", "raised", 2, "busy")]
     assert "rank 2 on node1 has done no step for" in found[0].message
     assert found[0].evidence["last_step"] == 40
 
@@ -663,10 +663,10 @@ def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
 def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_goes_on() -> None:
     run = Run(2)
     run.steps(40)
-    run.look()
-    assert run.look(15.0) == []
-    assert told(run.look(20.0)) == [("stalled", "raised", None, None)]
-    assert told(run.steps(1)) == [("stalled", "cleared", None, None)]
+    run.diagnose()
+    assert run.diagnose(15.0) == []
+    assert summaries(run.diagnose(20.0)) == [("stalled", "raised", None, None)]
+    assert summaries(run.steps(1)) == [("stalled", "cleared", None, None)]
 
 
 @pytest.mark.parametrize(
@@ -681,23 +681,23 @@ def test_of_ranks_at_the_same_step_the_one_that_does_something_else_is_named(
     run.steps(40)
     samples = [RankSample(rank=rank, cpu_percent=percent) for rank, percent in enumerate(cpu)]
     run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
-    run.look()
-    assert [(finding.kind, finding.rank) for finding in run.look(25.0)] == [("stalled", rank)]
+    run.diagnose()
+    assert [(finding.kind, finding.rank) for finding in run.diagnose(25.0)] == [("stalled", rank)]
 
 
 def test_the_rank_that_is_at_an_earlier_part_of_the_step_is_named_with_that_part() -> None:
     run = Run(2)
     run.steps(40)
-    run.look()
+    run.diagnose()
     last = "its last collectives are all_reduce 81, all_reduce 82; 82 of 82 are complete"
     for rank, part, done in ((0, "sync", 4), (1, "forward", 2)):
         doing = Doing(time=run.now + 5.0, rank=rank, step=41, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
         doing.collectives = last if rank == 1 else ""
         run.state.apply(doing)
-    found = run.look(12.0)
-    assert told(found) == [("stalled", "raised", 1, "forward")]
+    found = run.diagnose(12.0)
+    assert summaries(found) == [("stalled", "raised", 1, "forward")]
     assert found[0].message.endswith(f"rank 1 is in its forward pass; {last}")
-    assert told(run.steps(1)) == [("stalled", "cleared", 1, "forward")]
+    assert summaries(run.steps(1)) == [("stalled", "cleared", 1, "forward")]
     assert run.state.ranks[1].doing is None
 
 
@@ -726,15 +726,15 @@ def test_progress_is_compared_by_the_step_that_each_rank_is_in_and_then_within_i
     """A GPU, or events that share a line, may hold back the record of a step that a rank has done."""
     run = Run(len(places))
     run.steps(40)
-    run.look()
+    run.diagnose()
     for rank, place in enumerate(places):
         if place is not None:
             step, part, done = place
             run.state.apply(
                 Doing(time=run.now + 5.0, rank=rank, step=step, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
             )
-    run.look()
-    assert [(finding.kind, finding.rank) for finding in run.look(30.0)] == [("stalled", behind)]
+    run.diagnose()
+    assert [(finding.kind, finding.rank) for finding in run.diagnose(30.0)] == [("stalled", behind)]
 
 
 def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
@@ -742,8 +742,8 @@ def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
     run.steps(40)
     samples = [RankSample(rank=rank, cpu_percent=98.0) for rank in (0, 1)]
     run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
-    assert run.look(250.0) == []
-    assert told(run.look(60.0)) == [("stalled", "raised", None, "busy")]
+    assert run.diagnose(250.0) == []
+    assert summaries(run.diagnose(60.0)) == [("stalled", "raised", None, "busy")]
 
 
 def test_a_rank_that_spins_without_a_core_is_not_idle() -> None:
@@ -754,16 +754,16 @@ def test_a_rank_that_spins_without_a_core_is_not_idle() -> None:
         RankSample(rank=1, cpu_percent=12.0, wait_percent=85.0),
     ]
     run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
-    run.look()
-    assert told(run.look(25.0)) == [("stalled", "raised", 1, "busy")]
+    run.diagnose()
+    assert summaries(run.diagnose(25.0)) == [("stalled", "raised", 1, "busy")]
 
 
 def test_ranks_that_have_finished_do_not_wait_for_one_that_has_done_as_many_steps() -> None:
     run = Run(2)
     run.steps(40)
     run.state.apply(RankState(time=run.now, rank=0, state="finished"))
-    run.look()
-    assert run.look(600.0) == []
+    run.diagnose()
+    assert run.diagnose(600.0) == []
 
 
 def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None:
@@ -772,8 +772,8 @@ def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None
     run.state.apply(RankState(time=run.now, rank=1, state="finished"))
     run.step += 1
     run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 1])
-    run.look()
-    (found,) = run.look(15.0)
+    run.diagnose()
+    (found,) = run.diagnose(15.0)
     assert (found.kind, found.rank, found.cause) == ("stalled", 1, "left")
     assert found.message.startswith("rank 1 has ended after step 40, and for 15 s the others have done no step")
 
@@ -784,7 +784,7 @@ def run_out(run: Run, rank: int, *, steps: int) -> None:
         run.step += 1
         events = run.one_step(lambda _step, _rank: {"forward": 3000.0}, 2.0)
         run.state.apply_all([event for event in events if event.rank != rank])
-        run.look()
+        run.diagnose()
 
 
 @pytest.mark.parametrize("state", ["training", "finished"])
@@ -796,7 +796,7 @@ def test_nobody_waits_for_a_rank_without_which_the_others_have_trained_on(state:
         enter(run, "finished", 0)
     assert ("stalled", 0) not in run.state.findings
     for _ in range(3):  # an evaluation, for one
-        run.look(12.0)
+        run.diagnose(12.0)
         assert ("stalled", 0) not in run.state.findings
     assert [f.message for f in run.state.findings.values() if f.kind == "straggler"] == []
 
@@ -807,8 +807,8 @@ def test_of_those_that_train_on_the_one_that_does_no_step_is_named() -> None:
     run_out(run, 0, steps=30)
     run.step += 1
     run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank == 2])
-    run.look()
-    found = run.look(70.0)
+    run.diagnose()
+    found = run.diagnose(70.0)
     assert [(finding.kind, finding.rank) for finding in found] == [("stalled", 1)]
 
 
@@ -816,7 +816,7 @@ def enter(run: Run, state: str, *ranks: int, after_s: float = 0.0) -> None:
     run.now += after_s
     for rank in ranks:
         run.state.apply(RankState(time=run.now, rank=rank, state=state))  # type: ignore[arg-type]
-    run.look()
+    run.diagnose()
 
 
 def wait_for_all(run: Run, *ranks: int, after_s: float = 0.0) -> None:
@@ -824,7 +824,7 @@ def wait_for_all(run: Run, *ranks: int, after_s: float = 0.0) -> None:
     run.now += after_s
     for rank in ranks:
         run.state.apply(Doing(time=run.now, rank=rank, step=run.step + 1, part="group", parts_done=0, waited_ms=0.0))
-    run.look()
+    run.diagnose()
 
 
 @pytest.mark.parametrize("took_s", [1.0, 30.0])
@@ -834,8 +834,8 @@ def test_in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others
     enter(run, "validating", 0, 1, 2)
     wait_for_all(run, 0, 2, after_s=took_s)
     patience_s = max(10.0, 4 * took_s) - took_s
-    assert run.look(patience_s - 1.0) == []
-    (found,) = run.look(2.0)
+    assert run.diagnose(patience_s - 1.0) == []
+    (found,) = run.diagnose(2.0)
     assert (found.kind, found.rank) == ("stalled", 1)
     assert "rank 1 on node0 has been validating for" in found.message
     assert "and the others wait for it" in found.message
@@ -850,8 +850,8 @@ def test_a_validation_may_last_some_times_as_long_as_the_longest_before() -> Non
     enter(run, "training", 0, 1, after_s=50.0)
     run.steps(40)
     enter(run, "validating", 0, 1)
-    assert run.look(190.0) == []
-    (found,) = run.look(15.0)
+    assert run.diagnose(190.0) == []
+    (found,) = run.diagnose(15.0)
     assert (found.kind, found.rank) == ("stalled", None)
     assert found.message.startswith("every rank has been validating for 205 s, after step 80")
 
@@ -860,7 +860,7 @@ def test_a_rank_that_does_not_begin_a_validation_is_awaited_by_those_that_have()
     run = Run(2)
     run.steps(40)
     enter(run, "validating", 0)
-    (found,) = run.look(12.0)
+    (found,) = run.diagnose(12.0)
     assert (found.rank, found.kind) == (1, "stalled")
 
 
@@ -868,12 +868,12 @@ def test_a_first_save_may_take_minutes_while_something_is_written_and_a_later_on
     run = Run(2)
     run.steps(40)
     enter(run, "saving", 0)
-    assert run.look(250.0) == []
+    assert run.diagnose(250.0) == []
     enter(run, "training", 0, after_s=10.0)
     run.steps(10)
     enter(run, "saving", 0)
-    assert run.look(1000.0) == []
-    assert told(run.look(100.0)) == [("stalled", "raised", None, None)]
+    assert run.diagnose(1000.0) == []
+    assert summaries(run.diagnose(100.0)) == [("stalled", "raised", None, None)]
 
 
 def starting(ranks: int, state: str) -> Run:
@@ -893,8 +893,8 @@ def test_in_the_first_step_the_rank_whose_gradients_the_others_wait_for_is_named
             Doing(time=run.now, rank=rank, step=1, part=part, parts_done=done, waited_ms=5000.0)  # type: ignore[arg-type]
         )
     patience_s = max(10.0, 4 * took_s)
-    assert run.look(begun + patience_s - 1.0 - run.now) == []
-    (found,) = run.look(2.0)
+    assert run.diagnose(begun + patience_s - 1.0 - run.now) == []
+    (found,) = run.diagnose(2.0)
     assert (found.kind, found.rank, found.cause) == ("stalled", 1, "forward")
 
 
@@ -909,9 +909,9 @@ def test_before_the_first_step_the_rank_that_the_others_wait_for_is_named(state:
     else:
         run.step += 1
         run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
-        run.look(2.0)
-    assert run.look(7.0) == []
-    (found,) = run.look(3.0)
+        run.diagnose(2.0)
+    assert run.diagnose(7.0) == []
+    (found,) = run.diagnose(3.0)
     assert (found.kind, found.rank) == ("stalled", 2)
     assert f"rank 2 {words}" in found.message
 
@@ -919,9 +919,9 @@ def test_before_the_first_step_the_rank_that_the_others_wait_for_is_named(state:
 def test_while_ranks_join_those_that_are_missing_are_named() -> None:
     run = starting(3, "joining")
     run.state.apply(Joining(time=run.now, joined=[0, 2], missing=[1], waited_ms=1000.0))
-    run.look()
-    assert run.look(55.0) == []
-    (found,) = run.look(10.0)
+    run.diagnose()
+    assert run.diagnose(55.0) == []
+    (found,) = run.diagnose(10.0)
     assert (found.kind, found.rank) == ("stalled", 1)
     assert "rank 1 has been joining for 65 s" in found.message
 
@@ -936,7 +936,7 @@ def sampled(run: Run, seconds: int, *percents: float, wait_percent: float = 0.0)
             for rank, percent in enumerate(percents)
         ]
         run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
-        found += run.look()
+        found += run.diagnose()
     return found
 
 
@@ -946,7 +946,7 @@ def test_ranks_that_tell_no_steps_are_judged_by_their_processes() -> None:
     assert sampled(run, 59, 0.0, 1.0) == []
     (found,) = sampled(run, 3, 0.0, 1.0)
     assert (found.kind, found.rank, found.cause) == ("stalled", None, "idle")
-    assert told(sampled(run, 1, 0.0, 40.0)) == [("stalled", "cleared", None, "idle")]
+    assert summaries(sampled(run, 1, 0.0, 40.0)) == [("stalled", "cleared", None, "idle")]
     assert sampled(run, 200, 0.0, 0.0) == []  # it has once been as quiet as that for a minute, and went on
     assert len(sampled(run, 100, 0.0, 0.0)) == 1
 
@@ -983,7 +983,7 @@ def test_of_ranks_that_all_do_nothing_the_one_that_does_not_wait_at_a_lock_is_na
         run.now += 1.0
         samples = [RankSample(rank=each, cpu_percent=0.0, sleeps_in=place) for each, place in enumerate(places)]
         run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
-        found = run.look()
+        found = run.diagnose()
         if found:
             break
     assert [(finding.kind, finding.rank) for finding in found] == [("stalled", rank)]
@@ -995,20 +995,20 @@ def test_a_failure_does_not_clear_a_stall() -> None:
     run = Run(2)
     run.steps(40)
     wait_for_all(run, 0)
-    (found,) = run.look(12.0)
+    (found,) = run.diagnose(12.0)
     assert found.rank == 1
     lost = Failure(time=run.now, kind="lost_peer", rank=0, message="Timed out waiting 10000ms for recv operation")
     run.state.apply_all([RankState(time=run.now, rank=0, state="failed"), lost])
-    assert run.look(1.0) == []
+    assert run.diagnose(1.0) == []
     assert ("stalled", 1) in run.state.findings
 
 
 def test_patience_grows_with_the_length_of_steps() -> None:
     run = Run(2)
     run.steps(40, lambda _step, _rank: {"forward": 3000.0})
-    run.look()
-    assert run.look(40.0) == []
-    assert told(run.look(30.0)) == [("stalled", "raised", None, None)]
+    run.diagnose()
+    assert run.diagnose(40.0) == []
+    assert summaries(run.diagnose(30.0)) == [("stalled", "raised", None, None)]
 
 
 # --- all together ---------------------------------------------------------------------------------------------------
@@ -1028,7 +1028,7 @@ def test_who_takes_over_goes_on_with_what_was_raised() -> None:
     run.steps(80, slow)
     run.diagnosis = Diagnosis()
     assert run.steps(20, slow) == []
-    assert told(run.steps(40)) == [("straggler", "cleared", 1, "forward")]
+    assert summaries(run.steps(40)) == [("straggler", "cleared", 1, "forward")]
 
 
 def test_a_state_without_history_is_diagnosed_as_nothing() -> None:

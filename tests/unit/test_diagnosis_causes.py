@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from test_diagnosis import Run, Slow, busy_machine, late, told
+from test_diagnosis import Run, Slow, busy_machine, late, summaries
 from test_diagnosis_hosts import sampled
 from test_diagnosis_uneven import late_in_turns
 
@@ -62,7 +62,7 @@ def test_a_gpu_whose_clock_accounts_for_the_lateness_is_named_with_what_holds_it
     sample_gpus(run, [1980, 1980, 1980, clock], {3: reasons}, celsius)
     run.steps(60)
     found = run.steps(20, SLOW_DEVICE)
-    assert told(found) == [("straggler", "raised", 3, cause)]
+    assert summaries(found) == [("straggler", "raised", 3, cause)]
     finding = found[0]
     assert because in finding.message
     assert (finding.host, finding.device) == ("node1", "cuda:1 NVIDIA H200")
@@ -77,14 +77,14 @@ def test_throttling_that_ends_clears_the_finding_and_comes_again_with_its_cause(
     run = Run(noise=0.0, device="cuda:1")
     sample_gpus(run, [1980, 1980, 1980, 960], {3: ["thermal_software"]}, 88.0)
     run.steps(60)
-    assert told(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_thermal")]
+    assert summaries(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_thermal")]
     sample_gpus(run, [1980] * 4, {})
-    assert told(run.steps(40)) == [("straggler", "cleared", 3, "gpu_thermal")]
+    assert summaries(run.steps(40)) == [("straggler", "cleared", 3, "gpu_thermal")]
     sample_gpus(run, [1980, 1980, 1980, 960], {3: ["power_cap"]})
-    assert told(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_clock")]
+    assert summaries(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_clock")]
 
 
-def test_all_gpus_throttled_alike_make_nobody_late() -> None:
+def test_gpus_throttled_alike_are_no_stragglers() -> None:
     run = Run(device="cuda:0")
     sample_gpus(run, [960] * 4, {rank: ["power_cap"] for rank in range(4)})
     assert run.steps(200) == []
@@ -95,7 +95,7 @@ def test_a_gpu_of_a_slower_kind_is_a_straggler_that_stays_and_is_told_once() -> 
     run = Run(device="cuda:0")
     sample_gpus(run, [1980] * 4, {})
     found = run.steps(400, late(3, first=1, forward=12.0, backward=24.0, optimizer=2.5))
-    assert told(found) == [("straggler", "raised", 3, "unattributed")]
+    assert summaries(found) == [("straggler", "raised", 3, "unattributed")]
     assert "for no single reason: forward +12." in found[0].message
     assert "several parts longer at once point to the device itself" in found[0].advice
 
@@ -115,14 +115,14 @@ def test_a_finding_says_who_how_much_why_and_what_to_do(extra: dict[str, float],
     run = Run(noise=0.0, device="cuda:1 NVIDIA H200")
     run.steps(60)
     found = run.steps(40, late(3, **extra))
-    assert told(found) == [("straggler", "raised", 3, cause)]
+    assert summaries(found) == [("straggler", "raised", 3, cause)]
     finding = found[0]
     assert finding.message.startswith("rank 3 is 30.0 ms late in each step (41 % of a step), " + because)
     assert (finding.rank, finding.host, finding.device) == (3, "node1", "cuda:1 NVIDIA H200")
     assert finding.evidence["late_ms"] == pytest.approx(30.0)
     assert finding.evidence["step_ms"] == pytest.approx(73.0)
     assert len(finding.advice) > 40
-    assert told(run.steps(40)) == [("straggler", "cleared", 3, cause)]
+    assert summaries(run.steps(40)) == [("straggler", "cleared", 3, cause)]
 
 
 def units(finding: Finding) -> list[str]:
@@ -142,8 +142,8 @@ def test_every_number_of_the_evidence_has_a_unit() -> None:
     found += Run().steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
     stopped = Run(2)
     stopped.steps(40)
-    stopped.look()
-    found += stopped.look(60.0)
+    stopped.diagnose()
+    found += stopped.diagnose(60.0)
     found += Run(2).steps(80, late_in_turns)
     crowded = Run(2)
     crowded.steps(10)
@@ -172,7 +172,7 @@ def test_pauses_for_validation_and_checkpoints_are_no_finding(every: int) -> Non
         pause = "validating" if n % 2 else "saving"
         for rank in range(4):
             run.state.apply(RankState(time=run.now, rank=rank, state=pause))  # type: ignore[arg-type]
-        assert run.look(300.0) == []
+        assert run.diagnose(300.0) == []
         run.state.apply(
             Validation(time=run.now, step=run.step, epoch=1, split="valid", loss=2.0)
             if n % 2
@@ -216,12 +216,12 @@ def unmeasured(run: Run, count: int, slow: Slow, *, backward: bool = False, ever
                 event.sync_exposed_ms = event.sync_ms = event.sync_bytes = event.sync_buckets = None
                 event.backward_ms = None if backward else event.backward_ms
             run.state.apply(event)
-        found += run.look()
+        found += run.diagnose()
     return found
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no sync", "neither sync nor backward"])
-def test_who_is_late_is_not_said_where_the_synchronisation_is_not_measured(backward: bool) -> None:
+def test_no_straggler_is_raised_where_the_synchronisation_is_not_measured(backward: bool) -> None:
     """What a rank waited is in the rest of its step then: the fast ones would look slow."""
     run = Run(3)
     assert unmeasured(run, 200, late(1, first=1, forward=40.0), backward=backward) == []
@@ -234,7 +234,7 @@ def test_steps_whose_synchronisation_was_not_measured_do_not_blame_those_that_wa
     run = Run(3)
     assert unmeasured(run, 90, late(1, first=10**6), every=every) == []
     found = unmeasured(run, 60, late(1, forward=40.0), every=every)
-    assert told(found) == [("straggler", "raised", 1, "forward")]
+    assert summaries(found) == [("straggler", "raised", 1, "forward")]
     assert found[0].evidence["late_ms"] == pytest.approx(40.0, rel=0.1)
 
 
@@ -242,13 +242,13 @@ def test_steps_whose_synchronisation_was_not_measured_do_not_blame_those_that_wa
 def test_waiting_for_data_is_told_without_the_synchronisation(backward: bool) -> None:
     run = Run(3)
     found = unmeasured(run, 100, lambda _step, _rank: {"data": 60.0}, backward=backward)
-    assert told(found) == [("input_bound", "raised", None, "data")]
+    assert summaries(found) == [("input_bound", "raised", None, "data")]
 
 
 def test_a_straggler_is_cleared_when_the_synchronisation_is_no_longer_measured() -> None:
     run = Run(3)
-    assert told(run.steps(80, late(1, forward=40.0))) == [("straggler", "raised", 1, "forward")]
-    assert told(unmeasured(run, 20, late(1, forward=40.0))) == [("straggler", "cleared", 1, "forward")]
+    assert summaries(run.steps(80, late(1, forward=40.0))) == [("straggler", "raised", 1, "forward")]
+    assert summaries(unmeasured(run, 20, late(1, forward=40.0))) == [("straggler", "cleared", 1, "forward")]
 
 
 @pytest.mark.parametrize(("device", "estimated"), [("cpu", True), ("cuda:0", False)])
@@ -261,8 +261,8 @@ def test_a_transfer_that_may_hold_waits_for_cores_is_told_as_an_estimate(device:
         for event in run.one_step(late(0, first=10**6), 2.0):
             event.core_wait_ms = None
             run.state.apply(event)
-        found += run.look()
-    assert told(found) == [("communication_bound", "raised", None, "communication")]
+        found += run.diagnose()
+    assert summaries(found) == [("communication_bound", "raised", None, "communication")]
     assert ("waits for a core were not measured" in found[0].message) == estimated
     assert "not measured" not in Run(wire_ms=60.0).steps(80)[0].message
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_diagnosis import Run, balanced, told
+from test_diagnosis import Run, balanced, summaries
 
 from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from trainer.contract.record import Finding, NodeSample, RankSample
@@ -60,14 +60,14 @@ def test_a_host_with_more_busy_threads_than_cores_is_told_with_the_threads_to_se
     run = Run(4)
     run.steps(10)
     found = sampled(run, 12, **sample)  # type: ignore[arg-type]
-    assert told(found) == [("cpu_contention", "raised", None, "core_wait")]
+    assert summaries(found) == [("cpu_contention", "raised", None, "core_wait")]
     assert found[0].host == "node0"
     assert f"wait {sample['wait_percent']:.0f} % of the time for a free core" in found[0].message
     assert found[0].severity == ("critical" if sample["wait_percent"] >= 50.0 else "warning")
     assert found[0].evidence["threads_to_set"] == threads
     assert found[0].advice == advice
     assert sampled(run, 60, **sample) == [], "it stands for as long as it lasts"  # type: ignore[arg-type]
-    assert told(sampled(run, 10, wait_percent=2.0)) == [("cpu_contention", "cleared", None, "core_wait")]
+    assert summaries(sampled(run, 10, wait_percent=2.0)) == [("cpu_contention", "cleared", None, "core_wait")]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_burst_of_other_work_and_the_start_of_the_ranks_are_no_finding() -> No
         run.now += 1.0
         ranks = [RankSample(rank=rank, wait_percent=90.0, busy_threads=1.0) for rank in (0, 1)]
         run.state.apply(NodeSample(time=run.now, node=0, host="node0", cores=1, ranks=ranks))
-        assert run.look() == []
+        assert run.diagnose() == []
     for _ in range(4):
         assert sampled(run, 4, wait_percent=90.0) == []
         assert sampled(run, 8, wait_percent=2.0) == []
@@ -124,16 +124,16 @@ def test_the_ranks_of_a_host_that_was_silent_are_not_said_to_be_busy_or_stalled(
     run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=[RankSample(rank=3, cpu_percent=99.0)]))
     run.step += 1
     run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank < 2])
-    run.look()
+    run.diagnose()
     run.now += 5.0
     silent(run, "raised")
     for _ in range(30):
         run.now += 1.0
-        assert not known or run.look() == []
+        assert not known or run.diagnose() == []
     silent(run, "cleared")
-    assert run.look(1.0) == []
-    assert run.look(5.0) == []
-    found = run.look(10.0)
+    assert run.diagnose(1.0) == []
+    assert run.diagnose(5.0) == []
+    found = run.diagnose(10.0)
     assert {(finding.kind, finding.rank) for finding in found} == {("stalled", 2), ("stalled", 3)}, (
         "they are stalled now"
     )
@@ -149,11 +149,11 @@ def stop(run: Run, rank: int, held: str | None = "T") -> None:
 def test_a_stopped_process_is_told_soon_with_the_command_that_continues_it(everybody: bool) -> None:
     run = Run(4)
     run.steps(40)
-    run.look()
+    run.diagnose()
     for rank in range(4) if everybody else [2]:
         stop(run, rank)
-    assert run.look(2.0) == []
-    found = run.look(2.0)
+    assert run.diagnose(2.0) == []
+    found = run.diagnose(2.0)
     assert [(finding.rank, finding.cause) for finding in found] == [
         (rank, "stopped") for rank in (range(4) if everybody else [2])
     ]
@@ -169,8 +169,8 @@ def test_a_process_that_a_debugger_holds_is_said_to_be_so() -> None:
     run.step += 1
     run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
     stop(run, 2, held="t")
-    run.look()
-    (found,) = run.look(12.0)
+    run.diagnose()
+    (found,) = run.diagnose(12.0)
     assert found.message.endswith("; the process of rank 2 is held by a debugger")
 
 

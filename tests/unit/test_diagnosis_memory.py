@@ -45,7 +45,7 @@ def grow(
             sample.memory_used_bytes = int((host[second] if host else size + 20.0) * GIB)
             sample.memory_total_bytes = total_bytes
         run.state.apply(sample)
-        found += run.look()
+        found += run.diagnose()
     return [finding for finding in found if finding.kind == "memory_creep"]
 
 
@@ -67,7 +67,7 @@ def test_memory_that_goes_on_growing_is_a_finding(sizes: list[float], kinds: lis
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["host", "GPU"])
-def test_memory_that_will_soon_be_used_up_is_told_in_time(gpu: bool) -> None:
+def test_memory_that_will_soon_run_out_is_raised_in_time(gpu: bool) -> None:
     """16 GiB are free and 3 GiB go in a minute."""
     run = Run(2)
     total = 20.0 if gpu else 40.0

@@ -54,7 +54,7 @@ LEFT = Finding(time=40.0, kind="stalled", rank=1, step=5, severity="critical", c
         "no failure",
     ],
 )
-def test_the_rank_that_others_lost_is_the_stalled_one_else_who_left_else_who_said_nothing(
+def test_the_stalled_rank_is_the_one_that_others_lost_else_one_that_left_else_a_silent_one(
     events: list[AnyEvent], kind: str | None, rank: int | None, message: str
 ) -> None:
     state = RunState(world_size=3)

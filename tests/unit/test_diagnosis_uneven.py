@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
-from test_diagnosis import PARTS, Run, Slow, balanced, covering, late, told
+from test_diagnosis import PARTS, Run, Slow, balanced, covering, late, summaries
 
 from trainer.contract.record import Finding
 
@@ -39,7 +39,7 @@ class Lengths:
     """Batches of as many samples and of different lengths, or of different size."""
 
     name: str = "tokens"
-    told: bool = True
+    reported: bool = True
 
     def __post_init__(self) -> None:
         self.dice = random.Random(3)
@@ -47,7 +47,7 @@ class Lengths:
     def __call__(self, step: int, rank: int) -> Mapping[str, float]:
         size = self.dice.choice([40.0, 80.0, 160.0, 320.0])
         longer = {part: PARTS[part] * size / 80.0 for part in ("forward", "backward")}
-        return {**longer, self.name: size} if self.told else longer
+        return {**longer, self.name: size} if self.reported else longer
 
 
 UNEVEN: list[tuple[int, Slow, str]] = [
@@ -60,7 +60,7 @@ UNEVEN: list[tuple[int, Slow, str]] = [
     (2, Lengths(), "tokens"),
     (4, Lengths(), "tokens"),
     (4, Lengths("samples"), "samples"),
-    (4, Lengths(told=False), "unattributed"),
+    (4, Lengths(reported=False), "unattributed"),
 ]
 
 
@@ -80,7 +80,7 @@ def test_uneven_work_is_told_with_its_cause_and_never_as_a_slow_network(
     assert [(finding.kind, finding.state) for finding in found] == [("imbalance", "raised")]
     if covered == 1:
         assert found[0].cause == cause
-    assert told(over) == [("imbalance", "cleared", None, found[0].cause)]
+    assert summaries(over) == [("imbalance", "cleared", None, found[0].cause)]
 
 
 def test_what_uneven_work_costs_is_what_evenly_spread_work_would_save() -> None:
@@ -94,7 +94,7 @@ def test_what_uneven_work_costs_is_what_evenly_spread_work_would_save() -> None:
     assert "sort" in found.advice
 
 
-def test_sizes_that_explain_the_work_are_told() -> None:
+def test_uneven_batch_sizes_are_named_with_their_range() -> None:
     (found,) = Run(4, noise=0.0).steps(80, Lengths())
     assert "as they get from 40 to 320 tokens in a step" in found.message
     assert "equally many tokens" in found.advice
@@ -132,7 +132,7 @@ def test_means_over_several_steps_do_not_make_a_slow_link(every: int) -> None:
         for event, waits in zip(events, ahead, strict=True):
             event.steps, event.sync_exposed_ms = every, sum(waits) / every
             run.state.apply(event)
-        found += run.look()
+        found += run.diagnose()
     assert {finding.kind for finding in found} & {"communication_bound", "imbalance"} == set()
 
 
@@ -143,4 +143,4 @@ def test_a_rank_that_is_always_late_is_a_straggler_and_no_uneven_work(ranks: int
         run = Run(ranks)
         slow = late(1, first=first, backward=60.0)
         found = run.steps(220, slow) if covered == 1 else covering(run, 150, covered, slow)
-        assert told(found) == [("straggler", "raised", 1, "backward")]
+        assert summaries(found) == [("straggler", "raised", 1, "backward")]

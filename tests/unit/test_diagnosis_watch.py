@@ -4,19 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from manual_clock import ManualClock
 
 from gputrain_tui.lifecycle.diagnosis_watch import DUTY, INTERVAL_S, LiveDiagnosis
 from trainer.contract.record import RunDir, Step, encode_event
-
-
-class Hand:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def record(run_dir: RunDir, first: int, last: int, *, late_ms: float = 0.0) -> None:
@@ -52,8 +43,8 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def test_a_record_is_looked_at_while_it_grows(run_dir: RunDir) -> None:
-    clock, cost = Hand(), Hand()
+def test_a_growing_record_is_diagnosed(run_dir: RunDir) -> None:
+    clock, cost = ManualClock(), ManualClock()
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
     record(run_dir, 1, 60)
     clock.seconds += INTERVAL_S
@@ -67,7 +58,7 @@ def test_a_record_is_looked_at_while_it_grows(run_dir: RunDir) -> None:
 
 def pauses_after(run_dir: RunDir, costs_s: Sequence[float]) -> list[float]:
     """Look at a record so many times, and return the seconds until the next look after each."""
-    clock = Hand()
+    clock = ManualClock()
     readings = [reading for cost_s in costs_s for reading in (0.0, cost_s)]
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=lambda: readings.pop(0))
     found = []
@@ -79,12 +70,12 @@ def pauses_after(run_dir: RunDir, costs_s: Sequence[float]) -> list[float]:
     return found
 
 
-def test_looks_become_rarer_when_they_cost_much(run_dir: RunDir) -> None:
+def test_costly_diagnoses_become_rarer(run_dir: RunDir) -> None:
     assert pauses_after(run_dir, [0.6]) == [pytest.approx(0.6 / DUTY)]
     assert pauses_after(run_dir, [0.0] + 30 * [0.6])[-1] == pytest.approx(0.6 / DUTY, rel=0.1)
 
 
-def test_one_look_that_cost_much_does_not_blind_for_long(run_dir: RunDir) -> None:
+def test_one_costly_diagnosis_does_not_delay_the_next_for_long(run_dir: RunDir) -> None:
     usual_s = 0.9 * DUTY * INTERVAL_S
     pauses = pauses_after(run_dir, [usual_s, usual_s, 20 * usual_s, usual_s, usual_s, usual_s])
     assert pauses[:2] == pytest.approx([INTERVAL_S] * 2)
@@ -92,12 +83,12 @@ def test_one_look_that_cost_much_does_not_blind_for_long(run_dir: RunDir) -> Non
     assert pauses[-1] < 1.5 * INTERVAL_S
 
 
-def test_a_long_record_is_read_before_anything_is_said_of_it(run_dir: RunDir) -> None:
+def test_a_long_record_is_read_whole_before_it_is_diagnosed(run_dir: RunDir) -> None:
     """A supervisor that takes over reads the whole history; what was true in the middle of it is no news."""
     record(run_dir, 1, 60)
     record(run_dir, 61, 400, late_ms=30.0)
     record(run_dir, 401, 500)
-    clock, cost = Hand(), Hand()
+    clock, cost = ManualClock(), ManualClock()
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
     clock.seconds += INTERVAL_S
     found = watch.check()
@@ -108,7 +99,7 @@ def test_a_long_record_is_read_before_anything_is_said_of_it(run_dir: RunDir) ->
 
 
 def test_the_last_step_of_the_slowest_rank_tells_how_long_a_stop_may_take(run_dir: RunDir) -> None:
-    clock, cost = Hand(), Hand()
+    clock, cost = ManualClock(), ManualClock()
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
     assert watch.step_s == 0.0
     record(run_dir, 1, 3, late_ms=29950.0)

@@ -147,7 +147,7 @@ def test_the_last_key_of_slurm_goes_with_its_table_which_alone_would_submit_the_
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "said"),
+    ("key", "text", "message"),
     [
         ("cluster.env", "A=1 B='two words'", ""),
         ("cluster.env", "A=1 B", "must be NAME=VALUE"),
@@ -172,11 +172,11 @@ def test_the_last_key_of_slurm_goes_with_its_table_which_alone_would_submit_the_
         ("name", "any name", ""),
     ],
 )
-def test_a_value_is_checked_as_it_is_typed(key: str, text: str, said: str) -> None:
+def test_a_value_is_checked_as_it_is_typed(key: str, text: str, message: str) -> None:
     one = draft()
     problem = one.problem(field(one, key), text)
-    assert said in problem
-    assert bool(said) == bool(problem)
+    assert message in problem
+    assert bool(message) == bool(problem)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_path_is_completed_as_far_as_all_files_agree(tmp_path: Path) -> None:
     (tmp_path / "data" / "books").mkdir(parents=True)
     for name in ("text.txt", "texts.txt", ".hidden"):
         (tmp_path / name).touch()
-    for typed, completed, names in (
+    for text, completed, names in (
         ("da", "data/", ["data/"]),
         ("data/", "data/books/", ["books/"]),
         ("te", "text", ["text.txt", "texts.txt"]),
@@ -225,7 +225,7 @@ def test_a_path_is_completed_as_far_as_all_files_agree(tmp_path: Path) -> None:
         ("none", "none", []),
         ("none/x", "none/x", []),
     ):
-        assert complete_path(typed, tmp_path) == (completed, names)
+        assert complete_path(text, tmp_path) == (completed, names)
     assert complete_path(f"{tmp_path}/da", Path("/")) == (f"{tmp_path}/data/", ["data/"])
 
 

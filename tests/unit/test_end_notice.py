@@ -41,7 +41,7 @@ def test_a_message_cannot_end_the_sequence_that_carries_it() -> None:
     assert notice("x" * 10_000, XTERM).count("x") < 300
 
 
-def test_a_run_is_notified_once_and_only_by_who_saw_it_going(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_notified_once_and_only_by_a_console_that_saw_it_running(tmp_path: Path) -> None:
     run = run_dir(tmp_path, "mnist", status="running")
     seen: list[str] = []
     notices, live = EndNotice(seen.append, XTERM), LiveRun(run)

@@ -72,7 +72,7 @@ def hearts(store: dist.Store) -> tuple[Heartbeat, Heartbeat]:
     return first, second
 
 
-def test_a_machine_that_says_nothing_any_more_is_lost_and_one_that_left_is_not() -> None:
+def test_a_machine_without_heartbeats_is_lost_and_one_that_left_is_not() -> None:
     Clock.now_s = 0.0
     first, second = hearts(dist.HashStore())
     for Clock.now_s in (0.0, LOST_S, 2 * LOST_S):
@@ -84,7 +84,7 @@ def test_a_machine_that_says_nothing_any_more_is_lost_and_one_that_left_is_not()
     assert (first.beat(), first.beat()) == ("", "")
 
 
-def test_a_failure_that_a_rank_has_reported_is_told_at_the_next_beat() -> None:
+def test_a_reported_failure_reaches_the_others_with_the_next_heartbeat() -> None:
     Clock.now_s = 0.0
     store = dist.HashStore()
     first, second = hearts(store)

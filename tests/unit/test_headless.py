@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from manual_clock import ManualClock
 
 from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
@@ -124,7 +125,7 @@ def test_one_rank_alone_has_no_slowest_rank_and_no_sync_share() -> None:
     assert "sync" not in line
 
 
-def test_the_start_tells_for_whom_the_others_wait() -> None:
+def test_the_progress_line_names_the_ranks_that_are_waited_for() -> None:
     state = started(3)
     assert paint(progress_line(state, 80, now=1003.0), colour=False) == "starting 3 ranks  3 s"
     state.apply(Joining(time=1002.0, joined=[0], missing=[1, 2], waited_ms=2000.0))
@@ -200,15 +201,15 @@ def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agre
     assert plain(closing_lines(state, 80)).splitlines()[3] == "all ranks  1,280 samples/s  128,000 tokens/s  MFU 0.4%"
     assert paint(progress_line(state, 80, now=1007.0), colour=False) == LINES[80]
     head = RunHeading(status="running", name="n", id="i", world_size=2, hosts=1, summary=state.figures)
-    shown = " ".join(row_text(draw_header(head, 200, 2)[1]).split())
-    assert "1,280 samples/s 128,000 tokens/s MFU 0.4%" in shown
+    header = " ".join(row_text(draw_header(head, 200, 2)[1]).split())
+    assert "1,280 samples/s 128,000 tokens/s MFU 0.4%" in header
 
 
 def test_without_tokens_and_a_known_peak_there_are_samples_only() -> None:
     state = trained()
     head = RunHeading(status="running", name="n", id="i", world_size=2, hosts=1, summary=state.figures)
-    shown = [plain_line(state, now=1007.0), plain(closing_lines(state, 80)), row_text(draw_header(head, 200, 2)[1])]
-    assert all("samples/s" in text and "tokens" not in text and "MFU" not in text for text in shown)
+    texts = [plain_line(state, now=1007.0), plain(closing_lines(state, 80)), row_text(draw_header(head, 200, 2)[1])]
+    assert all("samples/s" in text and "tokens" not in text and "MFU" not in text for text in texts)
 
 
 def test_a_run_that_only_evaluates_ends_with_what_it_found_and_no_steps() -> None:
@@ -307,7 +308,7 @@ def test_many_ranks_are_named_shortly(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
 
 
-def test_a_cut_line_says_so() -> None:
+def test_a_cut_line_is_marked() -> None:
     assert paint(clip([("abc", "bold"), ("defg", "")], 5), colour=False) == "abcd…"
 
 
@@ -317,41 +318,33 @@ def test_colour_is_left_out_where_it_is_not_wanted() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", paint(line, colour=True)) == paint(line, colour=False)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1007.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def view(state: RunState, clock: Clock, *, live: bool) -> tuple[ProgressView, io.StringIO]:
+def view(state: RunState, clock: ManualClock, *, live: bool) -> tuple[ProgressView, io.StringIO]:
     stream = io.StringIO()
     return ProgressView(state, stream, live=live, colour=False, width=lambda: 80, now=clock), stream
 
 
 def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_only_when_something_changed() -> None:
-    clock = Clock()
+    clock = ManualClock(1007.0)
     screen, stream = view(trained(), clock, live=True)
     for _ in range(50):
         screen.update([])
-        clock.now += 0.02
+        clock.seconds += 0.02
     assert stream.getvalue().count("\r") == 1
 
 
 def test_a_line_that_stays_takes_the_progress_line_away_first() -> None:
-    screen, stream = view(trained(), Clock(), live=True)
+    screen, stream = view(trained(), ManualClock(1007.0), live=True)
     screen.update([])
     screen.say([("hello", "")])
     assert stream.getvalue().endswith("\r\x1b[Khello\n")
 
 
 def test_a_log_gets_a_line_every_few_seconds_and_per_validation() -> None:
-    clock = Clock()
+    clock = ManualClock(1007.0)
     screen, stream = view(trained(), clock, live=False)
     for _ in range(101):
         screen.update([])
-        clock.now += 0.1
+        clock.seconds += 0.1
     screen.update([Validation(time=1.0, step=5, epoch=1, split="valid", loss=0.5)])
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
@@ -359,28 +352,30 @@ def test_a_log_gets_a_line_every_few_seconds_and_per_validation() -> None:
     assert "\r" not in stream.getvalue()
 
 
-@pytest.mark.parametrize(("state", "shown"), [("joining", []), ("ready", []), ("training", ["run 1"])])
+@pytest.mark.parametrize(("state", "lines"), [("joining", []), ("ready", []), ("training", ["run 1"])])
 def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
-    state: RankStateName, shown: list[str]
+    state: RankStateName, lines: list[str]
 ) -> None:
     run = RunState(world_size=1)
-    screen, stream = view(run, Clock(), live=False)
+    screen, stream = view(run, ManualClock(1007.0), live=False)
     screen.introduce([("run 1", "")])
     run.apply(RankState(time=1.0, rank=0, state=state))
     screen.update([])
-    assert stream.getvalue().splitlines() == shown
+    assert stream.getvalue().splitlines() == lines
     screen.say([("said", "")])
     assert stream.getvalue().splitlines() == ["run 1", "said"]
 
 
-def test_a_log_tells_of_a_start_only_when_it_takes_long() -> None:
+def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     clock = [1000.0]
-    told = io.StringIO()
-    view = ProgressView(RunState(world_size=2), told, live=False, colour=False, width=lambda: 80, now=lambda: clock[0])
+    stream = io.StringIO()
+    view = ProgressView(
+        RunState(world_size=2), stream, live=False, colour=False, width=lambda: 80, now=lambda: clock[0]
+    )
     view.introduce([("run one", "")])
     clock[0] += 14.0  # torch loads on a slow machine; a rank may still refuse
     view.update([])
-    assert told.getvalue() == ""
+    assert stream.getvalue() == ""
     clock[0] += 2.0
     view.update([])
-    assert told.getvalue().splitlines() == ["run one", "starting 2 ranks"]
+    assert stream.getvalue().splitlines() == ["run one", "starting 2 ranks"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def recipe(*nodes: str, train: str = LM, cluster: str = "") -> Recipe:
     return recipes.build(f"[cluster]\n{cluster}\n{tables}\n{train}\n", name="two hosts.toml")
 
 
-def answer(node: int, *, environment: Any = None, facts: Any = (), **more: Any) -> HostAnswer:
+def host_answer(node: int, *, environment: Any = None, facts: Any = (), **more: Any) -> HostAnswer:
     """What a host in order answers, but for what is given."""
     known = {
         "name": f"h{node + 1}",
@@ -65,11 +66,11 @@ def answer(node: int, *, environment: Any = None, facts: Any = (), **more: Any) 
         "limits": ResourceLimits(processes=None, files=4096, memory_bytes=None),
         "environment": replace(ENVIRONMENT, **environment or {}),
     }
-    told = None if facts is None else HostFacts(**known | dict(facts))
-    return HostAnswer(**{"node": node, "host": f"h{node + 1}", "facts": told} | more)
+    host_facts = None if facts is None else HostFacts(**known | dict(facts))
+    return HostAnswer(**{"node": node, "host": f"h{node + 1}", "facts": host_facts} | more)
 
 
-def judged(*answers: HostAnswer, wanted: Recipe | None = None) -> list[CheckResult]:
+def check_results(*answers: HostAnswer, wanted: Recipe | None = None) -> list[CheckResult]:
     wanted = wanted or recipe()
     planned = plan(wanted, {}, local=LocalFacts(python="/env/bin/python"))
     return check_hosts(wanted, planned, answers)
@@ -285,7 +286,9 @@ def test_what_is_wrong_on_a_host_is_told_with_its_key_and_fix(
 ) -> None:
     wanted = dict(wanted)
     made = recipe(*wanted.pop("nodes", ()), **wanted)
-    results = judged(answer(0, environment=OWN if made.script else None), answer(1, **second), wanted=made)
+    results = check_results(
+        host_answer(0, environment=OWN if made.script else None), host_answer(1, **second), wanted=made
+    )
     (found,) = [result for result in results if result.status in ("error", "warning")]
     assert (found.status, found.key, found.host) == (status, key, "h2")
     assert words in found.what
@@ -296,19 +299,19 @@ def test_what_is_wrong_on_a_host_is_told_with_its_key_and_fix(
 
 def test_hosts_in_order_are_told_in_two_lines_and_what_may_differ_is_no_error() -> None:
     other = {"torch": Torch(version="2.13.0+cpu"), "python": "3.11.9", "executable": "/other/python"}
-    results = judged(answer(0), answer(1, environment=other, clock_offset_s=2.1, round_trip_s=0.4))
+    results = check_results(host_answer(0), host_answer(1, environment=other, clock_offset_s=2.1, round_trip_s=0.4))
     assert {result.status for result in results} == {"ok"}
     assert [result.what for result in results] == [
         "h1, h2 answered",
         "Python 3.11.7, torch 2.13.0+cu128, and the same code on 2 hosts",
         "all 2 hosts reach each other",
     ]
-    assert judged() == [], "nobody was asked"
+    assert check_results() == [], "nobody was asked"
 
 
 def test_a_port_and_a_taken_gpu_of_the_first_node_are_told_with_its_name() -> None:
-    busy = answer(0, facts={"port": Port(number=29600, state="busy", holder="sshd (pid 1)")})
-    (found,) = [result for result in judged(busy, answer(1)) if result.status == "error"]
+    busy = host_answer(0, facts={"port": Port(number=29600, state="busy", holder="sshd (pid 1)")})
+    (found,) = [result for result in check_results(busy, host_answer(1)) if result.status == "error"]
     assert (found.key, found.what) == ("cluster.port", "port 29600 is in use by sshd (pid 1)")
     assert found.line == f"{found.where}: h1: port 29600 is in use by sshd (pid 1); {found.fix}"
 
@@ -318,14 +321,14 @@ def test_the_interface_that_leads_to_the_others_is_set_unless_somebody_has(monke
         monkeypatch.delenv(name, raising=False)
     own = recipe(GPUS[0], GPUS[1] + '\nenv = { NCCL_SOCKET_IFNAME = "ib0" }')
     found = with_interfaces(
-        plan(own, {}, local=LocalFacts()), [answer(0, interface="eth0"), answer(1, interface="ens3")]
+        plan(own, {}, local=LocalFacts()), [host_answer(0, interface="eth0"), host_answer(1, interface="ens3")]
     )
     assert [(node.env["GLOO_SOCKET_IFNAME"], node.env["NCCL_SOCKET_IFNAME"]) for node in found.nodes] == [
         ("eth0", "=eth0"),
         ("ens3", "ib0"),
     ]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    found = with_interfaces(plan(recipe(), {}, local=LocalFacts()), [answer(0, interface="eth0")])
+    found = with_interfaces(plan(recipe(), {}, local=LocalFacts()), [host_answer(0, interface="eth0")])
     assert [node.env for node in found.nodes] == [{}, {}]
 
 
@@ -401,3 +404,27 @@ def test_a_host_that_lies_is_blamed_itself(
         ("h1", "what it answered are no facts of a host"),
         ("h2", "what it answered are no facts of a host"),
     ]
+
+
+@pytest.mark.parametrize("package", ["gputrain", "typing-extensions", "pytest", "no-such-package", "Its.Own", "old"])
+def test_the_version_of_a_package_is_the_one_that_importlib_finds(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, file, version in (("its_own-2.dist-info", "METADATA", "2+cu1"), ("old.egg-info", "PKG-INFO", "0.3")):
+        (tmp_path / folder).mkdir()
+        text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n\nVersion: of the description\n"
+        (tmp_path / folder / file).write_text(text)
+    (tmp_path / "pytest-999").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        expected = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        expected = None
+    assert environment_facts._version(package) == expected
+
+
+def test_versions_are_read_without_the_imports_of_importlib_metadata() -> None:
+    request = {"task": "own:Task", "script": "", "options": {}}
+    words = f"import sys; from gputrain_tui.hosts import environment_facts as e; e.read_environment(**{request})"
+    source = f"{words}; assert not {{'importlib.metadata', 'email', 'platform'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", source], check=True)

@@ -125,7 +125,7 @@ def test_the_script_its_arguments_and_the_environment_are_kept(
         ("python train.py", "python starts one process: raise ranks for more"),
     ],
 )
-def test_what_has_no_counterpart_is_said(text: str, note: str) -> None:
+def test_flags_without_a_counterpart_are_reported(text: str, note: str) -> None:
     notes = read(text).notes
     assert any(note in line for line in notes), notes
     assert "hidden" not in str(notes)

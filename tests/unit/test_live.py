@@ -6,23 +6,12 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from manual_clock import ManualClock
 
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.runs import write_status
 from trainer.contract.record import AnyEvent, Step
 from trainer.host.process_identity import identify
-
-
-class Clock:
-    """Time that a test moves; every look at it takes some."""
-
-    def __init__(self, tick: float = 0.0) -> None:
-        self.time = 100.0
-        self.tick = tick
-
-    def __call__(self) -> float:
-        self.time += self.tick
-        return self.time
 
 
 class Portions:
@@ -75,7 +64,7 @@ def test_what_is_appended_later_is_taken_in_and_moves_the_version(tmp_path: Path
 
 def test_a_poll_keeps_its_budget_and_says_that_more_is_waiting(tmp_path: Path) -> None:
     source = Portions(steps(1, 10), steps(10, 20), steps(20, 30), steps(30, 40))
-    live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=Clock(tick=0.015))
+    live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=ManualClock(100.0, tick=0.015))
     assert live.poll(0.02)
     assert live.state.rank(0).step == 19
     version = live.version
@@ -94,7 +83,7 @@ def test_the_share_that_was_read_is_told_until_all_of_it_is(tmp_path: Path) -> N
         def backlog_bytes(self) -> int:
             return size // 2 * len(self.portions)
 
-    live = LiveRun(run, source=Halves([], [], []), clock=Clock(tick=1.0))
+    live = LiveRun(run, source=Halves([], [], []), clock=ManualClock(100.0, tick=1.0))
     assert live.reading is None
     live.poll()
     assert live.reading == pytest.approx(0.0, abs=0.01)
@@ -109,7 +98,7 @@ def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, steps=5)
     run.status.supervisor = identify(os.getpid())
     write_status(run.dir, run.status)
-    clock = Clock()
+    clock = ManualClock(100.0)
     live = LiveRun(run, clock=clock)
     live.poll()
     assert live.status == "running"
@@ -117,7 +106,7 @@ def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:
         pid=os.getpid(), start_ticks=1, boot_id=run.status.supervisor.boot_id, host=run.status.supervisor.host
     )
     write_status(run.dir, run.status)
-    clock.time += 60
+    clock.seconds += 60
     live.poll()
     assert live.status == "lost"
     live.close()
@@ -143,7 +132,7 @@ def test_elapsed_time_stops_with_the_run(tmp_path: Path) -> None:
 
 def test_a_record_that_is_longer_than_a_poll_is_read_through_while_it_grows(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, nodes=2, ranks_per_node=2, steps=2000, straggler=1)
-    live = LiveRun(run, clock=Clock(tick=1.0))
+    live = LiveRun(run, clock=ManualClock(100.0, tick=1.0))
     assert live.poll()
     assert live.state.step is not None
     assert live.state.step < 2000

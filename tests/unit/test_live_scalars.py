@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from long_record import single
-from made_runs import append
+from made_runs import append_events
 
 from gputrain_tui.history.export.live_scalars import LiveScalars
 from gputrain_tui.history.export.steps import SingleStep
@@ -71,17 +71,17 @@ def test_every_step_comes_once_whatever_happens_to_the_sink(run_dir: RunDir, kil
                 lambda: saved.update({**saved, **{k: max(v, saved.get(k, 0)) for k, v in scalars.written.items()}})
             )
 
-    append(run_dir, 0, *steps(1, 3, 0))
+    append_events(run_dir, 0, *steps(1, 3, 0))
     follow()
-    append(run_dir, 1, *steps(1, 2, 1))
-    append(run_dir, 0, Validation(time=5.0, step=3, epoch=1, split="valid", loss=1.0))
+    append_events(run_dir, 1, *steps(1, 2, 1))
+    append_events(run_dir, 0, Validation(time=5.0, step=3, epoch=1, split="valid", loss=1.0))
     follow()
-    append(run_dir, 1, *steps(3, 3, 1), merge(steps(4, 9, 1)))
-    append(run_dir, 0, merge(steps(4, 9, 0)))
+    append_events(run_dir, 1, *steps(3, 3, 1), merge(steps(4, 9, 1)))
+    append_events(run_dir, 0, merge(steps(4, 9, 0)))
     follow()
     for rank in range(2):
-        append(run_dir, rank, RankState(time=9.0, rank=rank, state="joining"), *steps(8, 10, rank))
-    append(run_dir, 0, *steps(11, 11, 0))
+        append_events(run_dir, rank, RankState(time=9.0, rank=rank, state="joining"), *steps(8, 10, rank))
+    append_events(run_dir, 0, *steps(11, 11, 0))
     run_dir.run_events.write_bytes(encode_event(RunEnded(time=10.0, status="finished", exit_code=0)))
     follow()
     assert scalars is not None
@@ -99,8 +99,8 @@ def test_every_step_comes_once_whatever_happens_to_the_sink(run_dir: RunDir, kil
 
 def test_a_step_that_a_rank_has_passed_over_is_written_without_it(run_dir: RunDir) -> None:
     sink = Written()
-    append(run_dir, 0, *steps(1, 3, 0))
-    append(run_dir, 1, *steps(1, 1, 1), *steps(3, 3, 1))
+    append_events(run_dir, 0, *steps(1, 3, 0))
+    append_events(run_dir, 1, *steps(1, 1, 1), *steps(3, 3, 1))
     scalars = LiveScalars(run_dir, 2, sink, written={})
     scalars.poll()
     sink.commit(lambda: None)

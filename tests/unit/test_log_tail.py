@@ -23,8 +23,8 @@ and more'
 
 
 def test_an_error_of_a_data_loading_process_is_told_as_that_process_had_it() -> None:
-    told = "OSError: [Errno 5] Input/output error: 'shard-7.bin (in DataLoader worker process 0)"
-    assert error_line(OSError(CARRIED)) == told
+    message = "OSError: [Errno 5] Input/output error: 'shard-7.bin (in DataLoader worker process 0)"
+    assert error_line(OSError(CARRIED)) == message
 
 
 def test_a_log_that_ends_with_such_an_error_names_it_too(tmp_path: Path) -> None:
@@ -42,5 +42,5 @@ def test_a_log_that_ends_with_such_an_error_names_it_too(tmp_path: Path) -> None
         (RuntimeError("Caught fish in a net."), "RuntimeError: Caught fish in a net."),
     ],
 )
-def test_another_error_is_told_by_its_class_and_first_line(error: BaseException, line: str) -> None:
+def test_another_error_is_shown_by_its_class_and_first_line(error: BaseException, line: str) -> None:
     assert error_line(error) == line

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from made_runs import NOON, make_ended as make, say
+from made_runs import NOON, append_to_log, make_ended_run as make_run
+from utc_home import utc_home  # noqa: F401 - a fixture
 
 from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
@@ -16,33 +16,23 @@ from trainer.contract.record import EventWriter, Step
 from trainer.host.process_identity import ProcessIdentity, identify
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with monkeypatch.context() as patch:
-        patch.setenv("GPUTRAIN_HOME", str(tmp_path))
-        patch.setenv("TZ", "UTC")
-        time.tzset()
-        yield tmp_path
-    time.tzset()
-
-
 def test_a_log_of_many_chunks_comes_out_whole(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gputrain_tui.commands.logs.CHUNK_BYTES", 100)
-    run = make(home)
+    run = make_run(home)
     text = b"".join(b"line %d\n" % number for number in range(1_000)) + b"x" * 1_000
-    say(run, 0, text)
+    append_to_log(run, 0, text)
     got: list[bytes] = []
     assert print_logs(run, None, lambda _, lines: got.append(lines))
     assert b"".join(got) == text
 
 
 def test_following_prints_what_comes_until_the_run_has_ended(home: Path) -> None:
-    run = make(home, status="running", supervisor=identify())
+    run = make_run(home, status="running", supervisor=identify())
     got: list[tuple[str, bytes]] = []
     acts: list[Callable[[], object]] = [
-        lambda: say(run, 0, b"one\ntw"),
-        lambda: say(run, 1, b"late\n"),
-        lambda: say(run, 0, b"o\nlast words"),
+        lambda: append_to_log(run, 0, b"one\ntw"),
+        lambda: append_to_log(run, 1, b"late\n"),
+        lambda: append_to_log(run, 0, b"o\nlast words"),
         lambda: write_status(run.dir, msgspec.structs.replace(run.status, status="finished")),
     ]
     assert follow_logs(run, None, lambda name, lines: got.append((name, lines)), sleep=lambda _: acts.pop(0)())
@@ -51,16 +41,16 @@ def test_following_prints_what_comes_until_the_run_has_ended(home: Path) -> None
 
 
 def test_following_one_rank_leaves_the_others_unread(home: Path) -> None:
-    run = make(home)
-    say(run, 0, b"zero\n")
-    say(run, 1, b"one\n")
+    run = make_run(home)
+    append_to_log(run, 0, b"zero\n")
+    append_to_log(run, 1, b"one\n")
     got: list[tuple[str, bytes]] = []
     assert follow_logs(run, {"1"}, lambda name, lines: got.append((name, lines)))
     assert got == [("1", b"one\n")]
 
 
 @pytest.mark.parametrize(
-    ("line", "shown"),
+    ("line", "printed"),
     [
         (b"plain", b"plain"),
         ("naïve 訓練\t✓".encode(), "naïve 訓練\t✓".encode()),
@@ -74,12 +64,12 @@ def test_following_one_rank_leaves_the_others_unread(home: Path) -> None:
         (b"\x1b", "␛".encode()),
     ],
 )
-def test_nothing_that_a_rank_prints_commands_the_terminal(line: bytes, shown: bytes) -> None:
-    assert format_line(line, b"", True) == shown + b"\n"
+def test_nothing_that_a_rank_prints_commands_the_terminal(line: bytes, printed: bytes) -> None:
+    assert format_line(line, b"", True) == printed + b"\n"
     assert format_line(line, b"[rank 0] ", False) == b"[rank 0] " + line + b"\n"
 
 
-def test_ranks_are_told_apart_by_colour_on_a_terminal_only() -> None:
+def test_ranks_have_different_colours_on_a_terminal_only() -> None:
     assert line_prefix("3", colour=False) == b"[rank 3] "
     assert line_prefix("node-1", colour=False) == b"[node 1] "
     assert line_prefix("0", colour=True) == b"\x1b[36m[rank 0]\x1b[0m "
@@ -90,13 +80,13 @@ def test_ranks_are_told_apart_by_colour_on_a_terminal_only() -> None:
 
 
 def test_runs_are_described_by_their_status_and_a_running_one_by_its_newest_step(home: Path) -> None:
-    running = make(home, status="running", supervisor=identify())
+    running = make_run(home, status="running", supervisor=identify())
     writer = EventWriter(running.dir.rank_events(0), rank=0)
     writer.write(Step(time=NOON, rank=0, step=41, epoch=1, steps=1, samples=8, loss=2.5))
     writer.close()
     gone = ProcessIdentity(pid=2**22 + 1, start_ticks=1, boot_id=identify().boot_id, host=identify().host)
-    lost = make(home, status="running", supervisor=gone)
-    done = make(home, ended=NOON + 65, step=100, loss=1.25, exit_code=0)
+    lost = make_run(home, status="running", supervisor=gone)
+    done = make_run(home, ended=NOON + 65, step=100, loss=1.25, exit_code=0)
 
     described = {run.id: summarize(run, now=NOON + 3_600) for run in (running, lost, done)}
     keys = ("state", "step", "loss", "duration_s")
@@ -110,8 +100,8 @@ def test_runs_are_described_by_their_status_and_a_running_one_by_its_newest_step
 
 def test_people_see_the_runs_newest_first(home: Path) -> None:
     entries = [
-        summarize(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
-        summarize(make(home, "lm", status="failed", ended=NOON + 3_700), now=NOON),
+        summarize(make_run(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
+        summarize(make_run(home, "lm", status="failed", ended=NOON + 3_700), now=NOON),
     ]
     assert [line.split() for line in report(entries).splitlines()] == [
         ["run", "state", "recipe", "ranks", "step", "loss", "started", "took"],
@@ -164,10 +154,10 @@ def test_the_cause_of_a_failure_stands_in_the_table_as_far_as_the_terminal_is_wi
     home: Path, cells: int, rows: list[str]
 ) -> None:
     entries = [
-        summarize(make(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
-        summarize(make(home, "lm", status="failed", ended=NOON + 720, message=CAUSE), now=NOON),
+        summarize(make_run(home, "mnist", ended=NOON + 65, step=100, loss=1.25), now=NOON),
+        summarize(make_run(home, "lm", status="failed", ended=NOON + 720, message=CAUSE), now=NOON),
     ]
-    shown = report(entries, cells=cells).splitlines()
-    assert shown == rows
-    assert max(map(len, shown)) <= cells
+    printed = report(entries, cells=cells).splitlines()
+    assert printed == rows
+    assert max(map(len, printed)) <= cells
     assert report(entries).splitlines()[2].endswith(CAUSE), "whole where no terminal reads it"

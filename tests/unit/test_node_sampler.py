@@ -205,7 +205,7 @@ def _refuse(*_: Any) -> int:
     return NOT_SUPPORTED
 
 
-def test_a_gpu_tells_what_it_can_and_the_rest_is_absent() -> None:
+def test_values_that_a_gpu_does_not_report_are_absent() -> None:
     nvml = _nvml(
         nvmlDeviceGetHandleByUUID=7,
         nvmlDeviceGetIndex=3,

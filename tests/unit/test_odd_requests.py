@@ -21,7 +21,7 @@ GOOD = '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_updates = 1\
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("x = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("x = " + "[" * 300 + "]" * 300, "nested too deeply"),
@@ -35,15 +35,15 @@ GOOD = '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_updates = 1\
         ('{"train": {"task": "lm"}, "task": {"data": "\\ud800"}}', "must be text in UTF-8"),
     ],
 )
-def test_what_no_recipe_holds_is_refused_in_one_short_line(text: str, said: str) -> None:
-    with pytest.raises(RequestError, match=said) as refused:
+def test_what_no_recipe_holds_is_refused_in_one_short_line(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as refused:
         recipes.build(text, name="odd.toml")
     assert len(str(refused.value).splitlines()) == 1
     assert len(str(refused.value)) < 120
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("train.lr=" + "[" * 3000, "--set train.lr: is nested too deeply"),
         ("a" + ".a" * 3000 + "=1", "--set a: is nested too deeply"),
@@ -52,8 +52,8 @@ def test_what_no_recipe_holds_is_refused_in_one_short_line(text: str, said: str)
         ("task.data=\udcff", "must be text in UTF-8"),
     ],
 )
-def test_an_odd_setting_is_refused_in_one_line(setting: str, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_an_odd_setting_is_refused_in_one_line(setting: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         recipes.build(GOOD.format(data="stdlib"), name="odd.toml", overrides=[setting])
 
 
@@ -72,7 +72,7 @@ def test_standard_input_is_utf_8_whatever_the_locale_is() -> None:
         load("-", stdin=io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="ascii"))
 
 
-def test_a_pipe_is_never_looked_into_for_a_list(tmp_path: Path) -> None:
+def test_a_pipe_is_never_read_for_a_list_of_recipes(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
     assert recipe_name(pipe) is None  # nobody writes into it: opening it would wait for ever

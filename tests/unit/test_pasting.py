@@ -24,7 +24,7 @@ TRAPS = [
 ]
 
 
-def told(text: str, cuts: list[int]) -> list[str]:
+def parse_portions(text: str, cuts: list[int]) -> list[str]:
     """Return what a parser makes of a text that comes in portions: pasted texts in brackets, and keys."""
     parser = PasteParser()
     edges = [0, *sorted(cuts), len(text)]
@@ -42,11 +42,11 @@ def test_a_paste_is_one_text_without_escapes_and_keys_around_it_stay_keys(trap: 
     portions = [[], list(range(1, len(whole))), *([n] for n in range(1, len(whole)))]
     portions += [[source.randrange(1, len(whole)) for _ in range(4)] for _ in range(20)]
     for cuts in portions:
-        before, pasted, after, following = told(whole, cuts)
+        before, pasted, after, following = parse_portions(whole, cuts)
         assert (before, after, following) == ("a", "b", "[next]"), cuts
         assert "\x1b" not in pasted
         assert pasted.startswith("[")
 
 
-def test_keys_that_begin_with_an_escape_are_told_as_ever() -> None:
-    assert told("\x1b[A\x1b[3~q\x1bOP", []) == ["up", "delete", "q", "f1"]
+def test_keys_that_begin_with_an_escape_are_still_parsed() -> None:
+    assert parse_portions("\x1b[A\x1b[3~q\x1bOP", []) == ["up", "delete", "q", "f1"]

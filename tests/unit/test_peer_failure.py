@@ -32,7 +32,7 @@ def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
         ([0], 0, True, "eth0", "h1 has lost the others: its interface eth0 is down"),
     ],
 )
-def test_who_says_nothing_is_lost_unless_it_is_this_machine_that_is_cut_off(
+def test_a_silent_machine_is_lost_unless_this_one_is_cut_off(
     reports: list[int], rank: int, store_answered: bool, interface_down: str, says: str
 ) -> None:
     words = {other: PeerReport() for other in reports}
@@ -42,7 +42,7 @@ def test_who_says_nothing_is_lost_unless_it_is_this_machine_that_is_cut_off(
     )
 
 
-def test_what_a_rank_has_failed_of_comes_before_who_says_nothing() -> None:
+def test_the_reported_failure_of_a_rank_comes_before_a_lost_machine() -> None:
     reports = {0: PeerReport(), 3: PeerReport(failure="ValueError: no")}
     assert (
         attribute_failure(MACHINES, reports, rank=0, store_answered=True, interface_down="")

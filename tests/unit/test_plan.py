@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from plans import HERE, named, planned, recipe, remote
+from plans import HERE, named_nodes, plan_for, recipe, remote_nodes
 
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
@@ -57,7 +57,7 @@ def machine(count: int, *, busy: tuple[int, ...] = (), mig: tuple[int, ...] = ()
 
 def refusal(*nodes: str, has: Mapping[str, Inventory] | None = None, local: LocalFacts = HERE, **tables: str) -> str:
     with pytest.raises(RequestError) as caught:
-        planned(*nodes, has=has, local=local, **tables)
+        plan_for(*nodes, has=has, local=local, **tables)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -83,7 +83,7 @@ def distributed(words: list[str]) -> str:
     ],
 )
 def test_first_ranks_are_the_sums_of_the_gpus_before(gpus: list[int], first_ranks: list[int], world_size: int) -> None:
-    found = planned(*remote(*gpus))
+    found = plan_for(*remote_nodes(*gpus))
     assert [node.first_rank for node in found.nodes] == first_ranks
     assert found.world_size == world_size
     assert [rank for node in found.nodes for rank in node.ranks] == list(range(world_size))
@@ -92,7 +92,7 @@ def test_first_ranks_are_the_sums_of_the_gpus_before(gpus: list[int], first_rank
 
 @pytest.mark.parametrize(("node", "first_rank"), [(0, 0), (1, 4), (2, 8), (3, 12)])
 def test_four_nodes_have_the_flags_of_hetseqs_documentation(node: int, first_rank: int) -> None:
-    found = planned(*remote(4, 4, 4, 4), cluster=f"port = {PORT}").nodes[node]
+    found = plan_for(*remote_nodes(4, 4, 4, 4), cluster=f"port = {PORT}").nodes[node]
     assert distributed(found.argv) == (
         "--distributed-init-method tcp://10.0.123.1:11111 --distributed-world-size 16 "
         f"--distributed-gpus 4 --distributed-rank {first_rank}"
@@ -105,7 +105,7 @@ def test_four_nodes_have_the_flags_of_hetseqs_documentation(node: int, first_ran
 def test_a_node_says_where_it_runs_or_else_the_cluster_does_for_all_of_them() -> None:
     place = 'workdir = "/code"\npython = "/env/bin/python"\nenv = { NCCL_DEBUG = "INFO", OMP_NUM_THREADS = 4 }'
     own = 'workdir = "~/code"\nsetup = "module load cuda"\nenv = { NCCL_DEBUG = "WARN" }'
-    first, second = planned(*remote(1), f"{remote(1, 1)[1]}\n{own}", cluster=place).nodes
+    first, second = plan_for(*remote_nodes(1), f"{remote_nodes(1, 1)[1]}\n{own}", cluster=place).nodes
     assert (first.workdir, first.argv[0], first.setup) == ("/code", "/env/bin/python", "")
     assert (second.workdir, second.argv[0], second.setup) == ("~/code", "/env/bin/python", "module load cuda")
     assert {name: first.env[name] for name in ("NCCL_DEBUG", "OMP_NUM_THREADS")} == {
@@ -120,33 +120,33 @@ def test_a_node_says_where_it_runs_or_else_the_cluster_does_for_all_of_them() ->
 )
 def test_the_repositorys_plans_have_the_documented_ranks(name: str, first_ranks: list[int]) -> None:
     found = plan(load(str(ROOT / "recipes" / f"{name}.toml")), {}, local=HERE)
-    said = [node.argv[node.argv.index("--distributed-rank") + 1] for node in found.nodes]
-    assert said == [str(rank) for rank in first_ranks]
+    flags = [node.argv[node.argv.index("--distributed-rank") + 1] for node in found.nodes]
+    assert flags == [str(rank) for rank in first_ranks]
 
 
 def test_a_node_with_one_gpu_does_not_spawn_and_says_its_device() -> None:
-    found = planned(*remote(4, 2, 8, 1)).nodes[3]
+    found = plan_for(*remote_nodes(4, 2, 8, 1)).nodes[3]
     assert distributed(found.argv).endswith(
         "--distributed-gpus 1 --distributed-rank 14 --distributed-no-spawn --device-id 0"
     )
-    found = planned(*remote(2), 'host = "10.0.123.9"\ngpus = [3]').nodes[1]
+    found = plan_for(*remote_nodes(2), 'host = "10.0.123.9"\ngpus = [3]').nodes[1]
     assert found.env == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "3"}
     assert found.argv[found.argv.index("--device-id") + 1] == "0"
 
 
 def test_one_gpu_alone_needs_no_meeting_point() -> None:
-    found = planned("gpus = 1", has={"localhost": machine(2)})
+    found = plan_for("gpus = 1", has={"localhost": machine(2)})
     assert found.init_method is None
     assert distributed(found.nodes[0].argv) == "--distributed-world-size 1 --device-id 0"
     assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0000-ab"
 
 
 def test_one_cpu_rank_alone_is_one_process() -> None:
-    assert distributed(planned("cpu_ranks = 1").nodes[0].argv) == "--distributed-world-size 1 --cpu"
+    assert distributed(plan_for("cpu_ranks = 1").nodes[0].argv) == "--distributed-world-size 1 --cpu"
 
 
 def test_cpu_ranks_of_this_machine_meet_at_a_tested_port() -> None:
-    found = planned("cpu_ranks = 2")
+    found = plan_for("cpu_ranks = 2")
     assert (found.world_size, found.backend, found.launcher, found.init_method) == (
         2,
         "gloo",
@@ -166,16 +166,16 @@ def test_cpu_ranks_of_this_machine_meet_at_a_tested_port() -> None:
         ["cpu_ranks = 3"],
         ["cpu_ranks = 1"],
         ["cpu_ranks = 2", "cpu_ranks = 1"],
-        remote(4, 2, 8, 1),
-        remote(1, 1),
-        remote(3),
+        remote_nodes(4, 2, 8, 1),
+        remote_nodes(1, 1),
+        remote_nodes(3),
     ],
 )
 @pytest.mark.parametrize("scheme", ["tcp", "env"])
 def test_the_trainer_starts_exactly_the_planned_ranks(nodes: list[str], scheme: str) -> None:
     if scheme == "env" and nodes == ["cpu_ranks = 1"]:
         return
-    found = planned(*nodes, cluster='init_method = "env://"' if scheme == "env" else "")
+    found = plan_for(*nodes, cluster='init_method = "env://"' if scheme == "env" else "")
     for node in found.nodes:
         values, _ = read_flags(node.argv[3:], describe(Distributed))
         options = check(Distributed, values, where=str)
@@ -193,29 +193,29 @@ def test_the_trainer_starts_exactly_the_planned_ranks(nodes: list[str], scheme: 
 @pytest.mark.parametrize(
     ("nodes", "cluster", "init_method"),
     [
-        (remote(1, 1), "", f"tcp://10.0.123.1:{DEFAULT_PORT}"),
-        (remote(1, 1), "port = 4000", "tcp://10.0.123.1:4000"),
-        (remote(1, 1), 'init_method = "tcp://master:4000"', "tcp://master:4000"),
-        (remote(1, 1), 'init_method = "file:///shared/meet"', "file:///shared/meet"),
-        (remote(1, 1), 'init_method = "env://"', "env://"),
+        (remote_nodes(1, 1), "", f"tcp://10.0.123.1:{DEFAULT_PORT}"),
+        (remote_nodes(1, 1), "port = 4000", "tcp://10.0.123.1:4000"),
+        (remote_nodes(1, 1), 'init_method = "tcp://master:4000"', "tcp://master:4000"),
+        (remote_nodes(1, 1), 'init_method = "file:///shared/meet"', "file:///shared/meet"),
+        (remote_nodes(1, 1), 'init_method = "env://"', "env://"),
         (['host = "fd00::7"\ngpus = 1', 'host = "fd00::8"\ngpus = 1'], "", f"tcp://[fd00::7]:{DEFAULT_PORT}"),
         (["cpu_ranks = 2"], "port = 4000", "tcp://127.0.0.1:4000"),
         (["cpu_ranks = 1", "cpu_ranks = 1"], "", "tcp://127.0.0.1:20123"),
         (['host = "localhost"\ncpu_ranks = 1', 'host = "127.0.0.1"\ncpu_ranks = 1'], "", "tcp://127.0.0.1:20123"),
         (['host = "localhost"\ncpu_ranks = 1', 'host = "box"\ncpu_ranks = 1'], "", "tcp://127.0.0.1:20123"),
-        (['host = "10.0.0.1"\ncpu_ranks = 1', *remote(1)], "", f"tcp://10.0.0.1:{DEFAULT_PORT}"),
-        (remote(2), "", f"tcp://127.0.0.1:{DEFAULT_PORT}"),
+        (['host = "10.0.0.1"\ncpu_ranks = 1', *remote_nodes(1)], "", f"tcp://10.0.0.1:{DEFAULT_PORT}"),
+        (remote_nodes(2), "", f"tcp://127.0.0.1:{DEFAULT_PORT}"),
         (['host = "ada@n1"\ngpus = 1', 'host = "n2"\ngpus = 1'], "", f"tcp://n1:{DEFAULT_PORT}"),
     ],
 )
 def test_ranks_meet_where_all_can_reach(nodes: list[str], cluster: str, init_method: str) -> None:
-    found = planned(*nodes, cluster=cluster)
+    found = plan_for(*nodes, cluster=cluster)
     assert found.init_method == init_method
     assert all(node.argv[4] == init_method for node in found.nodes)
 
 
 def test_env_gives_the_meeting_point_in_the_environment() -> None:
-    found = planned(*remote(1, 1), cluster='init_method = "env://"\nport = 4000')
+    found = plan_for(*remote_nodes(1, 1), cluster='init_method = "env://"\nport = 4000')
     assert [node.env for node in found.nodes] == [{"MASTER_ADDR": "10.0.123.1", "MASTER_PORT": "4000"}] * 2
 
 
@@ -223,21 +223,37 @@ def test_env_gives_the_meeting_point_in_the_environment() -> None:
     ("nodes", "cluster", "message"),
     [
         (
-            ['host = "localhost"\ngpus = 1', *remote(1)],
+            ['host = "localhost"\ngpus = 1', *remote_nodes(1)],
             "",
             "r.toml:4: cluster.nodes[0].host is 'localhost', which the other node 10.0.123.1 cannot reach: "
             "give this machine's address, such as 10.0.0.1",
         ),
         (
-            [*remote(1), 'host = "127.0.0.1"\ngpus = 1'],
+            [*remote_nodes(1), 'host = "127.0.0.1"\ngpus = 1'],
             "",
             "cluster.nodes[1].host is '127.0.0.1', which the other node",
         ),
-        (["cpu_ranks = 1", *remote(1)], "", "cluster.nodes[0].host is missing, which the other node 10.0.123.1 cannot"),
-        (remote(1, 1), 'init_method = "tcp://localhost:4000"', "'tcp://localhost:4000', which the other nodes cannot"),
-        (remote(1, 1), 'init_method = "tcp://127.0.0.1:4000"', "'tcp://127.0.0.1:4000', which the other nodes cannot"),
+        (
+            ["cpu_ranks = 1", *remote_nodes(1)],
+            "",
+            "cluster.nodes[0].host is missing, which the other node 10.0.123.1 cannot",
+        ),
+        (
+            remote_nodes(1, 1),
+            'init_method = "tcp://localhost:4000"',
+            "'tcp://localhost:4000', which the other nodes cannot",
+        ),
+        (
+            remote_nodes(1, 1),
+            'init_method = "tcp://127.0.0.1:4000"',
+            "'tcp://127.0.0.1:4000', which the other nodes cannot",
+        ),
         (["cpu_ranks = 1"], 'init_method = "tcp://a:4000"', "but the run has a single rank, which meets nobody"),
-        (remote(1), 'launcher = "local"', "r.toml:2: cluster.launcher is 'local', but 10.0.123.1 is another machine"),
+        (
+            remote_nodes(1),
+            'launcher = "local"',
+            "r.toml:2: cluster.launcher is 'local', but 10.0.123.1 is another machine",
+        ),
     ],
 )
 def test_meeting_points_that_cannot_work_are_refused(nodes: list[str], cluster: str, message: str) -> None:
@@ -250,15 +266,15 @@ def test_meeting_points_that_cannot_work_are_refused(nodes: list[str], cluster: 
     [
         (["cpu_ranks = 1"], "", False, "local"),
         (["cpu_ranks = 1"], "", True, "local"),
-        (remote(1, 1), "", False, "ssh"),
-        (remote(1, 1), "", True, "slurm"),
-        (remote(1, 1), 'launcher = "ssh"', True, "ssh"),
+        (remote_nodes(1, 1), "", False, "ssh"),
+        (remote_nodes(1, 1), "", True, "slurm"),
+        (remote_nodes(1, 1), 'launcher = "ssh"', True, "ssh"),
         (["cpu_ranks = 1"], 'launcher = "slurm"', False, "slurm"),
     ],
 )
 def test_the_launcher_follows_from_the_hosts(nodes: list[str], cluster: str, slurm: bool, launcher: str) -> None:
     local = LocalFacts(names=HERE.names, addresses=HERE.addresses, slurm=slurm)
-    assert planned(*nodes, cluster=cluster, local=local).launcher == launcher
+    assert plan_for(*nodes, cluster=cluster, local=local).launcher == launcher
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
@@ -275,7 +291,7 @@ def test_the_launcher_follows_from_the_hosts(nodes: list[str], cluster: str, slu
     ],
 )
 def test_gpus_of_a_known_machine_are_passed_by_uuid_in_pci_order(gpus: str, visible: str) -> None:
-    found = planned(f"gpus = {gpus}", has={"localhost": machine(4, busy=(1, 2))})
+    found = plan_for(f"gpus = {gpus}", has={"localhost": machine(4, busy=(1, 2))})
     node = found.nodes[0]
     assert node.env == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible}
     assert node.devices == visible.split(",")
@@ -290,30 +306,30 @@ def test_this_machine_without_a_cluster_is_all_its_gpus_or_one_cpu_rank() -> Non
 
 
 def test_ranks_take_gpus_where_there_are_any_and_the_cpu_elsewhere() -> None:
-    assert planned("ranks = 2", has={"localhost": machine(4)}).nodes[0].devices == ["GPU-0000-ab", "GPU-0001-ab"]
-    assert planned("ranks = 2", has={"localhost": machine(0)}).nodes[0].devices == ["cpu", "cpu"]
+    assert plan_for("ranks = 2", has={"localhost": machine(4)}).nodes[0].devices == ["GPU-0000-ab", "GPU-0001-ab"]
+    assert plan_for("ranks = 2", has={"localhost": machine(0)}).nodes[0].devices == ["cpu", "cpu"]
 
 
 def test_the_environments_visible_devices_bound_what_a_count_takes() -> None:
     local = LocalFacts(cuda_visible_devices="3,GPU-0001")
-    found = planned("gpus = 2", has={"localhost": machine(4)}, local=local)
+    found = plan_for("gpus = 2", has={"localhost": machine(4)}, local=local)
     assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0001-ab,GPU-0003-ab"
 
 
 def test_two_nodes_on_one_machine_share_out_its_gpus() -> None:
-    found = planned("gpus = 2", "gpus = 2", has={"localhost": machine(4)})
+    found = plan_for("gpus = 2", "gpus = 2", has={"localhost": machine(4)})
     assert [node.env["CUDA_VISIBLE_DEVICES"] for node in found.nodes] == [
         "GPU-0000-ab,GPU-0001-ab",
         "GPU-0002-ab,GPU-0003-ab",
     ]
     far = 'host = "10.0.123.1"\n'
-    found = planned(far + "gpus = [1]", far + "gpus = 2")
+    found = plan_for(far + "gpus = [1]", far + "gpus = 2")
     assert [node.devices for node in found.nodes] == [[1], [0, 2]]
     assert found.nodes[1].env["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
 def test_ranks_share_a_gpu_only_when_asked_and_then_over_gloo() -> None:
-    found = planned("gpus = 3", has={"localhost": machine(2)}, train="share_devices = true")
+    found = plan_for("gpus = 3", has={"localhost": machine(2)}, train="share_devices = true")
     assert found.nodes[0].devices == ["GPU-0000-ab", "GPU-0001-ab", "GPU-0000-ab"]
     assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0000-ab,GPU-0001-ab"
     assert found.backend == "gloo"
@@ -321,7 +337,7 @@ def test_ranks_share_a_gpu_only_when_asked_and_then_over_gloo() -> None:
 
 
 def test_gpus_and_cpus_together_use_gloo_on_every_node() -> None:
-    found = planned(*remote(2), 'host = "10.0.123.2"\ncpu_ranks = 2')
+    found = plan_for(*remote_nodes(2), 'host = "10.0.123.2"\ncpu_ranks = 2')
     assert found.backend == "gloo"
     assert "--distributed-backend gloo" in distributed(found.nodes[0].argv)
     assert distributed(found.nodes[1].argv).endswith("--distributed-rank 2 --cpu")
@@ -349,7 +365,7 @@ def test_gpus_and_cpus_together_use_gloo_on_every_node() -> None:
         (['host = "far"\ngpus = "all"'], {}, "give a count or a list of device ids"),
         (['host = "far"\nranks = 2'], {}, "cluster.nodes[0].ranks is not a count, which needs to know the GPUs of far"),
         (
-            [*remote(1), 'host = "10.0.123.2"\ncpu_ranks = 1'],
+            [*remote_nodes(1), 'host = "10.0.123.2"\ncpu_ranks = 1'],
             {"cluster": 'backend = "nccl"'},
             "r.toml:2: cluster.backend is 'nccl', but the ranks of node 1 run on the CPU",
         ),
@@ -394,12 +410,12 @@ def test_a_gpu_that_the_environment_hides_is_named() -> None:
 
 
 def test_a_mig_instance_is_believed() -> None:
-    found = planned('gpus = ["MIG-1234"]', has={"localhost": machine(1, mig=(0,))})
+    found = plan_for('gpus = ["MIG-1234"]', has={"localhost": machine(1, mig=(0,))})
     assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "MIG-1234"
 
 
 def test_one_batch_size_per_rank_is_passed_on() -> None:
-    argv = planned(*remote(1, 2), train="batch_size = [32, 8, 8]").nodes[0].argv
+    argv = plan_for(*remote_nodes(1, 2), train="batch_size = [32, 8, 8]").nodes[0].argv
     assert argv[argv.index("--batch-size") + 1] == "32,8,8"
 
 
@@ -407,7 +423,7 @@ def test_one_batch_size_per_rank_is_passed_on() -> None:
 
 
 def test_training_options_of_the_launch_reach_every_node() -> None:
-    for node in planned(*remote(1, 1), train='join_timeout = 5\nstart_method = "spawn"\nlr = 0.5').nodes:
+    for node in plan_for(*remote_nodes(1, 1), train='join_timeout = 5\nstart_method = "spawn"\nlr = 0.5').nodes:
         words = " ".join(node.argv)
         assert "--join-timeout 5.0 --start-method spawn --task mnist --lr 0.5 --data /d" in words
 
@@ -426,17 +442,17 @@ def test_task_options_come_back_from_their_flags() -> None:
     )
 
 
-def test_switches_of_a_task_are_said_either_way() -> None:
+def test_boolean_task_options_are_passed_when_true_and_when_false() -> None:
     assert task_flags({"deep": True, "wide_net": False, "n": None})[:2] == ["--deep", "--no-wide-net"]
 
 
 def test_a_runs_directory_and_node_are_added_at_the_end() -> None:
-    found = with_run_dir(planned(*remote(1, 1)), "/runs/x")
+    found = with_run_dir(plan_for(*remote_nodes(1, 1)), "/runs/x")
     assert [node.argv[-4:] for node in found.nodes] == [["--run-dir", "/runs/x", "--node", str(i)] for i in range(2)]
 
 
 def test_a_plan_has_exactly_the_keys_of_the_contract_and_comes_back_from_json() -> None:
-    found = planned(*remote(2, 1))
+    found = plan_for(*remote_nodes(2, 1))
     encoded = msgspec.json.encode(found)
     raw = json.loads(encoded)
     assert list(raw) == ["world_size", "init_method", "backend", "launcher", "nodes"]
@@ -450,7 +466,7 @@ SCRIPT = (
 
 
 def test_planning_a_thousand_nodes_costs_less_than_reading_their_recipe() -> None:
-    nodes = remote(*[8] * 1000)
+    nodes = remote_nodes(*[8] * 1000)
     reading_s, planning_s = [], []
     for _ in range(3):
         begin = time.perf_counter()
@@ -494,7 +510,7 @@ def test_a_failed_script_is_started_again_at_a_new_port_and_finds_its_checkpoint
 
 
 def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
-    text = script(planned(*named(4, 2, 1)), name="x")
+    text = script(plan_for(*named_nodes(4, 2, 1)), name="x")
     assert "#SBATCH --nodelist=n1,n2,n3" in text
     assert "#SBATCH --gpus-per-node" not in text
     for index, count in enumerate((4, 2, 1)):
@@ -502,17 +518,18 @@ def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
 
 
 def test_nodes_without_names_come_from_the_allocation() -> None:
-    text = script(planned(*remote(2, 2)), name="x")
+    text = script(plan_for(*remote_nodes(2, 2)), name="x")
     assert f'tcp://"${{nodes[0]}}":{DEFAULT_PORT}' in text
     assert "10.0.123.1" not in text
 
 
 @pytest.mark.parametrize(
-    ("nodes", "message"), [(remote(2, 1), "needs Slurm's node names"), (named(1)[:1] * 2, "same host")]
+    ("nodes", "message"),
+    [(remote_nodes(2, 1), "needs Slurm's node names"), (named_nodes(1)[:1] * 2, "same host")],
 )
 def test_plans_that_a_batch_script_cannot_express_are_refused(nodes: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        script(planned(*nodes), name="x")
+        script(plan_for(*nodes), name="x")
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from recipe_texts import TRAIN, recipe
 
 from gputrain_tui.hosts.environment_facts import Torch
 from gputrain_tui.hosts.host_names import LocalFacts
@@ -28,7 +29,6 @@ from gputrain_tui.preflight import (
     warnings,
 )
 from gputrain_tui.preflight.facts import MissingInput
-from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Recipe
 from trainer.host.cores import Cpus
 from trainer.host.memory import Memory
@@ -36,14 +36,6 @@ from trainer.host.resource_limits import ResourceLimits
 
 GIB = 1 << 30
 HERE = LocalFacts(names=frozenset({"here"}), free_port=21000, python="python")
-CPUS = "cpu_ranks = 2"
-TRAIN = 'task = "lm"\nmax_updates = 2'
-
-
-def recipe(*nodes: str, train: str = TRAIN, task: str = 'data = "books.txt"', cluster: str = "") -> Recipe:
-    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or (CPUS,))
-    own = f"[task]\n{task}\n" if task else ""
-    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n[train]\n{train}\n{own}", name="one.toml")
 
 
 def gpu(index: int, **more: object) -> Gpu:
@@ -55,7 +47,7 @@ def machine(*gpus: Gpu, cuda: str = "13.0") -> Inventory:
     return Inventory(host="here", time=0.0, cpus=Cpus(), memory=Memory(), gpus=gpus, cuda=cuda)
 
 
-def judged(facts: PreflightFacts, wanted: Recipe | None = None) -> list[CheckResult]:
+def check_results(facts: PreflightFacts, wanted: Recipe | None = None) -> list[CheckResult]:
     wanted = wanted or recipe()
     planned: Plan = plan(wanted, facts.inventories, local=HERE)
     return run_checks(wanted, planned, facts, local=HERE)
@@ -252,10 +244,10 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
         ),
     ],
 )
-def test_what_would_go_wrong_is_said_with_its_key_and_its_weight(
+def test_a_problem_is_reported_with_its_key_and_severity(
     facts: PreflightFacts, wanted: Recipe | None, status: str, key: str, words: str
 ) -> None:
-    (found,) = [result for result in judged(facts, wanted) if words in result.what]
+    (found,) = [result for result in check_results(facts, wanted) if words in result.what]
     assert (found.status, found.key) == (status, key)
     assert bool(found.where) is bool(key)
     assert found.fix or status != "error" or found.check in ("data", "script", "resume")
@@ -286,14 +278,16 @@ def test_what_would_go_wrong_is_said_with_its_key_and_its_weight(
     ],
 )
 def test_what_is_fine_or_unknown_is_no_reason_to_warn(facts: PreflightFacts, wanted: Recipe | None) -> None:
-    found = judged(facts, wanted)
+    found = check_results(facts, wanted)
     assert (errors(found), warnings(found)) == ((), ())
     assert summary(found) == "ready"
 
 
 def test_a_place_names_the_file_and_the_line() -> None:
     (found,) = errors(
-        judged(PreflightFacts(data_checked=True, data=MissingInput(key="task.data", what="gone", fix="look for it")))
+        check_results(
+            PreflightFacts(data_checked=True, data=MissingInput(key="task.data", what="gone", fix="look for it"))
+        )
     )
     assert found.line == "one.toml:9: task.data: gone; look for it"
 
@@ -301,7 +295,7 @@ def test_a_place_names_the_file_and_the_line() -> None:
 # --- looking at this machine -----------------------------------------------------------------------------------------
 
 
-def looked(wanted: Recipe) -> PreflightFacts:
+def facts_of(wanted: Recipe) -> PreflightFacts:
     planned = plan(wanted, {}, local=HERE)
     return collect_facts(wanted, planned, HERE, inventories={})
 
@@ -323,7 +317,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_missing_data_is_blamed_on_the_option_that_names_it(task: str, key: str | None, words: str) -> None:
-    found = looked(recipe(task=task)).data
+    found = facts_of(recipe(task=task)).data
     assert (found.key if found else None) == key
     assert words in (found.what if found else "")
 
@@ -335,7 +329,7 @@ def test_missing_data_is_blamed_on_the_option_that_names_it(task: str, key: str 
 def test_a_script_must_be_there_and_be_python(folder: Path, text: str | None, words: str) -> None:
     if text is not None:
         (folder / "own.py").write_text(text)
-    found = looked(recipe(train='script = "own.py"', task="")).script
+    found = facts_of(recipe(train='script = "own.py"', task="")).script
     assert words in (found.what if found else "")
     assert (found is None) is not bool(words)
 
@@ -345,25 +339,25 @@ def test_a_busy_port_is_known_and_an_address_that_is_not_ours() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         number = server.getsockname()[1]
-        port = looked(recipe(cluster=f"port = {number}")).port
+        port = facts_of(recipe(cluster=f"port = {number}")).port
         assert port is not None
         assert (port.state, f"(pid {os.getpid()})" in port.holder) == ("busy", True)
-    away = looked(recipe(cluster='init_method = "tcp://192.0.2.7:23456"')).port
+    away = facts_of(recipe(cluster='init_method = "tcp://192.0.2.7:23456"')).port
     assert away is not None
     assert (away.ours, away.address) == (False, "192.0.2.7")
-    here = looked(recipe(cluster='init_method = "tcp://127.0.0.1:23456"')).port
+    here = facts_of(recipe(cluster='init_method = "tcp://127.0.0.1:23456"')).port
     assert here is not None
     assert here.ours
 
 
 def test_another_machines_port_is_not_judged_here() -> None:
     away = ('host = "10.0.0.1"\ngpus = 1', 'host = "10.0.0.2"\ngpus = 1')
-    assert looked(recipe(*away, cluster="port = 22")).port is None
+    assert facts_of(recipe(*away, cluster="port = 22")).port is None
 
 
 def test_a_meeting_file_must_be_new_and_its_folder_there(folder: Path) -> None:
     def problem(path: Path) -> str:
-        found = looked(recipe(cluster=f'init_method = "file://{path}"')).rendezvous
+        found = facts_of(recipe(cluster=f'init_method = "file://{path}"')).rendezvous
         assert found is not None
         return found.problem
 
@@ -380,7 +374,7 @@ def test_folders_that_need_not_exist_yet_are_judged_by_what_is_above_them(folder
     (folder / "kept").mkdir()
     (folder / "kept" / "step_00000002.pt").touch()
     found = {
-        name: looked(recipe(train=f'{TRAIN}\nsave_dir = "{name}"')).save_dir for name in ("new/deep", "file", "kept")
+        name: facts_of(recipe(train=f'{TRAIN}\nsave_dir = "{name}"')).save_dir for name in ("new/deep", "file", "kept")
     }
     assert (found["new/deep"].problem, found["new/deep"].checkpoints) == ("", 0)  # type: ignore[union-attr]
     assert "is no folder" in found["file"].problem  # type: ignore[union-attr]
@@ -389,7 +383,7 @@ def test_folders_that_need_not_exist_yet_are_judged_by_what_is_above_them(folder
 
 
 def test_the_limits_of_this_machine_are_read() -> None:
-    facts = looked(recipe())
+    facts = facts_of(recipe())
     assert 1 <= (facts.cores or 0) <= len(os.sched_getaffinity(0))
     assert facts.memory_total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < (facts.memory_available_bytes or 0) < (facts.memory_total_bytes or 0)
@@ -397,12 +391,12 @@ def test_the_limits_of_this_machine_are_read() -> None:
     assert facts.torch is None, "ranks on CPUs take any torch"
 
 
-def test_looking_takes_no_time_to_speak_of() -> None:
+def test_collecting_the_facts_is_fast() -> None:
     wanted = recipe()
     took = []
     for _ in range(5):
         begin = time.process_time()
-        looked(wanted)
+        facts_of(wanted)
         took.append(time.process_time() - begin)
     assert min(took) < 0.05
 

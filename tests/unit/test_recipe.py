@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from recipe_texts import recipe_of, refusal
 
 from gputrain_tui.recipe import model as recipes
 from gputrain_tui.recipe.model import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
@@ -65,25 +66,13 @@ PYTEXT = {
 """The seed's own ``distributed_docnn.json``."""
 
 
-def of(text: str, *settings: str) -> Recipe:
-    return build(text, name="r.toml", overrides=settings)
-
-
-def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
-    with pytest.raises(RecipeError) as caught:
-        build(text, name=name, overrides=settings)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def says(found: Recipe) -> tuple[Any, ...]:
+def values_of(found: Recipe) -> tuple[Any, ...]:
     """What a recipe says, without how it was written."""
     return found.name, found.cluster, found.train, found.launch, found.script, dict(found.task_options), found.report
 
 
 def test_a_recipe_is_read_with_its_tables_typed() -> None:
-    found = of(MNIST)
+    found = recipe_of(MNIST)
     assert found.name == "mnist-two-nodes"
     assert found.cluster == Cluster(
         port=11111, nodes=(Node(host="10.0.0.1", gpus=4), Node(host="10.0.0.2", cpu_ranks=2))
@@ -100,20 +89,20 @@ def test_the_same_recipe_is_read_from_toml_json_and_standard_input(tmp_path: Pat
     (tmp_path / "a.toml").write_text(MNIST)
     (tmp_path / "a.json").write_text(json.dumps(values))
     (tmp_path / "no-suffix").write_text("\n  " + json.dumps(values, indent=2))
-    expected = says(load(str(tmp_path / "a.toml")))
+    expected = values_of(load(str(tmp_path / "a.toml")))
     for source, stdin in (
         (str(tmp_path / "a.json"), None),
         (str(tmp_path / "no-suffix"), None),
         ("-", io.StringIO(MNIST)),
         ("-", io.StringIO(json.dumps(values))),
     ):
-        assert says(load(source, stdin=stdin)) == expected
+        assert values_of(load(source, stdin=stdin)) == expected
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
     path = tmp_path / "windows.toml"
     path.write_bytes(b"\xef\xbb\xbf" + MNIST.replace("\n", "\r\n").encode())
-    assert says(load(str(path))) == says(of(MNIST))
+    assert values_of(load(str(path))) == values_of(recipe_of(MNIST))
 
 
 def test_a_recipe_without_a_name_is_called_like_its_file(tmp_path: Path) -> None:
@@ -124,7 +113,7 @@ def test_a_recipe_without_a_name_is_called_like_its_file(tmp_path: Path) -> None
 
 
 def test_a_recipe_without_a_cluster_means_this_machine() -> None:
-    assert of('[train]\ntask = "mnist"\n[task]\ndata = "d"\n').cluster == Cluster(nodes=(Node(),))
+    assert recipe_of('[train]\ntask = "mnist"\n[task]\ndata = "d"\n').cluster == Cluster(nodes=(Node(),))
 
 
 BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
@@ -276,11 +265,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_setting_overrides_any_key(setting: str, read: Any) -> None:
-    assert read(of(MNIST, setting))
+    assert read(recipe_of(MNIST, setting))
 
 
 def test_a_setting_makes_the_tables_that_it_needs() -> None:
-    found = of("", "train.task=mnist", "task.data=d", "cluster.max_restarts=2")
+    found = recipe_of("", "train.task=mnist", "task.data=d", "cluster.max_restarts=2")
     assert (found.train.task, found.cluster.max_restarts) == ("mnist", 2)
 
 
@@ -373,7 +362,7 @@ def test_the_line_of_a_json_key_is_found_at_any_depth() -> None:
 
 
 def test_unchanged_recipes_are_kept_to_the_letter() -> None:
-    assert dump_toml(of(MNIST)) == MNIST
+    assert dump_toml(recipe_of(MNIST)) == MNIST
 
 
 @pytest.mark.parametrize(
@@ -387,15 +376,15 @@ def test_unchanged_recipes_are_kept_to_the_letter() -> None:
     ],
 )
 def test_changed_recipes_keep_their_comments_and_load_to_the_same(settings: tuple[str, ...]) -> None:
-    found = of(MNIST, *settings)
+    found = recipe_of(MNIST, *settings)
     text = dump_toml(found)
-    assert says(of(text)) == says(found)
+    assert values_of(recipe_of(text)) == values_of(found)
     assert "# where" in text
     assert "# per rank" in text
 
 
 def test_a_recipe_changed_in_a_form_is_written_with_its_comments() -> None:
-    found = of(MNIST)
+    found = recipe_of(MNIST)
     changed = replace(
         found,
         name="form",
@@ -404,7 +393,7 @@ def test_a_recipe_changed_in_a_form_is_written_with_its_comments() -> None:
         task_options={"data": "/elsewhere", "valid_subset": "none"},
     )
     text = dump_toml(changed)
-    assert says(of(text)) == says(changed)
+    assert values_of(recipe_of(text)) == values_of(changed)
     assert "# per rank" in text
 
 
@@ -416,8 +405,8 @@ def test_a_recipe_changed_in_a_form_is_written_with_its_comments() -> None:
     ],
 )
 def test_every_recipe_is_written_as_toml_that_loads_to_the_same(text: str) -> None:
-    found = of(text)
-    assert says(of(dump_toml(found))) == says(found)
+    found = recipe_of(text)
+    assert values_of(recipe_of(dump_toml(found))) == values_of(found)
 
 
 def test_pytexts_own_configuration_becomes_a_docnn_recipe() -> None:
@@ -448,13 +437,13 @@ def pytext(**changes: Any) -> str:
     ],
 )
 def test_pytexts_world_size_and_cuda_say_where_ranks_run(changes: dict[str, Any], nodes: tuple[Node, ...]) -> None:
-    assert of(pytext(**changes)).cluster.nodes == nodes
+    assert recipe_of(pytext(**changes)).cluster.nodes == nodes
 
 
 def test_pytexts_keys_are_read_without_the_wrapper_and_with_recipe_tables() -> None:
-    assert of(json.dumps(PYTEXT["config"])).cluster.nodes == (Node(ranks=8),)
+    assert recipe_of(json.dumps(PYTEXT["config"])).cluster.nodes == (Node(ranks=8),)
     own = {"config": {**tomllib.loads(BASE), "distributed_world_size": 2, "use_cuda_if_available": False}}
-    found = of(json.dumps(own))
+    found = recipe_of(json.dumps(own))
     assert (found.train.task, found.cluster.nodes) == ("mnist", (Node(cpu_ranks=2),))
 
 
@@ -469,7 +458,7 @@ def test_pytexts_training_settings_are_translated() -> None:
             "model": {"DocModel": {"representation": {"DocNNRepresentation": {"cnn": {"kernel_sizes": [2, 3, 4]}}}}},
         }
     }
-    found = of(pytext(task=task, random_seed=5, use_tensorboard=True, export_onnx_path="/tmp/model.onnx"))
+    found = recipe_of(pytext(task=task, random_seed=5, use_tensorboard=True, export_onnx_path="/tmp/model.onnx"))
     train = found.train
     assert (train.batch_size, train.max_epochs, train.optimizer, train.lr, train.momentum) == (
         (4,),
@@ -505,7 +494,7 @@ def tsv_source(**source: Any) -> str:
 def test_pytexts_columns_are_found_by_number_or_by_name(
     source: dict[str, Any], columns: tuple[str | None, str | None]
 ) -> None:
-    options = of(tsv_source(**source)).task_options
+    options = recipe_of(tsv_source(**source)).task_options
     assert (options.get("text_column"), options.get("label_column")) == columns
 
 
@@ -522,11 +511,11 @@ REPORT = '[train]\nscript = "a.py"\n[report]\n'
     ],
 )
 def test_a_recipe_says_where_else_its_run_is_reported(keys: str, report: ReportOptions) -> None:
-    found = of(REPORT + keys)
+    found = recipe_of(REPORT + keys)
     assert found.report == report
     changed = replace(found, name="other")
     assert (keys in dump_toml(changed)) == (report != ReportOptions()), "in its own spelling, and no default"
-    assert of(dump_toml(changed)).report == report
+    assert recipe_of(dump_toml(changed)).report == report
 
 
 @pytest.mark.parametrize(
@@ -544,7 +533,7 @@ def test_what_cannot_be_reported_is_one_line(keys: str, message: str) -> None:
 
 def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
     recipe = '[train]\ntask = "docnn"\nmax_updates = 1\n[task]\ntrain_path = "t.tsv"\n'
-    found = of(recipe + 'text_column = 1\nlabel_column = "stars"\n')
+    found = recipe_of(recipe + 'text_column = 1\nlabel_column = "stars"\n')
     assert (found.task_options["text_column"], found.task_options["label_column"]) == ("1", "stars")
     assert "task.text_column is 1.5, but must be text or an integer" in refusal(recipe + "text_column = 1.5\n")
     both = refusal(recipe + 'text_column = 1\nformat = "glue"\n')
@@ -588,8 +577,8 @@ def test_what_pytext_says_and_nothing_here_does_is_refused_by_name(text: str, me
 
 
 def test_pytexts_values_are_overridden_under_either_name() -> None:
-    assert of(pytext(), "config.distributed_world_size=2").cluster.nodes == (Node(ranks=2),)
-    assert of(pytext(), "train.lr=0.5").train.lr == (0.5,)
+    assert recipe_of(pytext(), "config.distributed_world_size=2").cluster.nodes == (Node(ranks=2),)
+    assert recipe_of(pytext(), "train.lr=0.5").train.lr == (0.5,)
     assert "--set config.distributed_world_size is 'x'" in refusal(pytext(), "config.distributed_world_size=x")
 
 

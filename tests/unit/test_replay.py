@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
-def shown(run: Run) -> LiveRun:
+def replayed(run: Run) -> LiveRun:
     live = LiveRun(run, now=lambda: synthetic.BEGIN)
     while live.poll(60):
         pass
@@ -67,7 +67,7 @@ def test_a_long_past_is_drawn_as_if_every_event_had_been_read(run: Run) -> None:
     found = replay(run.dir)
     assert found is not None
     assert len(found.events) < 300
-    short = shown(run)
+    short = replayed(run)
     whole = Series(RANKS)
     for number in range(STEPS):
         for rank in range(RANKS):
@@ -88,7 +88,7 @@ def beside(line: list[float], other: list[float]) -> bool:
 
 
 def test_state_and_totals_are_exact(run: Run) -> None:
-    live = shown(run)
+    live = replayed(run)
     for rank in range(RANKS):
         view = live.state.ranks[rank]
         assert view.last == ALL[rank][-1]
@@ -107,7 +107,7 @@ def test_what_a_killed_process_left_out_of_the_digest_is_read(run: Run) -> None:
             file.write(b"".join(map(synthetic.encode_event, events(rank, STEPS + 1, STEPS + 40))))
             file.write(synthetic.encode_event(RankState(time=synthetic.BEGIN, rank=rank, state="spawned")))
         write(run.dir, rank, events(rank, STEPS + 41, STEPS + 600))
-    live = shown(run)
+    live = replayed(run)
     assert live.series.last_step == STEPS + 600
     assert all(view.totals.steps == STEPS + 600 for view in live.state.ranks.values())
 
@@ -119,7 +119,7 @@ def test_a_restart_from_a_checkpoint_is_drawn_over_what_it_does_again(run: Run) 
             event.time += 1000
             event.loss = 1.0
         write(run.dir, rank, again)
-    live = shown(run)
+    live = replayed(run)
     assert live.series.last_step == 2400
     window = live.series.window("loss", 24)
     assert max(window.high[12:]) == 1.0
@@ -130,7 +130,7 @@ def test_damaged_digests_are_passed_over(run: Run) -> None:
     for path in run.dir.digest.iterdir():
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2] + b"\n\xff{not json\n" + data[len(data) // 2 :])
-    live = shown(run)
+    live = replayed(run)
     assert live.state.step == STEPS
     assert all(view.totals.steps == STEPS for view in live.state.ranks.values())
 
@@ -141,7 +141,7 @@ def test_blocks_that_do_not_fit_the_events_are_not_trusted(run: Run) -> None:
     assert replay(run.dir) is None
     for level in (16, 64, 256):
         block_file(run.dir.digest, "1", level).write_bytes(block_file(run.dir.digest, "0", level).read_bytes())
-    assert shown(run).state.step == STEPS
+    assert replayed(run).state.step == STEPS
 
 
 def test_a_short_record_is_read_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_runs import NOON, append, make, step
+from made_runs import NOON, append_events, make_run, step
 
 from gputrain_tui.history import runs
 from gputrain_tui.history.follow import AppendedFile, Follower
@@ -39,15 +39,15 @@ def test_a_run_id_carries_time_and_recipe_as_one_plain_word(recipe: str, expecte
 
 
 def test_a_new_run_is_complete_and_only_its_owner_can_look_into_it(tmp_path: Path) -> None:
-    told: list[Path] = []
+    planned_for: list[Path] = []
 
     def plan(final: RunDir) -> bytes:
-        told.append(final.path)
+        planned_for.append(final.path)
         return b'{"world_size":2}'
 
     run = create("demo", world_size=2, recipe_toml="[train]\n", plan=plan, root=tmp_path / "runs", now=lambda: NOON)
 
-    assert told == [run.dir.path]
+    assert planned_for == [run.dir.path]
     assert stat.S_IMODE(run.dir.path.stat().st_mode) == 0o700
     assert run.dir.recipe.read_text() == "[train]\n"
     assert run.dir.plan.read_bytes() == b'{"world_size":2}'
@@ -58,7 +58,7 @@ def test_a_new_run_is_complete_and_only_its_owner_can_look_into_it(tmp_path: Pat
 
 
 def test_runs_of_one_second_get_different_ids(tmp_path: Path) -> None:
-    assert [make(tmp_path).id for _ in range(3)] == [
+    assert [make_run(tmp_path).id for _ in range(3)] == [
         "20261121-120000-demo",
         "20261121-120000-demo-2",
         "20261121-120000-demo-3",
@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> 
 
 
 def test_runs_are_listed_newest_first_and_foreign_folders_are_passed_over(tmp_path: Path) -> None:
-    old, new = make(tmp_path, "old"), make(tmp_path, "new", started=NOON + 5)
+    old, new = make_run(tmp_path, "old"), make_run(tmp_path, "new", started=NOON + 5)
     (tmp_path / "notes").mkdir()
     (tmp_path / ".new-0123").mkdir()
     (tmp_path / "broken").mkdir()
@@ -93,19 +93,19 @@ def test_runs_are_listed_newest_first_and_foreign_folders_are_passed_over(tmp_pa
 
 
 def test_the_last_of_more_than_ten_runs_of_one_recipe_is_the_newest(tmp_path: Path) -> None:
-    made = [make(tmp_path, started=NOON + index / 100) for index in range(12)]
+    made = [make_run(tmp_path, started=NOON + index / 100) for index in range(12)]
     assert find("last", tmp_path).id == made[-1].id
 
 
 @pytest.mark.parametrize("wanted", ["20261121-120005", "20261121-120005-new", "last"])
 def test_a_run_is_found_by_a_unique_prefix_its_id_or_last(tmp_path: Path, wanted: str) -> None:
-    make(tmp_path, "old")
-    new = make(tmp_path, "new", started=NOON + 5)
+    make_run(tmp_path, "old")
+    new = make_run(tmp_path, "new", started=NOON + 5)
     assert find(wanted, tmp_path).id == new.id
 
 
 def test_a_whole_id_wins_over_ids_that_it_begins(tmp_path: Path) -> None:
-    first, _ = make(tmp_path), make(tmp_path)
+    first, _ = make_run(tmp_path), make_run(tmp_path)
     assert find(first.id, tmp_path).id == first.id
 
 
@@ -119,8 +119,8 @@ def test_a_whole_id_wins_over_ids_that_it_begins(tmp_path: Path) -> None:
     ],
 )
 def test_what_fits_no_run_or_several_is_refused_with_candidates(tmp_path: Path, wanted: str, message: str) -> None:
-    make(tmp_path, "old")
-    make(tmp_path, "new", started=NOON + 5)
+    make_run(tmp_path, "old")
+    make_run(tmp_path, "new", started=NOON + 5)
     with pytest.raises(RequestError) as refused:
         find(wanted, tmp_path)
     assert str(refused.value) == message
@@ -135,7 +135,7 @@ def test_without_any_run_the_way_to_the_first_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", runs.ENDED)
 def test_an_ended_run_needs_no_living_supervisor(tmp_path: Path, status: str) -> None:
     gone = ProcessIdentity(pid=2**22 + 1, start_ticks=1, boot_id="x", host="elsewhere")
-    assert make(tmp_path, status=status, supervisor=gone).state == status
+    assert make_run(tmp_path, status=status, supervisor=gone).state == status
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,13 @@ def test_a_process_whose_name_holds_parentheses_is_read_rightly(tmp_path: Path) 
 
 
 def test_every_event_is_read_once_from_all_files_also_from_late_ones(tmp_path: Path) -> None:
-    run = make(tmp_path).dir
+    run = make_run(tmp_path).dir
     reader = RunReader(run)
     assert reader.poll() == []
-    append(run, 0, step(0, 1))
+    append_events(run, 0, step(0, 1))
     assert reader.poll() == [step(0, 1)]
-    append(run, 0, step(0, 2))
-    append(run, 10, step(10, 1, NOON - 1))
+    append_events(run, 0, step(0, 2))
+    append_events(run, 10, step(10, 1, NOON - 1))
     with run.node_events(0).open("ab") as file:
         file.write(encode_event(RankState(time=NOON - 2, rank=0, state="spawned")))
     assert reader.poll() == [RankState(time=NOON - 2, rank=0, state="spawned"), step(10, 1, NOON - 1), step(0, 2)]
@@ -178,22 +178,22 @@ def test_every_event_is_read_once_from_all_files_also_from_late_ones(tmp_path: P
 
 
 def test_a_torn_last_line_is_read_when_its_rest_has_come(tmp_path: Path) -> None:
-    run = make(tmp_path).dir
+    run = make_run(tmp_path).dir
     reader = RunReader(run)
     line = encode_event(step(0, 2))
-    append(run, 0, step(0, 1), torn=line[:20])
+    append_events(run, 0, step(0, 1), torn=line[:20])
     assert reader.poll() == [step(0, 1)]
-    append(run, 0, torn=line[20:40])
+    append_events(run, 0, torn=line[20:40])
     assert reader.poll() == []
-    append(run, 0, torn=line[40:])
+    append_events(run, 0, torn=line[40:])
     assert reader.poll() == [step(0, 2)]
     reader.close()
 
 
 def test_garbage_and_events_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
-    run = make(tmp_path).dir
+    run = make_run(tmp_path).dir
     reader = RunReader(run)
-    append(
+    append_events(
         run, 0, step(0, 1), torn=b'\xff\xfe\x00\n{"type":"of_the_future","time":1}\n[]\n\n' + encode_event(step(0, 2))
     )
     assert reader.poll() == [step(0, 1), step(0, 2)]
@@ -201,9 +201,9 @@ def test_garbage_and_events_of_a_later_version_are_passed_over(tmp_path: Path) -
 
 
 def test_a_poll_reads_within_its_budget_and_says_what_is_left(tmp_path: Path) -> None:
-    run = make(tmp_path).dir
+    run = make_run(tmp_path).dir
     for rank in range(3):
-        append(run, rank, *(step(rank, number) for number in range(1, 2_001)))
+        append_events(run, rank, *(step(rank, number) for number in range(1, 2_001)))
     total = sum(run.rank_events(rank).stat().st_size for rank in range(3))
     run.run_events.write_bytes(encode_event(ended(NOON - 9)))
     reader = RunReader(run)
@@ -220,9 +220,9 @@ def test_a_poll_reads_within_its_budget_and_says_what_is_left(tmp_path: Path) ->
 
 
 def test_a_line_longer_than_a_share_is_read_whole(tmp_path: Path) -> None:
-    run = make(tmp_path).dir
+    run = make_run(tmp_path).dir
     long = RankState(time=NOON, rank=0, state="failed", message="x" * (3 * Follower.share_bytes))
-    append(run, 0, long)
+    append_events(run, 0, long)
     reader = RunReader(run)
     events = reader.poll(1)
     while reader.backlog_bytes:
@@ -262,9 +262,9 @@ def test_a_folder_is_not_listed_again_while_nothing_was_made_in_it(tmp_path: Pat
 
 
 def test_the_last_step_is_read_from_the_end_of_a_rank_s_file(tmp_path: Path) -> None:
-    run = make(tmp_path).dir
+    run = make_run(tmp_path).dir
     assert runs.last_step(run) is None
-    append(run, 0, *(step(0, number) for number in range(1, 1_000)), torn=b'{"type":"st')
+    append_events(run, 0, *(step(0, number) for number in range(1, 1_000)), torn=b'{"type":"st')
     assert runs.last_step(run, tail_bytes=1_000) == step(0, 999)
 
 
@@ -272,7 +272,7 @@ def test_the_last_step_is_read_from_the_end_of_a_rank_s_file(tmp_path: Path) -> 
 
 
 def test_a_reader_sees_what_the_ranks_writers_append_until_the_run_ends(tmp_path: Path) -> None:
-    run = make(tmp_path, status="running").dir
+    run = make_run(tmp_path, status="running").dir
     started = RunStarted(time=NOON, run="x", recipe="demo", world_size=2, run_dir=str(run.path))
     own = EventWriter(run.run_events)
     own.write(started)
@@ -291,7 +291,7 @@ def test_a_reader_sees_what_the_ranks_writers_append_until_the_run_ends(tmp_path
 
 
 def test_a_status_written_by_a_later_version_can_still_be_read(tmp_path: Path) -> None:
-    run = make(tmp_path)
+    run = make_run(tmp_path)
     run.dir.status.write_bytes(run.dir.status.read_bytes().replace(b"{", b'{"colour":"blue",', 1))
     assert runs.read_status(run.dir) == run.status
     assert isinstance(run.status, Status)

@@ -12,7 +12,7 @@ from trainer.contract.options import Distributed, Training
 from trainer.contract.schema import Option, check, describe, read_flags, to_flags
 
 
-class Odd(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EveryKindOfOption(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Every kind of option that a user's task may declare."""
 
     name: Annotated[str, Meta(description="what it is called")]
@@ -24,7 +24,7 @@ class Odd(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclass
-class Plain:
+class DataclassOptions:
     """A user's options may be a dataclass."""
 
     path: str
@@ -44,7 +44,14 @@ def option(schema: type[Any], name: str) -> Option:
 
 
 def test_options_come_in_the_order_of_their_declaration() -> None:
-    assert [option.name for option in describe(Odd)] == ["name", "depth", "share", "words", "pair", "fast"]
+    assert [option.name for option in describe(EveryKindOfOption)] == [
+        "name",
+        "depth",
+        "share",
+        "words",
+        "pair",
+        "fast",
+    ]
 
 
 def test_an_option_has_what_a_front_end_needs() -> None:
@@ -59,8 +66,8 @@ def test_an_option_has_what_a_front_end_needs() -> None:
     )
     assert option(Distributed, "device_id").optional
     assert option(Distributed, "device_id").aliases == ("--local_rank", "--local-rank")
-    assert option(Odd, "name").required
-    assert option(Plain, "sizes") == Option(name="sizes", kind="list", item_kind="int", default=[1, 2])
+    assert option(EveryKindOfOption, "name").required
+    assert option(DataclassOptions, "sizes") == Option(name="sizes", kind="list", item_kind="int", default=[1, 2])
 
 
 @pytest.mark.parametrize(
@@ -76,11 +83,11 @@ def test_an_option_has_what_a_front_end_needs() -> None:
         (Training, "adam_betas", "2 numbers >= 0 and < 1"),
         (Training, "precision", "one of bf16, fp16, fp32"),
         (Distributed, "distributed_port", "an integer >= 1 and <= 65535"),
-        (Odd, "depth", "one of 18, 34"),
-        (Odd, "share", "a number > 0 and <= 1"),
-        (Odd, "words", "a list of texts"),
-        (Odd, "pair", "2 to 3 integers"),
-        (Plain, "sizes", "a list of integers"),
+        (EveryKindOfOption, "depth", "one of 18, 34"),
+        (EveryKindOfOption, "share", "a number > 0 and <= 1"),
+        (EveryKindOfOption, "words", "a list of texts"),
+        (EveryKindOfOption, "pair", "2 to 3 integers"),
+        (DataclassOptions, "sizes", "a list of integers"),
     ],
 )
 def test_what_is_allowed_is_said_in_words(schema: type[Any], name: str, allowed: str) -> None:
@@ -96,7 +103,7 @@ def test_every_option_of_the_trainer_has_a_help_and_a_flag_of_its_own(schema: ty
 
 
 def test_a_description_survives_json() -> None:
-    for schema in (Training, Distributed, Odd):
+    for schema in (Training, Distributed, EveryKindOfOption):
         options = describe(schema)
         for before, after in zip(
             options, msgspec.json.decode(msgspec.json.encode(options), type=list[Option]), strict=True
@@ -136,16 +143,16 @@ def test_a_description_survives_json() -> None:
         (Training, "valid_batch_size", None, None),
         (Training, "valid_batch_size", "7", 7),
         (Training, "maximize_best_metric", "no", False),
-        (Odd, "depth", "34", 34),
-        (Odd, "depth", 34, 34),
-        (Odd, "share", None, None),
-        (Odd, "share", "none", None),
-        (Odd, "share", "0.25", 0.25),
-        (Odd, "words", "a, b", ("a", "b")),
-        (Odd, "words", '["a, b", ""]', ("a, b", "")),
-        (Odd, "words", "", ()),
-        (Plain, "sizes", "3,4", [3, 4]),
-        (Plain, "width", "7", 7),
+        (EveryKindOfOption, "depth", "34", 34),
+        (EveryKindOfOption, "depth", 34, 34),
+        (EveryKindOfOption, "share", None, None),
+        (EveryKindOfOption, "share", "none", None),
+        (EveryKindOfOption, "share", "0.25", 0.25),
+        (EveryKindOfOption, "words", "a, b", ("a", "b")),
+        (EveryKindOfOption, "words", '["a, b", ""]', ("a, b", "")),
+        (EveryKindOfOption, "words", "", ()),
+        (DataclassOptions, "sizes", "3,4", [3, 4]),
+        (DataclassOptions, "width", "7", 7),
     ],
 )
 def test_values_are_read_as_a_person_writes_them(schema: type[Any], name: str, value: Any, expected: Any) -> None:
@@ -187,9 +194,9 @@ def test_values_are_read_as_a_person_writes_them(schema: type[Any], name: str, v
         ),
         (Training, "batchsize", 3, "--batchsize is not known; did you mean 'batch_size'?"),
         (Training, "zzz", 3, "--zzz is not known"),
-        (Odd, "depth", 50, "--depth is 50, but must be one of 18, 34"),
-        (Odd, "words", '["a"', """--words is '["a"', but must be a list of texts"""),
-        (Odd, "pair", "1", "--pair is '1', but must be 2 to 3 integers"),
+        (EveryKindOfOption, "depth", 50, "--depth is 50, but must be one of 18, 34"),
+        (EveryKindOfOption, "words", '["a"', """--words is '["a"', but must be a list of texts"""),
+        (EveryKindOfOption, "pair", "1", "--pair is '1', but must be 2 to 3 integers"),
     ],
 )
 def test_a_wrong_value_is_one_line_with_what_is_allowed(schema: type[Any], name: str, value: Any, message: str) -> None:
@@ -201,7 +208,7 @@ def test_a_wrong_value_is_one_line_with_what_is_allowed(schema: type[Any], name:
 
 def test_a_missing_value_is_named_with_its_help() -> None:
     with pytest.raises(RequestError) as refusal:
-        check(Odd, {}, where=lambda name: f"recipe.toml: task.{name}")
+        check(EveryKindOfOption, {}, where=lambda name: f"recipe.toml: task.{name}")
     assert str(refusal.value) == "recipe.toml: task.name is missing: what it is called"
 
 
@@ -255,8 +262,8 @@ def test_flags_of_the_seeds_stand_for_options_here(words: list[str], values: dic
 
 
 def test_a_switch_has_its_aliases() -> None:
-    assert read_flags(["--quick"], describe(Odd))[0] == {"fast": True}
-    assert read_flags(["--no-quick"], describe(Odd))[0] == {"fast": False}
+    assert read_flags(["--quick"], describe(EveryKindOfOption))[0] == {"fast": True}
+    assert read_flags(["--no-quick"], describe(EveryKindOfOption))[0] == {"fast": False}
 
 
 @pytest.mark.parametrize(
@@ -266,10 +273,12 @@ def test_a_switch_has_its_aliases() -> None:
         Training(task="a b", batch_size=(32, 8), shuffle=False, lr=(0.1,), adam_betas=(0.9, 0.98), min_lr=-0.5),
         Training(maximize_best_metric=False, valid_batch_size=3, lr=(1 / 3,), update_freq=(4, 2, 1), save_dir="--odd"),
         Distributed(distributed_init_method="tcp://[::1]:29500", distributed_world_size=4, cpu=True),
-        Odd(name="x"),
-        Odd(name="", depth=34, share=None, words=("a b", "", "(c)", "d,e", '"'), pair=(1, 2, 3), fast=True),
-        Odd(name="--name=x", words=("plain", "words")),
-        Plain(path="/x y", sizes=[4]),
+        EveryKindOfOption(name="x"),
+        EveryKindOfOption(
+            name="", depth=34, share=None, words=("a b", "", "(c)", "d,e", '"'), pair=(1, 2, 3), fast=True
+        ),
+        EveryKindOfOption(name="--name=x", words=("plain", "words")),
+        DataclassOptions(path="/x y", sizes=[4]),
     ],
 )
 def test_flags_carry_every_value_over(options: Any) -> None:

@@ -56,9 +56,9 @@ def test_flags_that_mean_what_an_option_means_are_that_option(flags: str) -> Non
     ],
 )
 def test_a_flag_without_effect_is_taken_out_with_one_note(words: list[str], left: list[str], notes: list[str]) -> None:
-    rest, told = settle(words)
+    rest, lines = settle(words)
     assert rest == left
-    assert [line.startswith(note) for line, note in zip(told, notes, strict=True)] == [True] * len(notes)
+    assert [line.startswith(note) for line, note in zip(lines, notes, strict=True)] == [True] * len(notes)
 
 
 @pytest.mark.parametrize(

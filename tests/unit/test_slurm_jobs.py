@@ -124,7 +124,7 @@ LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer"
 
 
 @pytest.mark.parametrize(
-    ("ended", "said", "kind", "words"),
+    ("ended", "log", "kind", "words"),
     [
         (BY_SIGNAL, f"{STEP} ***", None, "it was cancelled in Slurm"),
         (BY_SIGNAL, f"{STEP} DUE TO TIME LIMIT ***", None, "its time limit in Slurm was over"),
@@ -149,11 +149,11 @@ LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer"
     ],
 )
 def test_why_slurm_ended_a_run_is_read_from_what_it_prints(
-    tmp_path: Path, ended: AttemptResult, said: str, kind: str | None, words: str
+    tmp_path: Path, ended: AttemptResult, log: str, kind: str | None, words: str
 ) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
-    run_dir.node_log(1).write_text(said + "\n")
+    run_dir.node_log(1).write_text(log + "\n")
     environ = {"SLURM_MEM_PER_NODE": "400"}
     found = explained(ended, planned(1, 1), run_dir, environ=environ, requeues=lambda _: False)
     assert (found.failure and found.failure.kind) == kind

@@ -30,7 +30,7 @@ def watched(state: RunState, silent_s: float, *, clock_ahead_s: float = 0.0, liv
 
 
 @pytest.mark.parametrize(
-    ("step_s", "silent_s", "shown", "is_long"),
+    ("step_s", "silent_s", "is_reported", "is_long"),
     [
         (0.1, 1.9, False, False),
         (0.1, 2.1, True, True),
@@ -42,10 +42,10 @@ def watched(state: RunState, silent_s: float, *, clock_ahead_s: float = 0.0, liv
     ],
 )
 def test_the_time_is_shown_after_three_missed_steps_and_rates_go_after_ten(
-    step_s: float, silent_s: float, shown: bool, is_long: bool
+    step_s: float, silent_s: float, is_reported: bool, is_long: bool
 ) -> None:
     still = watched(trained(step_s), silent_s)
-    assert (still is not None) == shown
+    assert (still is not None) == is_reported
     assert (still is not None and still.is_long) == is_long
 
 

@@ -195,7 +195,7 @@ def test_memory_does_not_grow_with_the_number_of_steps() -> None:
     assert held[1] <= 1.1 * held[0]
 
 
-def test_a_run_tells_who_is_here_and_who_is_missing() -> None:
+def test_a_run_lists_ranks_that_have_joined_and_those_missing() -> None:
     state = RunState()
     state.apply(RunStarted(time=1.0, run="r", recipe="demo", world_size=3, run_dir="/r"))
     assert (state.status, state.joined, state.missing) == ("starting", [], [0, 1, 2])
@@ -230,7 +230,7 @@ def test_the_root_cause_is_the_earliest_failure_that_is_no_consequence(order: tu
     assert state.root_cause is failures[1]
 
 
-def test_a_lost_peer_is_the_cause_when_nobody_says_more() -> None:
+def test_a_lost_peer_is_the_cause_without_a_better_one() -> None:
     failure = Failure(time=5.0, kind="lost_peer", rank=0, message="connection closed")
     assert fold(failure).root_cause is failure
 
@@ -291,8 +291,8 @@ def test_ranks_agree_when_their_checksums_of_one_step_are_equal(
     assert fold(*events).desync.equal is agree
 
 
-def checksums(*told: tuple[int, int, str, str]) -> list[Checksum]:
-    return [Checksum(time=1.0, rank=r, step=step, parameters=p, buffers=b) for r, step, p, b in told]
+def checksums(*values: tuple[int, int, str, str]) -> list[Checksum]:
+    return [Checksum(time=1.0, rank=r, step=step, parameters=p, buffers=b) for r, step, p, b in values]
 
 
 def test_checksums_are_compared_step_by_step_however_far_the_ranks_are_apart() -> None:
@@ -307,10 +307,10 @@ def test_checksums_are_compared_step_by_step_however_far_the_ranks_are_apart() -
 
 
 def test_those_that_hold_something_else_than_the_most_stand_apart() -> None:
-    told = [(0, 9, "b", "x"), (1, 9, "a", "x"), (2, 9, "a", "x"), (3, 9, "c", "y")]
-    assert fold(*checksums(*told), world_size=4).desync.difference == (9, "parameters", (0, 3))
-    told = [(0, 9, "a", "x"), (1, 9, "a", "y")]
-    assert fold(*checksums(*told), world_size=2).desync.difference == (9, "buffers", (1,))
+    values = [(0, 9, "b", "x"), (1, 9, "a", "x"), (2, 9, "a", "x"), (3, 9, "c", "y")]
+    assert fold(*checksums(*values), world_size=4).desync.difference == (9, "parameters", (0, 3))
+    values = [(0, 9, "a", "x"), (1, 9, "a", "y")]
+    assert fold(*checksums(*values), world_size=2).desync.difference == (9, "buffers", (1,))
 
 
 def test_what_a_rank_held_before_it_was_started_again_is_not_compared() -> None:

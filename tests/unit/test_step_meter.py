@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from host_waits import HostWaits
+from manual_clock import ManualClock
 from torch import nn
 
 from trainer.contract.record import (
@@ -215,39 +216,26 @@ def _wait_for_events(folder: Path, count: int) -> None:
 # ------------------------------------------------------------------------------------------------- one rank
 
 
-class Hand:
-    """A clock whose hand the test moves."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def advance(self, milliseconds: float) -> None:
-        self.seconds += milliseconds / 1e3
-
-
-def _meter(folder: Path, hand: Hand, model: nn.Module | None = None) -> tuple[StepMeter, EventWriter]:
+def _meter(folder: Path, clock: ManualClock, model: nn.Module | None = None) -> tuple[StepMeter, EventWriter]:
     writer = EventWriter(folder / "0.ndjson")
     model = model or nn.Linear(2, 2)
-    return StepMeter(model, device=CPU, writer=writer, rank=0, now=lambda: 1000 + hand() * 100, clock=hand), writer
+    return StepMeter(model, device=CPU, writer=writer, rank=0, now=lambda: 1000 + clock() * 100, clock=clock), writer
 
 
 def test_a_step_runs_from_the_end_of_the_last_and_micro_steps_add_up(tmp_path: Path) -> None:
-    hand = Hand()
-    meter, writer = _meter(tmp_path, hand)
+    clock = ManualClock(0.0)
+    meter, writer = _meter(tmp_path, clock)
     meter.start()
     for step in (1, 2):
         for _ in range(2):
             for part, milliseconds in (("data", 1), ("h2d", 2), ("forward", 4), ("backward", 8)):
-                hand.advance(milliseconds)
+                clock.advance(milliseconds)
                 meter.lap(part)
-        hand.advance(16)
+        clock.advance(16)
         meter.lap("optimizer")
-        hand.advance(5)
+        clock.advance(5)
         meter.end(step=step, epoch=1, loss=torch.tensor(0.5), samples=4, tokens=40, lr=0.1, grad_norm=2.0)
-        hand.advance(100)  # a validation
+        clock.advance(100)  # a validation
         meter.pause()
         meter.start()
     meter.close()
@@ -261,11 +249,11 @@ def test_a_step_runs_from_the_end_of_the_last_and_micro_steps_add_up(tmp_path: P
 
 
 def test_what_is_done_between_two_steps_counts_to_the_next_one(tmp_path: Path) -> None:
-    hand = Hand()
-    meter, writer = _meter(tmp_path, hand)
+    clock = ManualClock(0.0)
+    meter, writer = _meter(tmp_path, clock)
     meter.start()
     meter.end(step=1, epoch=1, samples=1)
-    hand.advance(7)
+    clock.advance(7)
     meter.end(step=2, epoch=1, samples=1)
     meter.close()
     writer.close()
@@ -273,8 +261,8 @@ def test_what_is_done_between_two_steps_counts_to_the_next_one(tmp_path: Path) -
 
 
 def test_the_first_step_and_the_last_are_written_without_waiting_for_more(tmp_path: Path) -> None:
-    hand = Hand()
-    meter, writer = _meter(tmp_path, hand)
+    clock = ManualClock(0.0)
+    meter, writer = _meter(tmp_path, clock)
     meter.start()
     meter.end(step=1, epoch=1, samples=1)
     _wait_for_events(tmp_path, 1)
@@ -311,20 +299,20 @@ def test_closing_the_writer_writes_steps_of_a_meter_that_was_not_closed(tmp_path
     meter.close()
 
 
-def test_a_step_that_does_not_go_on_tells_once_what_it_is_at(tmp_path: Path) -> None:
-    hand = Hand()
-    meter, writer = _meter(tmp_path, hand)
+def test_a_stuck_step_reports_its_phase_once(tmp_path: Path) -> None:
+    clock = ManualClock(0.0)
+    meter, writer = _meter(tmp_path, clock)
     meter.start()
     meter.end(step=1, epoch=1, samples=1)
     meter.lap("data")
     meter.lap("h2d")
     deadline = time.monotonic() + 10
     while not (found := _doing(tmp_path)) and time.monotonic() < deadline:
-        hand.advance(1000)
+        clock.advance(1000)
         time.sleep(0.005)  # and no further call: a hang
     meter.lap("forward")
     meter.pause()
-    hand.advance(60_000)  # a validation
+    clock.advance(60_000)  # a validation
     assert writer.flush()
     meter.close()
     writer.close()
@@ -337,11 +325,11 @@ def _doing(folder: Path) -> list[Doing]:
 
 
 def test_waits_for_a_core_are_recorded_per_phase_and_rounded() -> None:
-    hand, waited = Hand(), Hand()
-    clock = HostClock(hand, waited)
+    manual, waited = ManualClock(0.0), ManualClock(0.0)
+    clock = HostClock(manual, waited)
     marks, phases = [clock.mark()], ["data", "forward", "backward", "optimizer"]
     for milliseconds in (0.0, 3.0, 5.123456, 1.0):
-        hand.advance(10)
+        manual.advance(10)
         waited.advance(milliseconds)
         marks.append(clock.mark())
     waited.advance(70.0)
@@ -353,29 +341,29 @@ def test_waits_for_a_core_are_recorded_per_phase_and_rounded() -> None:
 
 
 def test_a_wait_after_a_mark_that_did_not_read_it_counts_to_the_next_phase() -> None:
-    hand, waited = Hand(), Hand()
-    clock = HostClock(hand, waited)
+    manual, waited = ManualClock(0.0), ManualClock(0.0)
+    clock = HostClock(manual, waited)
     marks = [clock.mark()]
     waited.advance(2.0)
     marks.append(clock.mark(waits=False))
     waited.advance(1.0)
-    hand.advance(5.0)
+    manual.advance(5.0)
     marks.append(clock.mark())
     assert clock.waits_ms(marks) == pytest.approx([0.0, 3.0])
 
 
 def test_a_wait_shorter_than_50_us_is_read_with_the_next_one() -> None:
-    hand, waited = Hand(), Hand()
-    clock = HostClock(hand, waited)
+    manual, waited = ManualClock(0.0), ManualClock(0.0)
+    clock = HostClock(manual, waited)
     marks = [clock.mark()]
     for elapsed_ms, waited_ms in ((0.04, 0.03), (2.0, 1.0)):
-        hand.advance(elapsed_ms)
+        manual.advance(elapsed_ms)
         waited.advance(waited_ms)
         marks.append(clock.mark())
     assert clock.waits_ms(marks) == pytest.approx([0.0, 1.03])
 
 
-def test_where_nobody_counts_waits_for_a_core_they_are_absent() -> None:
+def test_waits_for_a_core_are_absent_where_the_system_does_not_count_them() -> None:
     clock = HostClock()
     assert clock.waits_ms([clock.mark(), clock.mark()]) is None
     assert _event(_reading(1)).core_wait_ms is None

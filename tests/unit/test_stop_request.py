@@ -55,7 +55,7 @@ def test_only_a_second_ctrl_c_and_the_signal_between_our_processes_ask_for_more_
         assert request.reason == (f"stopped by {signal.Signals(numbers[0]).name}" if numbers else None)
 
 
-def test_a_level_is_told_once_when_it_has_risen() -> None:
+def test_a_risen_stop_level_is_reported_once() -> None:
     with StopRequest() as request:
         levels = [request.risen()]
         for number in (SIGINT, SIGTERM, SIGINT, SIGINT):

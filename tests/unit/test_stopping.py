@@ -20,12 +20,12 @@ def test_the_longer_of_the_last_two_steps_is_reported_where_it_has_changed(
     times_s: list[float], reported: list[float]
 ) -> None:
     clock = [100.0]
-    heard: list[float] = []
-    times = StepTimes(heard.append, now=lambda: clock[0])
+    reports: list[float] = []
+    times = StepTimes(reports.append, now=lambda: clock[0])
     for seconds in times_s:
         clock[0] += seconds
         times.step_done()
-    assert heard == pytest.approx(reported)
+    assert reports == pytest.approx(reported)
 
 
 @pytest.mark.parametrize(("grace_s", "step_s", "seconds"), [(10.0, 0.3, 10.0), (10.0, 11.0, 33.0), (0.0, 2.0, 6.0)])

@@ -31,7 +31,7 @@ def test_cells_are_aligned_by_what_they_take_on_the_screen() -> None:
         (5 << 60, "5242880 TiB"),
     ],
 )
-def test_sizes_are_told_in_binary_units(count: int | None, text: str) -> None:
+def test_sizes_are_formatted_in_binary_units(count: int | None, text: str) -> None:
     assert size(count) == text
 
 
@@ -47,7 +47,7 @@ def test_sizes_are_told_in_binary_units(count: int | None, text: str) -> None:
         (93_784, "1 d 02:03"),
     ],
 )
-def test_durations_are_told_as_a_clock_shows_them(seconds: float | None, text: str) -> None:
+def test_durations_are_formatted_as_a_clock(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 
 

@@ -78,18 +78,18 @@ def test_every_sample_is_read_once_in_as_many_steps_on_every_rank(
 ) -> None:
     limit = options.get("limit", LIMIT)
     seen: list[list[int]] = []
-    told, counted = set(), []
+    shapes, counted = set(), []
     for rank in range(ranks):
         source = batches(SIZES, ranks, rank, **options)
         left = source.updates_left(update_freq)
         updates = [(update.micro_steps, update.global_samples, list(update)) for update in source.updates(update_freq)]
         assert len(updates) == left == source.updates_per_epoch(update_freq)
-        told.add(tuple((micro_steps, samples) for micro_steps, samples, _ in updates))
+        shapes.add(tuple((micro_steps, samples) for micro_steps, samples, _ in updates))
         counted.append([sum(micro.samples for micro in update) for *_, update in updates])
         seen += real([update for *_, update in updates])
     assert sorted(flat(seen)) == list(range(len(SIZES)))
     assert max(len(batch) * max(SIZES[index] for index in batch) for batch in seen) <= limit.max_tokens
-    [steps] = told
+    [steps] = shapes
     assert [samples for _, samples in steps] == [sum(each) for each in zip(*counted, strict=True)]
     if limit.multiple > 1:
         assert sum(len(batch) % limit.multiple != 0 for batch in seen) <= 1 + len(SIZES) // 50

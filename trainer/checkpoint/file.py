@@ -30,6 +30,7 @@ _TRAILER = struct.Struct("<16sQQ32s")
 LAST_PLACE = 2**64 - 1
 """The highest place that a file can have."""
 _CHUNK = 1 << 22
+"""Bytes read at once."""
 _TEMPORARY = ".{name}.tmp"
 
 

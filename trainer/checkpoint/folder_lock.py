@@ -18,6 +18,7 @@ LOCK = ".lock"
 RELEASE_S = 5.0
 """How long to wait for a process of the same run, which leaves: a run that is started again may meet its own past."""
 POLL_S = 0.05
+"""Time between two attempts to take the lock."""
 _WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 """How a file system says that it has no locks, such as NFS without its lock service."""
 

@@ -219,7 +219,7 @@ def shutdown(*, abort: bool = False) -> None:
         time.sleep(_DESTROY_DELAY_S)
         dist.destroy_process_group()
         if group is not None:
-            _leave_store(group.rdzv.store, group.rank, world_size)
+            leave_store(group.rdzv.store, group.rank, world_size)
     if group is None:
         return
     for name in group.variables:
@@ -246,7 +246,7 @@ def describe_lost_peers() -> str:
     )
 
 
-def _leave_store(store: Store, rank: int, world_size: int) -> None:
+def leave_store(store: Store, rank: int, world_size: int) -> None:
     """Mark this rank as gone; rank 0 waits until all are, but not for long, because a peer may have died."""
     keys = [f"left/{other}" for other in range(1, world_size)]
     try:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 ENTRIES = "2000"
 """What torch keeps by itself in its later versions; earlier ones keep nothing."""
 SHOWN = 3
+"""Collectives named in one line."""
 RENAMED_IN = (2, 10)
 """Version of torch that takes the new names only, and warns at the old ones."""
 

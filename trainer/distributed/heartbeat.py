@@ -19,6 +19,7 @@ PREFIX = "gputrain-heartbeat"
 LEFT = "left"
 """In place of a count: the machine's ranks have left in order."""
 INTERVAL_S = 5.0
+"""Time between two heartbeats of a node."""
 BEAT_TIMEOUT_S = 10.0
 """Of all questions of one beat: a store that is out of reach answers after many minutes."""
 LOST_S = 60.0

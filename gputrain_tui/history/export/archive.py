@@ -28,6 +28,7 @@ from trainer.contract.record.regular_file import open_regular, read_whole, size_
 READ_BYTES = 1 << 20
 """Of a file at a time."""
 COMPRESSION = 6
+"""Level of gzip: higher ones take several times as long for a few percent."""
 MAX_BYTES = 256 << 30
 """A file of more, which may be sparse, is damage: a week of a thousand ranks has less."""
 MAX_USTAR_BYTES = 8**11

@@ -30,6 +30,7 @@ PHASES = {
 STEP_ARGUMENTS = ("epoch", "loss", "lr", "samples", "tokens", "grad_norm", "gc_ms", "core_wait_ms", "sync_bytes")
 """Fields that are shown with a step."""
 STEPS_THREAD, SYNC_THREAD, FIRST_BUCKET_THREAD = 1, 2, 3
+"""Numbers of a rank's tracks; each bucket has one."""
 INSTANTS = (Finding, Failure, Validation, Checkpoint, Lost)
 """Events that are drawn as instants."""
 

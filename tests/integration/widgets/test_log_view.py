@@ -29,7 +29,7 @@ def texts(buffer: LogBuffer) -> list[bytes]:
     return [buffer.line(buffer.number(row)).raw for row in range(buffer.rows)]
 
 
-def shown(line: bytes, *, width: int = 40, **options: object) -> str:
+def rendered(line: bytes, *, width: int = 40, **options: object) -> str:
     return line_strip(LogLine("0", line, 0), STYLES, width=width, **options).text  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def test_ten_thousand_lines_cost_little() -> None:
     ],
 )
 def test_what_could_harm_is_made_visible_or_dropped(line: bytes, text: str) -> None:
-    assert shown(line).rstrip() == text
+    assert rendered(line).rstrip() == text
     assert line_strip(LogLine("0", line, 0), STYLES, width=40).cell_length == 40
 
 
@@ -192,15 +192,15 @@ def test_colours_are_decoded() -> None:
 
 @pytest.mark.parametrize("codes", [b"38", b"38;5", b"38;2;300", b"99999999999", b";;;", b"38:2::1:2:3"])
 def test_unfinished_colours_are_harmless(codes: bytes) -> None:
-    assert shown(b"\x1b[" + codes + b"mtext").rstrip() == "text"
+    assert rendered(b"\x1b[" + codes + b"mtext").rstrip() == "text"
 
 
 def test_a_long_line_is_cut_and_can_be_moved_sideways() -> None:
     line = b"0123456789" * 10
-    assert shown(line, width=12) == "012345678901"
-    assert shown(line, width=12, shift=5) == "567890123456"
-    assert shown(line, width=12, shift=5, prefix_cells=3) == "r0 567890123"
-    assert shown("漢字漢字".encode(), width=5) == "漢字 "
+    assert rendered(line, width=12) == "012345678901"
+    assert rendered(line, width=12, shift=5) == "567890123456"
+    assert rendered(line, width=12, shift=5, prefix_cells=3) == "r0 567890123"
+    assert rendered("漢字漢字".encode(), width=5) == "漢字 "
 
 
 def test_matches_are_marked_across_colours() -> None:

@@ -20,10 +20,10 @@ from gputrain_tui.console.widgets.rank_grid import HIGHLIGHT_S, RankGrid
 from gputrain_tui.console.widgets.step_bars import StepBars
 from trainer.contract.record import Step
 
-Scenario = Callable[["Stage", Pilot[None]], Awaitable[None]]
+Scenario = Callable[["WidgetsApp", Pilot[None]], Awaitable[None]]
 
 
-class Stage(App[None]):
+class WidgetsApp(App[None]):
     def __init__(self, run: RunInMemory) -> None:
         super().__init__()
         self.time = 100.0
@@ -43,9 +43,9 @@ class Stage(App[None]):
         self.seen.append(message)
 
 
-def stage(scenario: Scenario, run: RunInMemory | None = None, size: tuple[int, int] = (100, 40)) -> None:
+def play_scenario(scenario: Scenario, run: RunInMemory | None = None, size: tuple[int, int] = (100, 40)) -> None:
     async def play() -> None:
-        app = Stage(run or run_in_memory(40, 30))
+        app = WidgetsApp(run or run_in_memory(40, 30))
         async with app.run_test(size=size) as pilot:
             app.grid.focus()
             await pilot.pause()
@@ -59,7 +59,7 @@ def lines(grid: RankGrid) -> list[str]:
 
 
 def test_keys_move_the_cursor_and_scroll_with_it() -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         await pilot.press("down")
         assert app.grid.selected_rank == 0
         await pilot.press("down", "j", "k")
@@ -73,11 +73,11 @@ def test_keys_move_the_cursor_and_scroll_with_it() -> None:
         assert [type(message) for message in app.seen][-1] is RankGrid.Opened
         assert app.seen[-1].rank == 0  # type: ignore[attr-defined]
 
-    stage(scenario)
+    play_scenario(scenario)
 
 
 def test_the_mouse_picks_sorts_and_scrolls() -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         await pilot.click("#grid", offset=(10, 5))
         assert app.grid.selected_rank == 3
         titles = lines(app.grid)[1]
@@ -91,14 +91,14 @@ def test_the_mouse_picks_sorts_and_scrolls() -> None:
         await pilot.pause()
         assert first_rank(app) == first + 3
 
-    def first_rank(app: Stage) -> int:
+    def first_rank(app: WidgetsApp) -> int:
         return int(lines(app.grid)[2].strip("▸▲✗ ").split()[0])
 
-    stage(scenario)
+    play_scenario(scenario)
 
 
 def test_a_step_changes_the_line_of_its_rank_and_nothing_else_and_no_step_changes_nothing() -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         app.grid.tick()
         before = strips(app.grid)
         app.grid.tick()
@@ -111,11 +111,11 @@ def test_a_step_changes_the_line_of_its_rank_and_nothing_else_and_no_step_change
         return [grid.render_line(y) for y in range(grid.size.height)]
 
     run = run_in_memory(40, 30)
-    stage(scenario, run)
+    play_scenario(scenario, run)
 
 
 def test_a_changed_line_is_bright_and_dims_by_itself() -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         app.grid.tick()
         normal = app.grid.render_line(6)
         run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
@@ -132,11 +132,11 @@ def test_a_changed_line_is_bright_and_dims_by_itself() -> None:
         return {segment.style.color for segment in strip if segment.text.strip()}  # type: ignore[attr-defined]
 
     run = run_in_memory(40, 30)
-    stage(scenario, run)
+    play_scenario(scenario, run)
 
 
 def test_the_cursor_stays_on_its_rank_while_ranks_change_places() -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         app.grid.sort_by("loss")
         await pilot.press("down", "down", "down")
         rank = app.grid.selected_rank
@@ -148,11 +148,11 @@ def test_the_cursor_stays_on_its_rank_while_ranks_change_places() -> None:
         assert lines(app.grid)[-1].startswith("▸")
 
     run = run_in_memory(40, 30)
-    stage(scenario, run)
+    play_scenario(scenario, run)
 
 
 def test_a_filter_and_its_removal_keep_the_grid_in_bounds() -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         await pilot.press("end")
         app.grid.set_filter("rank:0-1")
         assert [line.split()[0] for line in lines(app.grid)[2:4]] == ["0", "1"]
@@ -160,12 +160,12 @@ def test_a_filter_and_its_removal_keep_the_grid_in_bounds() -> None:
         await pilot.press("end")
         assert app.grid.selected_rank == 39
 
-    stage(scenario)
+    play_scenario(scenario)
 
 
 @pytest.mark.parametrize("theme", ["textual-dark", "textual-light", "nord", "ansi-dark", "ansi-light"])
 def test_every_theme_colours_every_role(theme: str) -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         app.theme = theme
         await pilot.pause()
         await pilot.press("down")
@@ -176,11 +176,11 @@ def test_every_theme_colours_every_role(theme: str) -> None:
             for y in range(panel.size.height):
                 assert panel.render_line(y).cell_length == panel.size.width
 
-    stage(scenario)
+    play_scenario(scenario)
 
 
 def test_charts_can_be_zoomed_smoothed_and_logarithmic() -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         chart = app.charts[0]
         assert isinstance(chart, BandChart)
         chart.show(scale="log", last=10, smoothing=10)
@@ -190,14 +190,14 @@ def test_charts_can_be_zoomed_smoothed_and_logarithmic() -> None:
         assert "last 10" in head
         assert "smooth over 10 steps" in head
 
-    stage(scenario)
+    play_scenario(scenario)
 
 
 @pytest.mark.parametrize("size", [(12, 4), (30, 10), (80, 24), (200, 60)])
 def test_any_size_of_the_terminal_is_painted(size: tuple[int, int]) -> None:
-    async def scenario(app: Stage, pilot: Pilot[None]) -> None:
+    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
         await pilot.resize_terminal(size[0] + 7, size[1] + 3)
         await pilot.pause()
         assert app.grid.size.width == size[0] + 7
 
-    stage(scenario, size=size)
+    play_scenario(scenario, size=size)

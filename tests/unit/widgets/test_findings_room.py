@@ -31,9 +31,9 @@ def _text(width: int, height: int, *, opened: bool = False) -> list[str]:
 @pytest.mark.parametrize("width", [30, 40, 80, 160])
 def test_everything_is_said_where_there_is_room_and_no_line_is_too_long(width: int) -> None:
     lines = _text(width, 30)
-    said = " ".join(" ".join(lines).split())
+    text = " ".join(" ".join(lines).split())
     for words in ("(waits for data)", "late ms 20.10", "more workers", "four times what it was before"):
-        assert words in said
+        assert words in text
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
 
@@ -47,9 +47,9 @@ def test_with_little_room_each_finding_keeps_one_line(width: int) -> None:
 
 
 def test_messages_come_before_evidence_when_only_they_fit() -> None:
-    said = " ".join(" ".join(_text(40, 7)).split())
-    assert "(waits for data)" in said
-    assert "late ms" not in said
+    text = " ".join(" ".join(_text(40, 7)).split())
+    assert "(waits for data)" in text
+    assert "late ms" not in text
 
 
 def test_what_is_opened_is_shown_from_its_beginning_also_where_it_does_not_fit() -> None:
@@ -82,8 +82,8 @@ def test_what_stands_comes_before_what_was_cleared_by_severity() -> None:
 @pytest.mark.parametrize(("width", "height"), [(38, 11), (38, 5), (60, 8), (78, 6), (98, 14), (118, 12)])
 def test_a_standing_finding_is_never_cut_before_its_cause(width: int, height: int) -> None:
     rows = draw_findings(finding_entries(_standing_and_cleared()), width, height)
-    said = " ".join("".join(text for text, _ in row).strip() for row in rows)
-    assert "data loading" in " ".join(said.split())
+    text = " ".join("".join(text for text, _ in row).strip() for row in rows)
+    assert "data loading" in " ".join(text.split())
     assert max(len("".join(text for text, _ in row)) for row in rows) <= width
 
 

@@ -81,8 +81,8 @@ def test_one_stall_changes_no_other_cell() -> None:
     def drawn(stall_ms: float) -> list[str]:
         columns = [[0.0, 40.0, 0.0, 0.0] for _ in range(40)]
         columns[20] = [0.0, 40.0, stall_ms, 0.0]
-        shown = Heat(columns=columns, ranks=4, group=1, first_step=1, last_step=40, step_ms=300.0)
-        return [row_text(row) for row in draw_heat(shown, 48, 6, symbols=True)]
+        drawn_heat = Heat(columns=columns, ranks=4, group=1, first_step=1, last_step=40, step_ms=300.0)
+        return [row_text(row) for row in draw_heat(drawn_heat, 48, 6, symbols=True)]
 
     calm, stalled = drawn(0.0), drawn(60_000.0)
     differing = [(a, b) for line, other in zip(calm, stalled, strict=True) for a, b in zip(line, other, strict=True)]
@@ -114,18 +114,18 @@ def test_the_usual_step_is_a_median_that_no_stall_moves() -> None:
 def test_every_group_of_ranks_is_labelled(ranks: int, height: int, labels: list[str]) -> None:
     group = group_size(ranks, 2 * map_rows(height))
     columns = [[5.0] * -(-ranks // group) for _ in range(30)]
-    shown = Heat(columns=columns, ranks=ranks, group=group, first_step=1, last_step=30, step_ms=100.0)
-    rows = draw_heat(shown, 40, height)[1:-1]
+    drawn_heat = Heat(columns=columns, ranks=ranks, group=group, first_step=1, last_step=30, step_ms=100.0)
+    rows = draw_heat(drawn_heat, 40, height)[1:-1]
     assert [row_text(row)[:8].strip() for row in rows] == labels
 
 
 def test_failed_selected_and_flagged_ranks_have_their_own_labels() -> None:
     columns = [[5.0] * 8 for _ in range(30)]
-    shown = Heat(
+    drawn_heat = Heat(
         columns=columns, ranks=8, group=1, first_step=1, last_step=30, step_ms=100.0,
         failed={1}, flagged={1, 5}, selected=3,
     )  # fmt: skip
-    rows = draw_heat(shown, 40, 6)[1:-1]
+    rows = draw_heat(drawn_heat, 40, 6)[1:-1]
     assert [row_text(row)[:8].strip() for row in rows] == ["✗1", "▸3", "!5", "6–7"]
 
 
@@ -154,7 +154,7 @@ def test_no_map_leaves_its_cells() -> None:
             [source.choice((math.nan, 0.0, 5.0, 1e9)) for _ in range(groups)] if source.random() < 0.9 else []
             for _ in range(width)
         ]
-        shown = Heat(columns=columns, ranks=ranks, group=group, first_step=1, last_step=source.randrange(1, 10**9))
-        rows = draw_heat(shown, width, height, symbols=source.random() < 0.5)
+        drawn_heat = Heat(columns=columns, ranks=ranks, group=group, first_step=1, last_step=source.randrange(1, 10**9))
+        rows = draw_heat(drawn_heat, width, height, symbols=source.random() < 0.5)
         assert len(rows) == height
         assert all(len(row_text(row)) == width for row in rows)

@@ -40,16 +40,16 @@ def test_the_cursor_the_warning_and_the_failure_are_marked_at_every_width(width:
     frame = [row_text(row) for row in draw_grid(grid(), width, height)]
     assert [len(line) for line in frame] == [width] * height
     assert frame[0].startswith("ranks 16  1 failed ")
-    shown = {line[1:6].strip(): line[0] for line in frame[2:] if line.strip()}
-    assert list(shown) == [str(rank) for rank in range(min(height - 2, 16))]
-    assert {rank: mark for rank, mark in shown.items() if mark != " "} == {
-        rank: mark for rank, mark in {"2": "▸", "5": "▲", "9": "✗"}.items() if rank in shown
+    marks = {line[1:6].strip(): line[0] for line in frame[2:] if line.strip()}
+    assert list(marks) == [str(rank) for rank in range(min(height - 2, 16))]
+    assert {rank: mark for rank, mark in marks.items() if mark != " "} == {
+        rank: mark for rank, mark in {"2": "▸", "5": "▲", "9": "✗"}.items() if rank in marks
     }
     if width >= 78:
         assert frame[7].index("64.6") > frame[1].index("late ms") - 2
 
 
-def test_a_sorted_and_filtered_grid_says_so() -> None:
+def test_a_sorted_and_filtered_grid_names_its_order_and_filter() -> None:
     kept = [view for view in VIEWS if RankFilter("late>5").keeps(view, LATE)]
     rows = sort_ranks(kept, LATE, "late", descending=True)
     frame = [
@@ -120,7 +120,7 @@ def test_sorting_keeps_equal_ranks_in_order_and_absent_values_last(key: str, des
         ("loss<0", set()),
     ],
 )
-def test_filters_keep_what_every_word_says(text: str, kept: set[int]) -> None:
+def test_a_rank_must_match_every_word_of_a_filter(text: str, kept: set[int]) -> None:
     found = RankFilter(text)
     assert {view.rank for view in VIEWS if found.keeps(view, LATE)} == kept
 

@@ -25,30 +25,30 @@ def late(rank: int, late_ms: float, **more: str) -> Finding:
     return Finding(time=2.0, kind="straggler", rank=rank, evidence={"late_ms": late_ms}, **more)  # type: ignore[arg-type]
 
 
-def said(*findings: Finding, step: int = LEAST_STEPS) -> list[str]:
+def condition_rows(*findings: Finding, step: int = LEAST_STEPS) -> list[str]:
     return [row_text(form) for form in run_condition(state_with(*findings, step=step))]
 
 
 def test_a_run_without_findings_says_so_once_there_was_enough_to_judge() -> None:
-    assert said() == ["✓ no findings"]
-    assert said(step=LEAST_STEPS - 1) == []
+    assert condition_rows() == ["✓ no findings"]
+    assert condition_rows(step=LEAST_STEPS - 1) == []
 
 
 def test_the_latest_rank_is_named_with_its_cause() -> None:
-    found = said(late(0, 12.0), late(1, 148.7, cause="data"))
+    found = condition_rows(late(0, 12.0), late(1, 148.7, cause="data"))
     assert found == ["▲ rank 1 late 149 ms: data loading  +1 more", "▲ rank 1 late 149 ms: data loading",
                      "▲ rank 1 late 149 ms"]  # fmt: skip
 
 
 def test_what_is_critical_comes_first() -> None:
-    assert said(late(0, 500.0), Finding(time=3.0, kind="non_finite", rank=1, severity="critical"))[1].startswith(
-        "✗ rank 1"
-    )
+    assert condition_rows(late(0, 500.0), Finding(time=3.0, kind="non_finite", rank=1, severity="critical"))[
+        1
+    ].startswith("✗ rank 1")
 
 
-def test_what_was_cleared_is_not_told() -> None:
+def test_cleared_findings_are_not_shown() -> None:
     over = Finding(time=3.0, kind="straggler", rank=1, state="cleared")
-    assert said(late(1, 20.0), over) == ["✓ no findings"]
+    assert condition_rows(late(1, 20.0), over) == ["✓ no findings"]
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -81,7 +81,7 @@ def test_the_verdict_stays_when_the_run_has_ended(status: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS | {"desync", "something_new"}))
 def test_every_kind_of_finding_has_its_few_words(kind: str) -> None:
-    (*_, shortest) = said(Finding(time=2.0, kind=kind))
+    (*_, shortest) = condition_rows(Finding(time=2.0, kind=kind))
     assert 4 < len(shortest) < 30
     assert "_" not in shortest
 

@@ -49,7 +49,7 @@ def test_a_bar_ends_where_its_step_ends() -> None:
     assert half == "█" * 20 + " " * 20
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_bars_without_measurements_show_a_note() -> None:
     assert bars([RankView(0)], 5, None) == []
     assert "not measured yet" in "".join(map(row_text, draw_bars([], 60, 5)))
 

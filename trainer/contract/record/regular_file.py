@@ -32,7 +32,7 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     writes = flags & os.O_ACCMODE != os.O_RDONLY
     # Checked before it is opened, since opening a device may have an effect, and after, since it may be replaced.
     try:
-        _require_regular(Path(path).stat(follow_symlinks=not writes), path)
+        _require_regular(os.stat(path, follow_symlinks=not writes), path)  # noqa: PTH116 - no Path per call
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
@@ -63,7 +63,7 @@ def open_to_append(path: Path | str) -> int:
 def size_of(path: Path | str) -> int:
     """Return the size of a regular file in bytes; 0 where there is none."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - also for names, without a Path per file
+        found = os.stat(path)  # noqa: PTH116 - as above
     except OSError:
         return 0
     return found.st_size if stat.S_ISREG(found.st_mode) else 0

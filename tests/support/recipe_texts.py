@@ -1,0 +1,28 @@
+"""Recipes from a few lines of TOML, and the one line with which a wrong one is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from gputrain_tui.recipe.model import Recipe, RecipeError, build
+
+CPUS = "cpu_ranks = 2"
+TRAIN = 'task = "lm"\nmax_updates = 2'
+
+
+def recipe(*nodes: str, train: str = TRAIN, task: str = 'data = "books.txt"', cluster: str = "") -> Recipe:
+    tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or (CPUS,))
+    own = f"[task]\n{task}\n" if task else ""
+    return build(f"[cluster]\n{cluster}\n{tables}\n[train]\n{train}\n{own}", name="one.toml")
+
+
+def recipe_of(text: str, *settings: str) -> Recipe:
+    return build(text, name="r.toml", overrides=settings)
+
+
+def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
+    with pytest.raises(RecipeError) as caught:
+        build(text, name=name, overrides=settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
