@@ -7,6 +7,7 @@ Python 3.10 and the standard library. Frozen dataclasses, which msgspec reads as
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -152,11 +153,11 @@ def _version_by_importlib(package: str) -> str | None:
 
 
 def _missing_package() -> str:
-    try:
-        import msgspec  # noqa: F401 - compiled: one that was built for another Python is there and cannot be imported
-    except ImportError as error:
-        return error.name or str(error)
-    return "" if importlib.util.find_spec("psutil") is not None else "psutil"
+    folder = _folder_of("msgspec")
+    # Importing it takes tens of ms. It is compiled: one that was built for another Python is not found.
+    if folder is None or importlib.machinery.PathFinder.find_spec("_core", [str(folder)]) is None:
+        return "msgspec"
+    return "" if _folder_of("psutil") is not None else "psutil"
 
 
 def _own_file(task: str, script: str) -> Path | None:

@@ -113,7 +113,7 @@ def test_what_a_host_has_too_little_of_or_has_other_than_the_first_is_one_line_w
         (made / name).mkdir()
         (made / name / "memory.max").write_text(f"{limit}\n")
         (made / name / "memory.current").write_text(f"{4 << 20}\n")
-    (made / "sitecustomize.py").write_text("import sys\nsys.version = '3.99.1 (made)'\n")
+    (made / "sitecustomize.py").write_text("import sys\nsys.version = sys.version.replace('3.', '3.99.', 1)\n")
     (lab.folder / "books.txt").write_text("to be or not to be\n" * 1000)
     (made / "books.txt").write_text("to be or not to be\n" * 900)
     start_up(lab, "h5", "ulimit -Sn 70")

@@ -40,7 +40,8 @@ ROOMY = ResourceLimits(processes=None, files=None, memory_bytes=None)
     ],
 )
 def test_what_is_short_first_is_named(room: ResourceLimits, ranks: int, reason: str) -> None:
-    expected = f"{ranks} ranks were asked for on this node, which can hold {reason}" if reason else ""
+    asked = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
+    expected = f"{asked} asked for on this node, which can hold {reason}" if reason else ""
     assert room.refusal(ranks) == expected
 
 
