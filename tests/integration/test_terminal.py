@@ -244,3 +244,14 @@ def test_what_is_typed_ahead_goes_into_the_line_that_a_key_opens(terminal: Tmux,
     terminal.press("Tab")
     terminal.press("q")
     assert terminal.exit_code("gputrain attach", 1) == 0
+
+
+def test_a_run_directory_anywhere_is_attached_to_by_its_path(terminal: Tmux, tmp_path: Path) -> None:
+    synthetic.run(tmp_path / "elsewhere", nodes=2, ranks_per_node=4, steps=40)
+    (run_dir,) = (tmp_path / "elsewhere").iterdir()
+    for name in ("plan.json", "recipe.toml"):  # `python -m trainer --run-dir` leaves neither
+        (run_dir / name).unlink(missing_ok=True)
+    terminal.start(f"{GPUTRAIN} attach {run_dir}", 1)
+    terminal.wait("ranks 8", "Quit")
+    terminal.press("q")
+    assert terminal.exit_code("gputrain attach", 1) == 0

@@ -193,12 +193,14 @@ def test_other_code_on_a_rank_is_refused_by_name(tmp_path: Path, file: str, name
         assert output.count("code of ") == 1
 
 
-def test_rank_0_reads_the_checkpoint_and_nobody_else_needs_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [[4], [4, 2]], ids=["only rank 0 has one", "each host has another one"])
+def test_every_rank_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Path, updates: list[int]) -> None:
     folders = [tmp_path / "host0", tmp_path / "host1"]
     for folder in folders:
         folder.mkdir()
-    [(code, output)] = train(tmp_path, [["--save-dir", "kept", "--max-updates", "4"]], folders=folders[:1])
-    assert code == 0, output
+    for folder, done in zip(folders, updates, strict=False):
+        [(code, output)] = train(folder, [["--save-dir", "kept", "--max-updates", str(done)]])
+        assert code == 0, output
     words = ["--resume", "kept", "--max-epochs", "3", "--max-updates", "20", "--run-dir", "record"]
     for code, output in train(tmp_path, [words, words], folders=folders):
         assert code == 0, output
