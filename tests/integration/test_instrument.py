@@ -463,7 +463,7 @@ def test_two_hundred_steps_give_the_same_bits_and_each_is_on_record_with_its_sam
         assert _losses(events) == pytest.approx(losses, rel=1e-5)
         assert sum(event.samples for event in events) == 200 * BATCH
         assert sum(len(event.step_ms_each or [event.step_ms]) for event in events) == 200
-        assert {event.sync_bytes for event in events[2:]} == {PARAMETER_BYTES}
+        assert {event.sync_bytes for event in (*events[2:], events[-1])} == {PARAMETER_BYTES}
 
 
 def uneven_epochs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
@@ -487,7 +487,10 @@ def test_ranks_that_run_out_of_data_average_over_those_that_have_some_and_measur
         events = _steps(tmp_path, rank)
         assert _losses(events) == pytest.approx(losses, rel=1e-5)
         assert sum(event.steps for event in events) == 2 + 2 * (STEPS + 3 * rank)
-        assert {event.sync_bytes for event in events[2:]} == {PARAMETER_BYTES}, "and none of the others' steps"
+        # How many steps an event covers depends on how fast they are: there may be two events in all.
+        assert {event.sync_bytes for event in (*events[2:], events[-1])} == {PARAMETER_BYTES}, (
+            "and none of the others' steps"
+        )
 
 
 class Slow(Dataset[Tensor]):
